@@ -71,6 +71,8 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("model.regression.attribute_weights", (list,)),
     ("model.reward_standardization.mean", (float,)),
     ("model.reward_standardization.std", (float,)),
+    ("model.data*.add_bos", (bool,)),
+    ("model.ppo.sampling_params.add_BOS", (bool,)),
     ("model.data.data_prefix", (dict, list, str)),
     ("model.data.data_prefix.*", (list, str, dict)),
     ("model.data.*.file_path", (str, list, dict)),

@@ -39,6 +39,7 @@ from nemo_style_aligner.data.datasets import (
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
+from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -147,7 +148,7 @@ def test_long_prompts_are_dropped_with_one_count(
 def test_prompts_of_the_actor_leave_room_for_their_bos_token_and_a_response(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tokenizer, "bos_ids", lambda wanted, key: [9] if wanted else [])
+    monkeypatch.setattr(tokenizer, "bos_id", 9)
     files = {
         name: [str(jsonl(tmp_path / f"{name}.jsonl", *({"text": "a" * n} for n in range(1, longest + 1))))]
         for name, longest in (("train", 11), ("validation", 5))
@@ -163,7 +164,7 @@ def test_prompts_of_the_actor_leave_room_for_their_bos_token_and_a_response(
     assert [prompt.token_ids for prompt in validation.batch(0)] == [
         [9, *tokenizer.text_to_ids("a" * n)] for n in (1, 2, 3)
     ]
-    assert "longer than 7 tokens (model.data.seq_length less model.ppo.length_params.max_length)" in caplog.text
+    assert "longer than 8 tokens (model.data.seq_length less model.ppo.length_params.max_length)" in caplog.text
     cfg.model.ppo.num_val_samples = 99
     cfg.model.ppo.sampling_params.add_BOS = False
     cfg.trainer.ppo.trt_llm.max_input_len = 6
@@ -315,7 +316,7 @@ def test_chats_of_both_responses_need_a_template_that_has_them(tmp_path: Path, t
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: this tokenizer has no chat template.* responses are text$"):
         ComparisonDataset([path], without, 64)
     forgetful = with_template(tokenizer, tmp_path / "forgetful", "{{ messages[0].content }}<|im_end|>")
-    with pytest.raises(DataError, match=r"pairs\.jsonl:1: .*leaves out a part of the last message of 'chosen'"):
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: .*leaves out the text of turn 2, whose role is 'assistant'"):
         ComparisonDataset([path], forgetful, 64)
 
 
@@ -528,7 +529,15 @@ def test_every_key_of_fine_tuning_data_is_heeded(
     part: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[SFTFormat] = []
-    monkeypatch.setattr(supervised_setup, "SFTDataset", lambda paths, tokenizer, options: made.append(options) or paths)
+
+    class Made(tuple):
+        written = TextFormat()
+
+    def make(paths: Any, tokenizer: Tokenizer, options: SFTFormat) -> Made:
+        made.append(options)
+        return Made(paths)
+
+    monkeypatch.setattr(supervised_setup, "SFTDataset", make)
     monkeypatch.setattr(tokenizer, "chat_template", None)
     files = {name: jsonl(tmp_path / f"{name}.jsonl", {"text": "a"}) for name in ("train_ds", "validation_ds")}
     cfg = load_defaults("gpt_sft")
@@ -700,9 +709,9 @@ def test_long_chats_are_cut_at_the_end(tmp_path: Path, tokenizer: Tokenizer) -> 
     [
         ({"messages": []}, {}, "list of objects"),
         (
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            {"conversations": [{"from": "Ann", "value": "q"}, {"from": "gpt", "value": "a"}]},
             {},
-            "no turn is from 'User', whose turns are not learnt: set \"mask\" to one of human, gpt",
+            "no turn is from 'User', whose turns are not learnt: set \"mask\" to one of Ann, gpt",
         ),
         ({"mask": None, "conversations": [{"from": "User", "value": "q"}]}, {}, "'mask' should be a string"),
         ({"messages": "hello"}, {}, "'messages' should be a list of turns"),
@@ -723,32 +732,6 @@ def test_bad_chats_are_named(
 ) -> None:
     with pytest.raises(DataError, match=rf"sft\.jsonl:1: .*{complaint}"):
         sft(tmp_path, tokenizer, row, **changes)
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """As reasoning models' templates do, which leave the thoughts out of earlier turns."""
-    tokenizer.save(tmp_path / "t")
-    (tmp_path / "t" / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['role'] }}:{% if loop.last %}<think>{% endif %}{{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    with pytest.raises(DataError, match=r"sft\.jsonl:1: .*renders turn 3 differently.*change the template"):
-        sft(tmp_path, load_tokenizer(tmp_path / "t"), MESSAGES)
-
-
-def test_a_template_that_ends_responses_with_a_token_that_ends_no_generation_is_warned_of(
-    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As ChatML's does, learnt by a base model whose EOS token is another."""
-    sft(tmp_path, tokenizer, MESSAGES, MESSAGES)
-    end = tokenizer.ids_to_text(tokenizer.text_to_ids("<|im_end|>")[-1:], keep_special=True)
-    warnings = [record.getMessage() for record in caplog.records if "end_strings" in record.getMessage()]
-    assert len(warnings) == 1 and f"sft.jsonl:1: the chat template ends a response with {end!r}" in warnings[0]
-    caplog.clear()
-    ends = json.dumps({"eos_token_id": [tokenizer.eos_id, tokenizer.token_to_id(end)]})
-    monkeypatch.setattr(tokenizer, "generation_config", ends)
-    sft(tmp_path, tokenizer, MESSAGES)
-    assert "end_strings" not in caplog.text
 
 
 # As Qwen3's: tools in the first turn, thoughts and calls in the assistant's, and thoughts left out of earlier ones.
@@ -801,7 +784,8 @@ def test_responses_that_end_with_plain_text_are_learnt_whole(
     chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]}
     item = sft(tmp_path, plain, chat)[0]
     start = len(plain.text_to_ids("user:q\nassistant:"))
-    assert item.targets == [0] * start + [1] * len(plain.text_to_ids(content + "\n"))
+    assert item.targets == [0] * start + [1] * (len(plain.text_to_ids(content + "\n")) + 1)
+    assert item.token_ids[-1] == plain.eos_id  # the template leaves no other token to end with
 
 
 def test_templates_that_take_no_null_as_content_take_empty_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -109,7 +109,7 @@ def test_a_service_listens_as_its_config_says(
     keys_below(section, SERVED)
     change(section, SERVED | own)
     cfg.model.merge_with(HEAD | {"regression": REGRESSION})
-    tokenizer = SimpleNamespace(fingerprint=lambda: "of the tokenizer", text_to_ids=lambda text: [len(text)])
+    tokenizer = SimpleNamespace(fingerprint=lambda: "of the tokenizer", text_as_trained=lambda text: [len(text)])
     base: Any = SimpleNamespace(
         config={"encoder_seq_length": 99}, architecture=ModelArchitecture(**SHAPE), tokenizer=tokenizer
     )

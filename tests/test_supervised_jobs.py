@@ -37,7 +37,7 @@ from nemo_style_aligner.algorithms.supervised_setup import (
     sft_task,
 )
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, load_nemo_weights
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
 from nemo_style_aligner.config import load_defaults
@@ -199,6 +199,7 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
         "model.tensor_model_parallel_size=2",
         "model.sequence_parallel=True",
         "model.reward_model_type=regression",
+        "model.data.append_eod=True",
         "model.regression.num_attributes=2",
         "model.use_avg_pool=True",
         "model.force_head_dtype=float32",
@@ -232,14 +233,26 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
     try:
         wait_until_ready(service, port, TIMEOUT)
         texts = [lines[0]["text"], lines[1]["text"]]
-        body = {"inputs": [{"name": "sentences", "shape": [2, 1], "datatype": "BYTES", "data": texts}]}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v2/models/reward_model/infer",
-            json.dumps(body).encode(),
-            {"Authorization": f"Bearer {find_secret().value}"},
+
+        def ask(*inputs: dict[str, Any]) -> dict[str, Any]:
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v2/models/reward_model/infer",
+                json.dumps({"inputs": inputs}).encode(),
+                {"Authorization": f"Bearer {find_secret().value}"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["outputs"][0]
+
+        output = ask({"name": "sentences", "shape": [2, 1], "datatype": "BYTES", "data": texts})
+        # Sentences end with EOS, as the texts that the model was trained on: the archive says so.
+        tokenizer = load_nemo_tokenizer(archive)
+        assert tokenizer.format.append_eod and load_nemo_config(archive)["text_format"]["add_bos"] is False
+        ids = [*tokenizer.text_to_ids(texts[0]), tokenizer.eos_id]
+        ended = ask(
+            {"name": "tokens", "shape": [1, len(ids)], "datatype": "INT64", "data": ids},
+            {"name": "sequence_lengths", "shape": [1, 1], "datatype": "INT64", "data": [len(ids)]},
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            output = json.load(answer)["outputs"][0]
+        assert ended["data"] == pytest.approx(output["data"][:2], rel=1e-5)
         assert output["name"] == "rewards" and output["shape"] == [2, 2]
         assert all(abs(value - 1.0) < 1.0 for value in output["data"][1::2])  # the second attribute is always 1
         # Another one, from the same folder and so in the same log directory, would be refused.

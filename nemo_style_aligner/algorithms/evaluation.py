@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rollout.engine_setup import vocabulary_options
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.weights.stream import export_weights
+
+logger = logging.getLogger(__name__)
 
 _MAX_LENGTH = 128  # tokens of a response
 _SCORING_BATCH = 64
@@ -108,28 +111,30 @@ def evaluate(
     precision: str,
     num_slots: int,
     limit: int | None,
-    add_bos: bool,
+    add_bos: bool | None,
 ) -> Responses:
     """Generate one response per prompt with the embedded engine on this process.
 
     Args:
         limit: use the first ``limit`` prompts; None: all.
-        add_bos: put the tokenizer's BOS token before each prompt, as PPO does with ``sampling_params.add_BOS``.
+        sampling: responses also end as those that the model has learnt (`Tokenizer.format`).
+        add_bos: put the tokenizer's BOS token before each prompt; None: as the model was trained. As in PPO
+            (``sampling_params.add_BOS``).
 
     Raises:
         DataError: there is no prompt that leaves room for a response.
         TokenizerError: there is no BOS token, or an end string could never be found.
     """
     base = _open(model_path, precision)
-    base.tokenizer.check_end_strings(sampling.stop_strings)
-    bos = base.tokenizer.bos_ids(add_bos, f"{model_path}: add_bos")
-    room = base.architecture.max_position_embeddings - sampling.max_new_tokens - len(bos)
+    sampling = dataclasses.replace(sampling, stop_strings=base.tokenizer.end_strings(sampling.stop_strings))
+    room = base.architecture.max_position_embeddings - sampling.max_new_tokens
     if room < 1:
         raise DataError(
             f"{model_path} has {base.architecture.max_position_embeddings} positions, which leaves no room for a "
             f"prompt beside responses of {sampling.max_new_tokens} tokens; lower --max-length"
         )
-    dataset = PromptDataset([prompts_path], base.tokenizer, room, "the model's positions less --max-length")
+    limited_by, key = "the model's positions less --max-length", f"{model_path}: add_bos"
+    dataset = PromptDataset([prompts_path], base.tokenizer, room, limited_by, add_bos, key)
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
     for index, item in enumerate(items):
         if item.extra.get(ANSWER) is not None and (problem := problem_of(item.extra)) is not None:
@@ -140,14 +145,14 @@ def evaluate(
         base.architecture,
         dtype=base.dtype,
         num_slots=min(num_slots, len(items)),
-        max_sequence_length=len(bos) + max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
+        max_sequence_length=max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
         **vocabulary_options(base.architecture, base.tokenizer),
         device=device(),
     )
     engine.build()
     engine.refit(export_weights(base.load(trainable=False)), 0)
     rows: list[EvaluatedResponse | None] = [None] * len(items)
-    requests = (GenerationRequest(i, bos + item.token_ids, seed=i) for i, item in enumerate(items))
+    requests = (GenerationRequest(i, item.token_ids, seed=i) for i, item in enumerate(items))
     started = time.monotonic()
     with ProgressBar(len(items), "Generating") as progress:
         for result in engine.generate(requests, sampling):
@@ -155,7 +160,10 @@ def evaluate(
             rows[result.request_id] = EvaluatedResponse(
                 prompt=item.text,
                 response=text_before_end(
-                    result.token_ids, base.tokenizer.ids_to_text, sampling.stop_strings, sampling.min_new_tokens
+                    base.tokenizer.without_end(result.token_ids),
+                    base.tokenizer.ids_to_text,
+                    sampling.stop_strings,
+                    sampling.min_new_tokens,
                 ),
                 tokens=result.prompt_token_ids + result.token_ids,
                 num_response_tokens=len(result.token_ids),
@@ -168,9 +176,11 @@ def evaluate(
 
 
 def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:
-    """Raise CheckpointMismatchError if the reward model's tokenizer is not the policy's."""
-    policy, reward_model = (load_nemo_tokenizer(path).fingerprint() for path in (model_path, reward_model_path))
-    if policy != reward_model:
+    """Raise CheckpointMismatchError if the reward model's tokenizer is not the policy's; warn if only one had BOS."""
+    policy, reward_model = (load_nemo_tokenizer(path) for path in (model_path, reward_model_path))
+    if None not in (with_bos := {policy.format.add_bos, reward_model.format.add_bos}) and len(with_bos) > 1:
+        logger.warning("of %s and %s, only one was trained on texts with BOS", model_path, reward_model_path)
+    if policy.fingerprint() != reward_model.fingerprint():
         raise CheckpointMismatchError(
             f"{reward_model_path} has a different tokenizer from {model_path}: it would misread the responses. "
             "Give a reward model that was trained from the policy's base model"

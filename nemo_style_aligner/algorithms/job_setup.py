@@ -32,6 +32,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
 from nemo_style_aligner.config import ConfigError, log_directory
+from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
@@ -98,11 +99,19 @@ class Run:
             raise CheckpointMismatchError(
                 f"{error}. To train another model than that of this run, give another exp_manager.explicit_log_dir"
             ) from error
+        if self.checkpoints.nemo is not None and self.checkpoints.nemo.tokenizer is not None:
+            cfg.model[TEXT_FORMAT] = self.checkpoints.nemo.tokenizer.format.to_config()  # for archives of checkpoints
         # Not before: a start that is refused has nothing to do with what is here.
         self.metrics.log_hyperparameters(cfg)
         if state is not None:
             self._warn_of_other_settings(state.get(RUN_SETTINGS) or {})
             trainer.load_state_dict(state)
+
+    def note_format(self, written: TextFormat) -> None:
+        """Have the archives say how the texts are written that the model is trained on."""
+        nemo = self.checkpoints.nemo
+        if nemo is not None and nemo.tokenizer is not None:
+            nemo.tokenizer.format = nemo.tokenizer.format.followed_by(written)
 
     def _require_same_run(self, path: Path, state: Mapping[str, Any]) -> None:
         settings, own_settings = state.get(RUN_SETTINGS) or {}, self.checkpoints.run_settings or {}

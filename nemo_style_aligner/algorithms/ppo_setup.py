@@ -47,7 +47,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         ServerUnavailableError: the service is not there in time.
         SequenceConflictError: the critic cannot be brought to where this run is.
     """
-    base.tokenizer.check_end_strings(sampling_params(cfg).stop_strings)
+    sampling_params(cfg, base.tokenizer)  # its errors are told before any weight is read
     queue = open_work_queue(cfg)
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     longest_response = int(cfg.model.ppo.length_params.max_length)
@@ -82,6 +82,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
         run.control,
         ScopedTimer(memory=peak_meter(), on_close=run.metrics.log_scope),
     )
+    run.note_format(train_prompts.written)
     run.resume(cfg, actor.model, actor.optimizer, trainer)
     actor.optimizer.schedule.announce()
     critic.begin()

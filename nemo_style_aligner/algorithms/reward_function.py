@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
-from nemo_style_aligner.data.datasets import read_records, tokenize_texts
 from nemo_style_aligner.data.jsonl import Record
+from nemo_style_aligner.data.texts import TextEncoder, read_prompts
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.generation.stopping import text_before_end
@@ -112,21 +112,20 @@ class PromptLines:
     Args:
         paths: the actor's JSONL files, of training and of validation.
         tokenizer: the policy's.
-        add_bos: whether the actor puts the BOS token before each prompt (``sampling_params.add_BOS``).
+        add_bos: whether the actor puts the BOS token before each prompt (``sampling_params.add_BOS``); None: as the
+            model was trained, see `Tokenizer.begins_with_bos`.
 
     Raises:
         DataError: a file or a line is not as it should be, or two different lines have the same prompt.
         TokenizerError: there is no BOS token.
     """
 
-    def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer, *, add_bos: bool = False) -> None:
-        records = read_records(paths)
-        bos = tokenizer.bos_ids(add_bos, "--add-bos")
-        self._add_bos = add_bos
+    def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer, *, add_bos: bool | None = None) -> None:
+        self._add_bos = tokenizer.begins_with_bos(add_bos, "--add-bos")
         self._paths = [str(path) for path in paths]
         self._records: dict[bytes, Record] = {}
-        for record, ids in zip(records, tokenize_texts(records, tokenizer), strict=True):
-            known = self._records.setdefault(_as_bytes([*bos, *ids]), record)
+        for record, ids in read_prompts(paths, TextEncoder(tokenizer, add_bos, "--add-bos")):
+            known = self._records.setdefault(_as_bytes(ids), record)
             if known.fields != record.fields:
                 record.fail(
                     f"the prompt is the same as that of {known.path}:{known.line}, but the lines differ: there is no "
@@ -150,12 +149,12 @@ class PromptLines:
             record = self._records.get(sequence[:size])
             if record is not None and size <= len(sequence):
                 return record, size // _TOKEN_BYTES
-        without = "without" if self._add_bos else "with"
+        option = "--no-add-bos" if self._add_bos else "--add-bos"
         raise ProtocolError(
             400,
             f"it begins with none of the {len(self)} prompts of {some_of(self._paths)}: give --prompts all files of "
             "the actor's model.data.data_prefix, those of validation included, and --tokenizer the policy's tokenizer; "
-            f"start this service {without} --add-bos if the actor's sampling_params.add_BOS is {not self._add_bos}",
+            f"start this service with {option} if the actor's sampling_params.add_BOS is {not self._add_bos}",
         )
 
     def _warn_of_ambiguity(self) -> None:
@@ -185,7 +184,8 @@ class RewardFunctionService:
         tokenizer: the policy's.
         http: where to listen.
         num_threads: requests that are worked on at once; with more than 1 the function must be thread-safe.
-        end_strings: a response's text ends before the first of them, unless its first token completes it.
+        end_strings: a response's text ends before the first of them, unless its first token completes it; so do those
+            that the policy has learnt (`Tokenizer.format`).
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class RewardFunctionService:
         self._name = name
         self._prompts = prompts
         self._tokenizer = tokenizer
-        self._end_strings = tuple(end_strings)
+        self._end_strings = tokenizer.end_strings(end_strings)
         self._num_threads = num_threads
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
         self._queue = JobQueue(http.max_outstanding_requests)
@@ -275,7 +275,7 @@ class RewardFunctionService:
     def _reward(self, tokens: np.ndarray) -> float:
         """The reward of one sequence. Raises `ProtocolError`."""
         record, prompt_length = self._prompts.find(tokens)
-        response_ids = tokens[prompt_length:].tolist()
+        response_ids = self._tokenizer.without_end(tokens[prompt_length:].tolist())
         response = text_before_end(response_ids, self._tokenizer.ids_to_text, self._end_strings, _MIN_LENGTH)
         excerpt = response if len(response) <= _EXCERPT else response[: _EXCERPT - 3] + "..."
         sample = f"for the prompt of {record.path}:{record.line} with the response {excerpt!r}"

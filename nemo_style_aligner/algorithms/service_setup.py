@@ -32,7 +32,7 @@ def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
     ppo = cfg.trainer.ppo
     combined = bool(ppo.combine_rm_and_critic_server)
     limits = _limits(base, ppo)
-    endpoints = critic_endpoints(limits, combined=combined, tokenize=base.tokenizer.text_to_ids)
+    endpoints = critic_endpoints(limits, combined=combined, tokenize=base.tokenizer.text_as_trained)
     http = _http_settings(ppo, "trainer.ppo")
     return ModelServer(endpoints, http, _dispatch(ppo, run.layout, limits), device=device())
 
@@ -45,7 +45,7 @@ def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseMo
         limits,
         name=cfg.inference.model_name,
         num_attributes=head.num_rewards,
-        tokenize=base.tokenizer.text_to_ids,
+        tokenize=base.tokenizer.text_as_trained,
     )
     http = _http_settings(cfg.inference, "inference")
     return ModelServer(endpoints, http, _dispatch(cfg.inference, layout, limits), device=device())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from omegaconf import DictConfig
 from nemo_style_aligner.algorithms.job_setup import Run, training_batching
 from nemo_style_aligner.algorithms.supervised import Collate, SupervisedSettings, SupervisedTrainer
 from nemo_style_aligner.config import ConfigError
-from nemo_style_aligner.data.chats import ChatPromptTokens
 from nemo_style_aligner.data.datasets import (
     ComparisonDataset,
     ComparisonItem,
@@ -27,6 +27,7 @@ from nemo_style_aligner.data.datasets import (
 )
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
+from nemo_style_aligner.data.text_format import ChatPromptTokens, TextFormat, joined
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -55,6 +56,7 @@ class SupervisedTask:
         rows_per_example: rows of a batch per example.
         shuffle_train, shuffle_validation: order of the examples.
         val_global_batch_size, val_micro_batch_size: of validation; None: the model's.
+        written: how the texts of the training data are written.
     """
 
     train: Dataset[Any]
@@ -65,6 +67,7 @@ class SupervisedTask:
     shuffle_validation: bool
     val_global_batch_size: int | None = None
     val_micro_batch_size: int | None = None
+    written: TextFormat = dataclasses.field(default_factory=TextFormat)
 
 
 def build_supervised_trainer(
@@ -121,6 +124,7 @@ def build_supervised_trainer(
         batching=training_batching(cfg.model, task.rows_per_example),
         val_batching=training_batching(cfg.model, task.rows_per_example, task.val_micro_batch_size),
     )
+    run.note_format(task.written)
     run.resume(cfg, model, optimizer, trainer)
     optimizer.schedule.announce()
     return trainer
@@ -146,20 +150,28 @@ def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: 
 def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
     """Prompt-response pairs or conversations, from ``model.data.train_ds`` and ``validation_ds``."""
     data = cfg.model.data
+    written: list[TextFormat] = []
 
     def dataset(part: str) -> Dataset[SFTItem]:
         markup = None if tokenizer.chat_template else ChatPromptTokens(**data.chat_prompt_tokens)
         options = SFTFormat.from_config(cfg.model, part, markup)
-        source = data_source(data[part].file_path, f"model.data.{part}.file_path")
-        return source.build(lambda paths: SFTDataset(paths, tokenizer, options))
+
+        def make(paths: Sequence[Path]) -> SFTDataset:
+            made = SFTDataset(paths, tokenizer, options)
+            written.append(made.written)
+            return made
+
+        return data_source(data[part].file_path, f"model.data.{part}.file_path").build(make)
 
     def collate(items: Sequence[SFTItem], present: torch.Tensor) -> LanguageModelBatch:
         tokens = pad_rows([item.token_ids for item in items], tokenizer.pad_id)
         mask = pad_rows([item.targets for item in items], 0)[:, 1:].float()
         return LanguageModelBatch(tokens, mask * present[:, None])
 
+    train = dataset("train_ds")
+    written_train = joined(written, "model.data.train_ds.file_path")
     return SupervisedTask(
-        dataset("train_ds"),
+        train,
         dataset("validation_ds") if data.validation_ds.file_path else None,
         collate,
         1,
@@ -167,6 +179,7 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
         bool(data.validation_ds.shuffle),
         int(data.validation_ds.global_batch_size),
         int(data.validation_ds.micro_batch_size),
+        written=written_train,
     )
 
 
@@ -175,29 +188,32 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
 
 def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:
     """Comparisons or labelled texts, from ``model.data.data_prefix``."""
-    prefix = load_data_prefix(cfg.model.data.data_prefix)
-    length, append_eod = int(cfg.model.data.seq_length), bool(cfg.model.data.append_eod)
-    make: Callable[[Any], Dataset[Any]]
-    collate: Collate
-    if cfg.model.reward_model_type == "regression":
-        collate = _labelled_collate(tokenizer, float(cfg.model.regression.loss_mask_val))
-        rows = 1
+    data = cfg.model.data
+    prefix = load_data_prefix(data.data_prefix)
+    length, append_eod, add_bos = int(data.seq_length), bool(data.append_eod), data.add_bos
+    written: list[TextFormat] = []
+    is_regression = cfg.model.reward_model_type == "regression"
+    ignored = float(cfg.model.regression.loss_mask_val) if is_regression else 0.0
 
-        def make(paths: Any) -> Dataset[Any]:
-            return RegressionDataset(paths, tokenizer, length, append_eod, head.num_attributes)
-    else:
-        collate, rows = _pair_collate(tokenizer), 2
+    def make(paths: Sequence[Path]) -> Dataset[Any]:
+        made: RegressionDataset | ComparisonDataset
+        if is_regression:
+            made = RegressionDataset(paths, tokenizer, length, append_eod, head.num_attributes, add_bos, ignored)
+        else:
+            made = ComparisonDataset(paths, tokenizer, length, append_eod, add_bos)
+        written.append(made.written)
+        return made
 
-        def make(paths: Any) -> Dataset[Any]:
-            return ComparisonDataset(paths, tokenizer, length, append_eod)
-
+    train = prefix.train.build(make)
+    written_train = joined(written, "model.data.data_prefix.train")
     return SupervisedTask(
-        prefix.train.build(make),
+        train,
         prefix.validation.build(make) if prefix.validation is not None else None,
-        collate,
-        rows,
+        _labelled_collate(tokenizer, ignored) if is_regression else _pair_collate(tokenizer),
+        1 if is_regression else 2,
         bool(cfg.trainer.rm.train_random_sampler),
         bool(cfg.trainer.rm.val_random_sampler),
+        written=written_train,
     )
 
 

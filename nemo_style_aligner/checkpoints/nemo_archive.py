@@ -1,6 +1,6 @@
 """NeMo archives: a model's config, weights and tokenizer in one ``.nemo`` tar file or directory.
 
-    model_config.yaml    architecture keys and a ``tokenizer`` section
+    model_config.yaml    architecture keys, sections ``tokenizer`` and ``text_format`` (how its texts are written)
     model_weights/       Megatron distributed checkpoint, keys prefixed with ``model.``
     tokenizer/           Hugging Face tokenizer files
     checksums.json       size and SHA-256 of every other file, compared when the archive is loaded
@@ -54,6 +54,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     stored_shapes,
 )
 from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, bytes_to_write, prepare, write_tensors
+from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
 from nemo_style_aligner.parsing import parse_json, parse_yaml, read_json
@@ -168,6 +169,7 @@ def _write_small_files(staging: Path, model_config: Mapping[str, Any], tokenizer
             shutil.copytree(tokenizer, staging / _TOKENIZER)
         else:
             tokenizer.save(staging / _TOKENIZER)
+            config[TEXT_FORMAT] = tokenizer.format.to_config()
         config["tokenizer"] = {"library": "huggingface", "type": _TOKENIZER, "model": None}
     (staging / _CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
@@ -354,18 +356,22 @@ def has_reward_head(stored: Iterable[str]) -> bool:
 
 
 def load_nemo_tokenizer(path: Path) -> Tokenizer:
-    """Load the archive's tokenizer. Not collective.
+    """Load the archive's tokenizer, with the format of the texts that its model was trained on. Not collective.
 
     Raises:
         FileNotFoundError: no archive, or none with a tokenizer in it.
         TokenizerError: it cannot be read, or is of an unsupported kind.
+        TextFormatError: the format cannot be read.
         NotWrittenError: there is no temporary folder with room to unpack it.
     """
     with nemo_tokenizer_dir(path) as directory:
         try:
-            return load_tokenizer(directory)
+            tokenizer = load_tokenizer(directory)
         except TokenizerError as error:  # it names the copy, which is gone then
             raise TokenizerError(f"the tokenizer of {path} cannot be used: {error}") from error
+    with open_source(path) as source:
+        tokenizer.format = TextFormat.from_config(_read_config(source).get(TEXT_FORMAT), str(path))
+    return tokenizer
 
 
 @contextlib.contextmanager

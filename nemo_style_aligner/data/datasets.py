@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.arguments import may_not_read
-from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
+from nemo_style_aligner.data.jsonl import DataError, Record, read_records
 from nemo_style_aligner.data.line_pairs import warn_of_pairs, warn_of_strangers
-from nemo_style_aligner.data.preferences import PREFERENCE_KEYS, EndedText, preference_texts
+from nemo_style_aligner.data.preferences import read_comparisons
+from nemo_style_aligner.data.texts import ScoredText, TextEncoder, read_prompts, scored_text
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import some_of
 
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-_TOKENIZE_AT_ONCE = 1024  # texts; bounds memory, and is plenty for the tokenizer's own threads
 
 
 class Dataset(Protocol[T_co]):
@@ -167,7 +165,16 @@ class BlendedDataset(Generic[T]):
             self._part[position], self._index[position] = part, taken[part] % len(parts[part])
             taken[part] += 1
         for name, samples, count in zip(names, self._parts, taken.tolist(), strict=True):
-            if count < len(samples):
+            if not count and len(samples):
+                warn_for_all_ranks(
+                    logger,
+                    "blend: none of the %d samples of %s is used: all files have %d samples together, of which its "
+                    "weight is less than one",
+                    len(samples),
+                    name,
+                    size,
+                )
+            elif count < len(samples):
                 logger.info("blend: the first %d of %d samples of %s are used", count, len(samples), name)
 
     def __len__(self) -> int:
@@ -199,27 +206,6 @@ class RaggedInts:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self._values[self._ends[index] : self._ends[index + 1]].tolist()
-
-
-def read_records(paths: Sequence[str | Path]) -> list[Record]:
-    """All records of several files, one file after the other."""
-    return [record for path in paths for record in read_jsonl(path)]
-
-
-def tokenize_texts(records: Sequence[Record], tokenizer: Tokenizer, append_eod: bool = False) -> Iterator[list[int]]:
-    """Ids of each record's ``text``; ``append_eod`` appends the EOS token, except to an `EndedText`.
-
-    Nor is it appended to a text that ends with a stop token itself: responses in PPO end with one, never with two.
-    """
-    stop_ids = frozenset(tokenizer.stop_ids) if append_eod else frozenset()
-    for start in range(0, len(records), _TOKENIZE_AT_ONCE):
-        activity.progress()
-        chunk = records[start : start + _TOKENIZE_AT_ONCE]
-        for record, ids in zip(chunk, tokenizer.texts_to_ids([record.text("text") for record in chunk]), strict=True):
-            if not ids:
-                record.fail("'text' is empty")
-            has_end = isinstance(record, EndedText) or ids[-1] in stop_ids
-            yield [*ids, tokenizer.eos_id] if append_eod and not has_end else ids
 
 
 def _longer_than(limit: int, setting: str = "model.data.seq_length") -> str:
@@ -266,8 +252,12 @@ class PromptItem:
 class PromptDataset:
     """RLHF prompts: ``{"text": "User: ...\\nAssistant:"}`` on each line, other keys kept as ``extra``.
 
-    Prompts of more than ``max_prompt_length`` tokens are dropped, with a count in the log that names ``limited_by`` as
-    the reason. An index means the same prompt on every rank and in every run with the same files and limit.
+    Or conversations that wait for an answer, in the forms of `sft`. Prompts of more than ``max_prompt_length`` tokens
+    are dropped, with a count in the log that names ``limited_by`` as the reason. An index means the same prompt on
+    every rank and in every run with the same files and limit.
+
+    Attributes:
+        written: how the prompts' texts are written.
     """
 
     def __init__(
@@ -276,17 +266,26 @@ class PromptDataset:
         tokenizer: Tokenizer,
         max_prompt_length: int,
         limited_by: str = "max_prompt_length",
+        add_bos: bool | None = None,
+        bos_key: str = "add_bos",
     ) -> None:
-        records = read_records(paths)
+        """``add_bos``: whether prompts begin with BOS, see `Tokenizer.begins_with_bos`; ``bos_key`` says so."""
+        encoder = TextEncoder(tokenizer, add_bos, bos_key)
         self._tokens, self._records = RaggedInts(), []
-        for record, ids in zip(records, tokenize_texts(records, tokenizer), strict=True):
+        self.num_dropped = 0
+        texts = []
+        for record, ids in read_prompts(paths, encoder):
             if len(ids) <= max_prompt_length:
                 self._tokens.append(ids)
                 self._records.append(record)
-        warn_of_pairs(records, paths)
-        self.num_dropped = len(records) - len(self._records)
+            else:
+                self.num_dropped += 1
+            texts.append(record.text("text"))
+        warn_of_pairs(texts, paths)
         limit = _longer_than(max_prompt_length, limited_by)
-        report_dropped(self.num_dropped, len(records), "prompts", limit, paths)
+        report_dropped(self.num_dropped, self.num_dropped + len(self._records), "prompts", limit, paths)
+        first = ScoredText(self._records[0], self._records[0].text("text"), "", encoder.chats.num_conversations > 0)
+        self.written = encoder.written(first, self._tokens[0])
 
     def __len__(self) -> int:
         return len(self._records)
@@ -315,46 +314,47 @@ class ComparisonItem:
 class ComparisonDataset:
     """Reward model data: ``{"text": prompt + response}`` lines, the good one before the bad one of each pair.
 
-    Or ``{"prompt": ..., "chosen": ..., "rejected": ...}`` lines, a pair each: see `preferences`. A pair with a text of
-    more than ``seq_length`` tokens is dropped, with a count in the log. ``append_eod`` ends each text with the EOS
-    token, like a response that PPO generates, unless it is a chat that its template has ended already.
+    Or ``{"prompt": ..., "chosen": ..., "rejected": ...}`` lines, a pair each: see `preferences`. Left out, with a count
+    in the log, are pairs with a text of more than ``seq_length`` tokens, and pairs of the same text twice, of which
+    nothing can be learnt. ``append_eod`` ends each text with the EOS token, like a response that PPO generates; a chat
+    ends as its template ends answers.
+
+    Attributes:
+        written: how the texts are written.
     """
 
     def __init__(
-        self, paths: Sequence[str | Path], tokenizer: Tokenizer, seq_length: int, append_eod: bool = False
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        append_eod: bool = False,
+        add_bos: bool | None = None,
     ) -> None:
-        records = [text for path in paths for text in _read_comparisons(path, tokenizer)]
-        warn_of_strangers(records, paths)
+        encoder = TextEncoder(tokenizer, add_bos, append_eod=append_eod)
+        pairs = [pair for path in paths for pair in read_comparisons(path, encoder.chats)]
+        encoder.chats.log()
+        warn_of_strangers([text.text for pair in pairs for text in pair], paths)
         self._chosen, self._rejected = RaggedInts(), RaggedInts()
-        tokens = tokenize_texts(records, tokenizer, append_eod)
+        self.num_dropped = self.num_equal = 0
+        tokens = encoder.encode([text for pair in pairs for text in pair])
         for chosen, rejected in zip(tokens, tokens, strict=True):
-            if max(len(chosen), len(rejected)) <= seq_length:
+            if chosen == rejected:
+                self.num_equal += 1
+            elif max(len(chosen), len(rejected)) > seq_length:
+                self.num_dropped += 1
+            else:
                 self._chosen.append(chosen)
                 self._rejected.append(rejected)
-        pairs = len(records) // 2
-        self.num_dropped = pairs - len(self._chosen)
-        report_dropped(self.num_dropped, pairs, "pairs", _longer_than(seq_length), paths)
+        report_dropped(self.num_equal, len(pairs), "pairs", "of two texts that are the same", paths)
+        report_dropped(self.num_dropped, len(pairs) - self.num_equal, "pairs", _longer_than(seq_length), paths)
+        self.written = encoder.written(pairs[0][0], self._chosen[0], append_eod)
 
     def __len__(self) -> int:
         return len(self._chosen)
 
     def __getitem__(self, index: int) -> ComparisonItem:
         return ComparisonItem(self._chosen[index], self._rejected[index])
-
-
-def _read_comparisons(path: str | Path, tokenizer: Tokenizer) -> list[Record]:
-    """The texts of a file's pairs, one pair after the other, the good text first."""
-    records = read_jsonl(path)
-    if any(key in records[0].fields for key in PREFERENCE_KEYS):
-        return [text for record in records for text in preference_texts(record, tokenizer)]
-    for record in records:
-        record.text("text")  # first: the error for a file of another kind is about its keys, not the number of lines
-    if len(records) % 2:
-        records[-1].fail(
-            f"the file holds {len(records)} texts, an odd number; each good response needs "
-            f"its bad one on the next line, and this last one has none"
-        )
-    return records
 
 
 # ---- labelled texts ---------------------------------------------------------------------------
@@ -371,9 +371,12 @@ class RegressionItem:
 class RegressionDataset:
     """Reward model data with labels: ``{"text": ..., "label": 3.5}`` or ``"label": [4, 2, -100]``.
 
-    All lines have the same number of attributes. A missing label is marked by the loss's ignore value
-    (``model.regression.loss_mask_val``, -100). Texts of more than ``seq_length`` tokens are dropped,
-    with a count in the log.
+    Or conversations in place of the text, as in `sft`. All lines have the same number of attributes. A missing label is
+    ``ignored`` (``model.regression.loss_mask_val``). Left out, with a count in the log, are texts of more than
+    ``seq_length`` tokens, and those without any label. ``append_eod`` and ``add_bos`` as in `ComparisonDataset`.
+
+    Attributes:
+        written: how the texts are written.
     """
 
     def __init__(
@@ -383,21 +386,31 @@ class RegressionDataset:
         seq_length: int,
         append_eod: bool = False,
         num_attributes: int | None = None,
+        add_bos: bool | None = None,
+        ignored: float = -100.0,
     ) -> None:
         """``num_attributes``: what the model expects; None takes the first line's."""
-        records = read_records(paths)
+        encoder = TextEncoder(tokenizer, add_bos, append_eod=append_eod)
+        texts = [scored_text(record, encoder.chats) for record in read_records(paths)]
+        encoder.chats.log()
         self._tokens = RaggedInts()
         self._labels: list[list[float]] = []
-        for record, ids in zip(records, tokenize_texts(records, tokenizer, append_eod), strict=True):
-            labels = _labels(record)
+        self.num_dropped = self.num_unlabelled = 0
+        for text, ids in zip(texts, encoder.encode(texts), strict=True):
+            labels = _labels(text.record)
             num_attributes = num_attributes or len(labels)
             if len(labels) != num_attributes:
-                record.fail(f"'label' has {len(labels)} attributes where {num_attributes} are expected")
-            if len(ids) <= seq_length:
+                text.record.fail(f"'label' has {len(labels)} attributes where {num_attributes} are expected")
+            if all(label == ignored for label in labels):
+                self.num_unlabelled += 1
+            elif len(ids) > seq_length:
+                self.num_dropped += 1
+            else:
                 self._tokens.append(ids)
                 self._labels.append(labels)
-        self.num_dropped = len(records) - len(self._labels)
-        report_dropped(self.num_dropped, len(records), "texts", _longer_than(seq_length), paths)
+        report_dropped(self.num_unlabelled, len(texts), "texts", "without any label", paths)
+        report_dropped(self.num_dropped, len(texts) - self.num_unlabelled, "texts", _longer_than(seq_length), paths)
+        self.written = encoder.written(texts[0], self._tokens[0], append_eod)
 
     def __len__(self) -> int:
         return len(self._labels)

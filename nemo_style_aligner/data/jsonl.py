@@ -8,7 +8,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -92,6 +92,11 @@ def read_jsonl(path: str | Path) -> list[Record]:
     if not records:
         raise DataError(f"{path}: the file holds no records")
     return records
+
+
+def read_records(paths: Sequence[str | Path]) -> list[Record]:
+    """All records of several files, one file after the other."""
+    return [record for path in paths for record in read_jsonl(path)]
 
 
 def _parse(path: Path, number: int, raw: bytes) -> Record:

@@ -1,81 +1,122 @@
-"""Comparisons with both responses on one line, ``chosen`` and ``rejected``: the form of TRL, OpenRLHF and NeMo-RL.
+"""Comparisons: a good text and a bad one on consecutive lines, or both responses on one, ``chosen`` and ``rejected``.
 
-The prompt may have a key of its own, ``prompt``. Prompt and responses are texts, which are joined as they are, or
-conversations in OpenAI's format, which the tokenizer's chat template renders.
+The latter is the form of TRL, OpenRLHF and NeMo-RL. The prompt may have a key of its own, ``prompt``. Prompt and
+responses are texts, which are joined as they are, or conversations in OpenAI's form, which `chat_rendering` renders.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
-from nemo_style_aligner.data.jsonl import Record
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
+from nemo_style_aligner.data.chat_rendering import ChatRenderer
+from nemo_style_aligner.data.chats import (
+    REASONING_KEYS,
+    Conversation,
+    Turn,
+    read_messages,
+    read_tools,
+    read_turn,
+    system_turn,
+)
+from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
+from nemo_style_aligner.data.texts import CONTEXT_KEYS, ScoredText, rendered_text, scored_text
 
 PREFERENCE_KEYS = ("chosen", "rejected")
-
 _KINDS = "a string, or a list of messages"
-_END = 64  # characters at a rendered chat's end that hold the template's end-of-turn token
 
 
-class EndedText(Record):
-    """A ``text`` that already ends with its chat template's end-of-turn token and needs no EOS token."""
-
-
-def preference_texts(record: Record, tokenizer: Tokenizer) -> list[Record]:
-    """The chosen and the rejected text of a line, each with its prompt, as records that have a ``text``.
+def read_comparisons(path: str | Path, chats: ChatRenderer) -> list[tuple[ScoredText, ScoredText]]:
+    """A file's pairs, the good text first.
 
     Raises:
-        DataError: the line has neither texts nor conversations, or conversations that cannot be rendered.
+        DataError: the file or a line is not as it should be.
     """
-    return [_text(record, key, tokenizer) for key in PREFERENCE_KEYS]
+    records = read_jsonl(path)
+    if any(key in records[0].fields for key in PREFERENCE_KEYS):
+        return [read_pair(record, chats) for record in records]
+    texts = [scored_text(record, chats) for record in records]
+    if len(records) % 2:
+        records[-1].fail(
+            f"the file holds {len(records)} texts, an odd number; each good response needs "
+            f"its bad one on the next line, and this last one has none"
+        )
+    return list(zip(texts[::2], texts[1::2], strict=True))
 
 
-def _text(record: Record, key: str, tokenizer: Tokenizer) -> Record:
+def read_pair(record: Record, chats: ChatRenderer) -> tuple[ScoredText, ScoredText]:
+    """The chosen and the rejected text of a line, each with its prompt.
+
+    Raises:
+        DataError: the line has neither texts nor conversations, or conversations that cannot be rendered whole.
+    """
+    given = [_read(record, key) for key in PREFERENCE_KEYS]
+    try:
+        chosen, rejected = (
+            _as_text(record, key, text, chats) for key, text in zip(PREFERENCE_KEYS, given, strict=True)
+        )
+    except DataError:
+        plain = [_without_thoughts(text) for text in given]
+        if plain[0] != plain[1]:
+            raise
+        # They differ in thoughts that the template has no place for: the same text twice.
+        chosen, rejected = (
+            _as_text(record, key, text, chats) for key, text in zip(PREFERENCE_KEYS, plain, strict=True)
+        )
+    _require_question(record, given[0], chosen)
+    return chosen, rejected
+
+
+def _read(record: Record, key: str) -> ScoredText | Conversation:
     response = record.require(key, (str, list), _KINDS)
     prompt = "" if record.fields.get("prompt") is None else record.require("prompt", (str, list), _KINDS)
     if isinstance(response, str):
         if not isinstance(prompt, str):
             record.fail(f"'prompt' is a list of messages, but {key!r} is a string: give both in the same form")
-        text = (record.text("prompt") if prompt else "") + record.text(key)
-        return Record(record.path, record.line, {"text": text})
-    text = _rendered(record, key, _conversation(record, key, prompt, response), tokenizer)
-    # After the end-of-turn token, templates write a line break, which is never generated.
-    ids = tokenizer.text_to_ids(text.rstrip()[-_END:])
-    if ids and ids[-1] in tokenizer.markup_ids:
-        return EndedText(record.path, record.line, {"text": text.rstrip()})
-    return Record(record.path, record.line, {"text": text})
+        return ScoredText(record, record.text("prompt") if prompt else "", record.text(key))
+    turns = _with_prompt(record, key, prompt, _messages(record, key))
+    return Conversation([*system_turn(record), *turns], read_tools(record))
 
 
-def _conversation(record: Record, key: str, prompt: str | list[Any], response: list[Any]) -> list[Record]:
-    """Prompt and response as messages, the prompt once if ``response`` repeats it. A prompt of text is the user's."""
-    turns = _messages(record, key, response)
-    if isinstance(prompt, list):
-        asked = _messages(record, "prompt", prompt)
-        is_repeated = [turn.fields for turn in turns[: len(asked)]] == [turn.fields for turn in asked]
-        return turns if is_repeated else asked + turns
-    # What the assistant says may equal the prompt: it is no repetition of it.
-    asks = (turn.fields["content"] for turn in turns if turn.fields["role"] != "assistant")
-    if not prompt or prompt in asks:
-        return turns
-    if turns[0].fields["role"] != "assistant":
-        record.fail(f"'prompt' is none of the messages of {key!r}: remove it, or the messages before the response")
-    return [Record(record.path, record.line, {"role": "user", "content": record.text("prompt")}), *turns]
-
-
-def _messages(record: Record, key: str, messages: list[Any]) -> list[Record]:
+def _messages(record: Record, key: str) -> list[Turn]:
+    messages: list[Any] = record.fields[key]
     if not messages or not all(isinstance(message, dict) for message in messages):
         record.fail(f"{key!r} should be {_KINDS}, each an object with 'role' and 'content'")
-    turns = [Record(record.path, record.line, {k: v for k, v in m.items() if v is not None}) for m in messages]
-    for turn in turns:
-        turn.text("role"), turn.text("content")
-    return turns
+    return read_messages(record, key)
 
 
-def _rendered(record: Record, key: str, turns: list[Record], tokenizer: Tokenizer) -> str:
-    try:
-        text = tokenizer.apply_chat_template([turn.fields for turn in turns], add_generation_prompt=False)
-    except TokenizerError as error:
-        record.fail(str(error))
-    if "".join(turns[-1].fields["content"].split()) not in "".join(text.split()):
-        record.fail(f"the tokenizer's chat template leaves out a part of the last message of {key!r}")
-    return text
+def _with_prompt(record: Record, key: str, prompt: str | list[Any], turns: list[Turn]) -> list[Turn]:
+    """Prompt and response, the prompt once if the response repeats it. A prompt of text is the user's."""
+    if isinstance(prompt, list):
+        asked = _messages(record, "prompt")
+        return turns if turns[: len(asked)] == asked else asked + turns
+    # What the assistant says may equal the prompt: it is no repetition of it.
+    if not prompt or prompt in [turn.content for turn in turns if turn.kind != "assistant"]:
+        return turns
+    if turns[0].kind != "assistant":
+        record.fail(f"'prompt' is none of the messages of {key!r}: remove it, or the messages before the response")
+    return [read_turn(Record(record.path, record.line, {"role": "user", "content": record.text("prompt")})), *turns]
+
+
+def _as_text(record: Record, what: str, given: ScoredText | Conversation, chats: ChatRenderer) -> ScoredText:
+    return given if isinstance(given, ScoredText) else rendered_text(record, repr(what), given, chats)
+
+
+def _without_thoughts(given: ScoredText | Conversation) -> ScoredText | Conversation:
+    if isinstance(given, ScoredText):
+        return given
+    turns = [
+        dataclasses.replace(turn, extras={k: v for k, v in turn.extras.items() if k not in REASONING_KEYS})
+        for turn in given.turns
+    ]
+    return dataclasses.replace(given, turns=turns)
+
+
+def _require_question(record: Record, given: ScoredText | Conversation, chosen: ScoredText) -> None:
+    """Refuse lines of which a part of the question would be left out."""
+    asks = isinstance(given, Conversation) and any(turn.kind in ("user", "tool") for turn in given.turns)
+    for key in ("system",) if asks or record.fields.get("prompt") else CONTEXT_KEYS:
+        value = record.fields.get(key)
+        if value and not (isinstance(value, str) and value.strip() in chosen.text):
+            record.fail(f"{key!r} is no part of the text that is scored: put it into 'prompt', or remove it")

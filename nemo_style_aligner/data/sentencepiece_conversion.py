@@ -43,6 +43,16 @@ def to_fast_tokenizer(
     return fast
 
 
+def user_defined_ids(model: sentencepiece.SentencePieceProcessor) -> frozenset[int]:
+    """Ids of the pieces that are never divided (``<extra_id_1>``); none without protobuf, which parses the model."""
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError:
+        return frozenset()
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model.serialized_model_proto())
+    return frozenset(i for i, piece in enumerate(proto.pieces) if piece.type == piece.USER_DEFINED)
+
+
 def _convert(model: sentencepiece.SentencePieceProcessor, settings: SentencePieceSettings) -> Tokenizer | None:
     from sentencepiece import sentencepiece_model_pb2
 

@@ -4,7 +4,7 @@ Three kinds of line, told apart by their keys:
 
     {"input": "...", "output": "..."}                                       filled into a prompt template
     {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}      OpenAI's chat format
-    {"system": "", "mask": "User", "conversations": [{"from": "User", "value": "..."}, ...]}    NeMo's
+    {"system": "", "mask": "User", "conversations": [{"from": "User", "value": "..."}, ...]}    NeMo's, ShareGPT's
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_style_aligner.data.chats import ChatPromptTokens, chat_segments
-from nemo_style_aligner.data.datasets import RaggedInts, read_records, report_dropped
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.chat_rendering import ChatRenderer, Segment, is_in_chat_template
+from nemo_style_aligner.data.chats import is_conversation, read_conversation
+from nemo_style_aligner.data.datasets import RaggedInts, report_dropped
+from nemo_style_aligner.data.jsonl import DataError, Record, read_records
+from nemo_style_aligner.data.text_format import ChatForm, ChatPromptTokens, TextFormat
+from nemo_style_aligner.data.texts import warn_of_unused_context
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
@@ -45,7 +48,7 @@ class SFTFormat:
     label_key: str  # "output", the response's key
     truncation_field: str  # keys to shorten when a sample is too long, "a,b" in that order; "" for none
     truncation_method: TruncationMethod
-    add_bos: bool
+    add_bos: bool | None  # None: as the model was trained, else as tokenizer or chat template have it
     add_eos: bool
     add_sep: bool  # put token `_SEPARATOR` between prompt and response
     answer_only_loss: bool  # False: loss on prompts too
@@ -89,7 +92,7 @@ class SFTFormat:
             label_key=section["label_key"],
             truncation_field=section["truncation_field"] or "",
             truncation_method=section["truncation_method"],
-            add_bos=bool(section["add_bos"]),
+            add_bos=section["add_bos"],
             add_eos=bool(section["add_eos"]),
             add_sep=bool(section["add_sep"]),
             answer_only_loss=bool(model["answer_only_loss"]),
@@ -117,12 +120,10 @@ class SFTItem:
 
 
 @dataclass(frozen=True)
-class _Encoded:
-    """A sample like `SFTItem`, and how many tokens were cut off to make it fit: in all, and of responses."""
+class EncodedSample(SFTItem):
+    """A sample, and how many tokens were cut off to make it fit: of prompts, and of responses."""
 
-    token_ids: list[int]
-    targets: list[int]
-    lost: int = 0
+    lost_of_prompts: int = 0
     lost_of_responses: int = 0
 
 
@@ -131,37 +132,49 @@ class SFTDataset:
 
     Overlong pairs are shortened in their truncation fields, then at the end of the response; overlong chats at the
     end. Samples with no response left, or shorter than ``min_seq_length``, are dropped. The log counts both.
+
+    Attributes:
+        written: how the samples' texts are written.
     """
 
     def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, options: SFTFormat) -> None:
-        self._bos = tokenizer.bos_ids(options.add_bos, "model.data.*.add_bos")
         self._tokenizer, self._options = tokenizer, options
-        self._stop_ids, self._warned_of_ends = frozenset(tokenizer.stop_ids), False
+        self._begins_with_bos = tokenizer.begins_with_bos(options.add_bos, "model.data.*.add_bos")
+        self._chats = ChatRenderer(tokenizer, options.chat_prompt_tokens)
         self._tokens, self._targets = RaggedInts(), RaggedInts("b")
         records = read_records(paths)
-        self.num_shortened = num_without_whole_response = 0
+        self.num_shortened = num_samples = without_prompt = without_response = 0
         for record in records:
             activity.progress()
-            item = self._encode(record)
-            if len(item.token_ids) >= options.min_seq_length and any(item.targets[1:]):
-                self._tokens.append(item.token_ids)
-                self._targets.append(item.targets)
-                self.num_shortened += item.lost > 0
-                num_without_whole_response += item.lost_of_responses > 0
-        self.num_dropped = len(records) - len(self._tokens)
+            for item in self.encode(record):
+                num_samples += 1
+                if len(item.token_ids) >= options.min_seq_length and any(item.targets[1:]):
+                    self._tokens.append(item.token_ids)
+                    self._targets.append(item.targets)
+                    self.num_shortened += item.lost_of_prompts + item.lost_of_responses > 0
+                    without_prompt += item.lost_of_prompts > 0
+                    without_response += item.lost_of_responses > 0
+        self._chats.log()
+        warn_of_unused_context(records, options.template_keys, "prompt_template")
+        self.num_dropped = num_samples - len(self._tokens)
         limit = f"shorter than {options.min_seq_length} tokens or without a response within {options.max_seq_length}"
-        report_dropped(self.num_dropped, len(records), "samples", limit, paths)
+        report_dropped(self.num_dropped, num_samples, "samples", limit, paths)
+        self.written = self._written(records)
         if self.num_shortened:
             warn_for_all_ranks(
                 logger,
                 "%s: shortened %d of %d samples to %d tokens (max_seq_length, model.encoder_seq_length), cutting "
-                "pairs in truncation_field=%s first: %d of them lost a part of a response",
+                "pairs in truncation_field=%s first: %d of them lost a part of a response, %d the %s of the prompt "
+                "(truncation_method=%s)",
                 ", ".join(map(str, paths)),
                 self.num_shortened,
-                len(records),
+                num_samples,
                 options.max_seq_length,
                 options.truncation_field or "null",
-                num_without_whole_response,
+                without_response,
+                without_prompt,
+                "end, where most questions stand," if options.truncation_method == "right" else "beginning",
+                options.truncation_method,
             )
 
     def __len__(self) -> int:
@@ -170,26 +183,42 @@ class SFTDataset:
     def __getitem__(self, index: int) -> SFTItem:
         return SFTItem(self._tokens[index], self._targets[index])
 
-    def _encode(self, record: Record) -> _Encoded:
-        is_chat = "messages" in record.fields or "conversations" in record.fields
+    def encode(self, record: Record) -> list[EncodedSample]:
+        """The samples of a line, before any is dropped: one, or several of a chat (`ChatRenderer.examples`).
+
+        Raises:
+            DataError: the line is not as it should be.
+        """
+        is_chat = is_conversation(record)
         if self._options.chats_only and not is_chat:
             record.fail(
                 "this is a prompt and response pair, but data.chat is on; chats have 'messages' or 'conversations'"
             )
-        item = self._encode_chat(record) if is_chat else self._encode_pair(record)
+        items = self._encode_chat(record) if is_chat else [self._encode_pair(record)]
+        return [self._cut(item) for item in items]
+
+    def _cut(self, item: EncodedSample) -> EncodedSample:
+        """``item`` at its greatest length, with the targets that are asked for."""
         limit = self._options.max_seq_length
         has_response = any(item.targets[:limit])  # else it is left out, whatever is learnt of the others
         targets = [1] * len(item.targets) if has_response and not self._options.answer_only_loss else item.targets
-        return _Encoded(
-            item.token_ids[:limit],
-            targets[:limit],
-            item.lost + len(item.token_ids[limit:]),
-            item.lost_of_responses + sum(item.targets[limit:]),
+        lost = sum(item.targets[limit:])
+        return EncodedSample(
+            item.token_ids[:limit], targets[:limit], item.lost_of_prompts, item.lost_of_responses + lost
         )
+
+    def _written(self, records: Sequence[Record]) -> TextFormat:
+        chat: ChatForm = "markers" if self._chats.markers is not None else "template"
+        if not self._chats.num_conversations:
+            prompt = self._prompt_and_response(self._fields(records[0]))[0]
+            chat = "template" if is_in_chat_template(prompt, self._tokenizer) else "text"
+        begins_with_bos = self._tokens[0][0] == self._tokenizer.bos_id
+        markers = self._chats.markers if chat == "markers" else None
+        return TextFormat(chat, markers, tuple(self._chats.end_strings), begins_with_bos)
 
     # ---- pairs ----
 
-    def _encode_pair(self, record: Record) -> _Encoded:
+    def _encode_pair(self, record: Record) -> EncodedSample:
         options, tokenizer = self._options, self._tokenizer
         missing = [key for key in options.template_keys if key not in record.fields]
         if missing:
@@ -199,18 +228,21 @@ class SFTDataset:
                 "names, give these: 'model.data.train_ds.prompt_template={prompt} {completion}' "
                 "model.data.train_ds.label_key=completion model.data.train_ds.truncation_field=prompt"
             )
-        # Stripped as in NeMo: beside a space of the template there would be two, which are other tokens.
-        fields = {key: record.text(key).strip(" ") for key in options.template_keys}
+        fields = self._fields(record)
         between = [_SEPARATOR] if options.add_sep else []
-        after = [tokenizer.eos_id] if options.add_eos else []
-        room = options.max_seq_length - len(self._bos) - len(between) - len(after)
+        room = options.max_seq_length - self._begins_with_bos - len(between) - options.add_eos
         whole_prompt, whole_response = self._tokenize_pair(fields)
         prompt, response, is_lost = self._fit(fields, whole_prompt, whole_response, room)
-        token_ids = self._bos + prompt + between + response + after
-        num_context = len(token_ids) if is_lost else len(self._bos) + len(prompt) + len(between)
+        lost = max(0, len(whole_response) - len(response))
+        response = tokenizer.with_end(response) if options.add_eos else response
+        token_ids = tokenizer.with_bos(prompt + between + response, self._begins_with_bos)
+        num_context = len(token_ids) - (0 if is_lost else len(response))
         targets = [0] * num_context + [1] * (len(token_ids) - num_context)
-        lost_of_response = len(whole_response) - len(response)
-        return _Encoded(token_ids, targets, len(whole_prompt) - len(prompt) + lost_of_response, lost_of_response)
+        return EncodedSample(token_ids, targets, max(0, len(whole_prompt) - len(prompt)), lost)
+
+    def _fields(self, record: Record) -> dict[str, str]:
+        """The fields of a pair, stripped as in NeMo: beside a space of the template there would be two."""
+        return {key: record.text(key).strip(" ") for key in self._options.template_keys}
 
     def _fit(
         self, fields: dict[str, str], prompt: list[int], response: list[int], room: int
@@ -239,51 +271,34 @@ class SFTDataset:
         return (shorter if len(shorter) < len(text) else (text[1:] if left else text[:-1])).strip(" ")
 
     def _tokenize_pair(self, fields: Mapping[str, str]) -> tuple[list[int], list[int]]:
-        """Prompt and response, tokenized so that the prompt's ids are those it has at generation.
+        """Prompt and response, tokenized so that the prompt's ids are those it has at generation."""
+        prompt_token_ids, response_ids = self._tokenizer.parts_to_ids(self._prompt_and_response(fields))
+        return prompt_token_ids, response_ids
 
-        The template's spaces before the response belong to the response, as in NeMo: in most vocabularies, words
-        include the space in front.
+    def _prompt_and_response(self, fields: Mapping[str, str]) -> tuple[str, str]:
+        """Their texts. The template's spaces before the response belong to the response, as in NeMo.
+
+        In most vocabularies, words include the space in front.
         """
         placeholder = "{" + self._options.label_key + "}"
         template = self._options.prompt_template.removesuffix(placeholder)
         prompt_template = template.rstrip(" ")
         prompt = prompt_template.format_map(fields)
         response = template[len(prompt_template) :] + fields[self._options.label_key]
-        prompt_token_ids, response_ids = self._tokenizer.parts_to_ids([prompt, response])
-        return prompt_token_ids, response_ids
+        return prompt, response
 
     # ---- chats ----
 
-    def _encode_chat(self, record: Record) -> _Encoded:
-        segments = chat_segments(record, self._tokenizer, self._options.chat_prompt_tokens)
+    def _encode_chat(self, record: Record) -> list[EncodedSample]:
+        return [self._encode_segments(segments) for segments in self._chats.examples(record, read_conversation(record))]
+
+    def _encode_segments(self, segments: Sequence[Segment]) -> EncodedSample:
         token_ids: list[int] = []
         targets: list[int] = []
         encoded = self._tokenizer.parts_to_ids([segment.text for segment in segments])
         for segment, ids in zip(segments, encoded, strict=True):
             token_ids += ids
-            targets += self._response_targets(ids) if segment.is_target else [0] * len(ids)
-        if self._options.chat_prompt_tokens is None:
-            self._check_end(record, [i for i, is_target in zip(token_ids, targets, strict=True) if is_target])
-        return _Encoded(token_ids, targets)
-
-    def _check_end(self, record: Record, learnt: Sequence[int]) -> None:
-        """Warn, once, if generation would not stop at the token that ends a response in the data."""
-        if learnt and learnt[-1] not in self._stop_ids and not self._warned_of_ends:
-            self._warned_of_ends = True
-            warn_for_all_ranks(
-                logger,
-                "%s:%d: the chat template ends a response with %r, which is neither the tokenizer's EOS token nor in "
-                "its generation_config.json: name it in model.ppo.sampling_params.end_strings, and to evaluate_gpt.py "
-                "with --end-strings, or responses will not end there",
-                record.path,
-                record.line,
-                self._tokenizer.ids_to_text(learnt[-1:], keep_special=True),
-            )
-
-    def _response_targets(self, ids: Sequence[int]) -> list[int]:
-        """1 up to the response's end token, 0 after it: templates write a line break there that is never generated."""
-        ends = [i for i, token in enumerate(ids) if token in self._tokenizer.markup_ids]
-        count = ends[-1] + 1 if ends and self._options.chat_prompt_tokens is None else len(ids)
-        if self._tokenizer.ids_to_text(ids[count:], keep_special=True).strip():
-            count = len(ids)  # that token is within the response: the template ends it with plain text
-        return [1] * count + [0] * (len(ids) - count)
+            targets += [int(segment.is_target)] * len(ids)
+        with_bos = self._tokenizer.with_bos(token_ids, self._chats.begins_with_bos(self._options.add_bos))
+        more = len(with_bos) - len(token_ids)
+        return EncodedSample(with_bos, [0] * more + targets[max(0, -more) :])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -22,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 import sentencepiece
 
 from nemo_style_aligner.data import chat_templates
-from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer
+from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer, user_defined_ids
 from nemo_style_aligner.data.sentencepiece_settings import (
     SentencePieceSettings,
     read_settings,
     token_of,
     with_added_tokens,
 )
+from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parsing import parse_json, read_json
 from nemo_style_aligner.wording import download_hint
@@ -99,12 +101,16 @@ class Tokenizer(ABC):
         unk_id: stands for what the vocabulary lacks; None where the tokenizer has none.
         vocab_size: one more than the largest id; the model's embedding may have more rows.
         special_ids: ids that are markup rather than text; left out by `ids_to_text`.
+        adds_bos: whether it is set up to put BOS before texts, as servers of its model then do.
         chat_template: Jinja source, or None.
         generation_config: the text of the ``generation_config.json`` beside it, or None. Only `stop_ids` reads it; it
             is passed on with the tokenizer from archive to archive, and to exported models.
+        format: how the texts were written that its model was trained on.
     """
 
     generation_config: str | None = None
+    format: TextFormat = TextFormat()
+    adds_bos: bool = False
     eos_id: int
     bos_id: int | None
     pad_id: int
@@ -115,19 +121,20 @@ class Tokenizer(ABC):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a response: ``eos_id``, then those that the generation config names besides.
+        """Ids that end a response: ``eos_id``, then those that the generation config and `format` name besides.
 
         Chat models have more than one: Llama 3's ``<|eot_id|>``, Qwen's ``<|im_end|>`` beside ``<|endoftext|>``.
 
         Raises:
             TokenizerError: the generation config cannot be read.
         """
+        learnt = [i for i in map(self.token_to_id, self.format.end_strings) if i is not None]
         if self.generation_config is None:
-            return (self.eos_id,)
+            return tuple(dict.fromkeys([self.eos_id, *learnt]))
         try:
             named = parse_json(self.generation_config).get("eos_token_id")
             named = [] if named is None else named if isinstance(named, list) else [named]
-            return tuple(dict.fromkeys([self.eos_id, *map(int, named)]))
+            return tuple(dict.fromkeys([self.eos_id, *map(int, named), *learnt]))
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise TokenizerError(f"the tokenizer's {GENERATION_CONFIG} cannot be read: {error}") from error
 
@@ -135,6 +142,11 @@ class Tokenizer(ABC):
     def markup_ids(self) -> frozenset[int]:
         """`special_ids` without the unknown token, which stands for text."""
         return self.special_ids - {self.unk_id}
+
+    @property
+    @abstractmethod
+    def added_ids(self) -> frozenset[int]:
+        """`special_ids`, and other tokens that were added to the vocabulary, such as ``<tool_call>``."""
 
     def text_to_ids(self, text: str) -> list[int]:
         """Ids of ``text``, with no special tokens added. Special tokens spelt out in the text count as such."""
@@ -174,21 +186,58 @@ class Tokenizer(ABC):
     def token_to_id(self, token: str) -> int | None:
         """Id of exactly this token, or None."""
 
-    def bos_ids(self, asked: bool, key: str) -> list[int]:
-        """The ids to put before a text: the BOS token if it is asked for, else none.
+    def begins_with_bos(self, asked: bool | None, key: str) -> bool:
+        """Whether texts begin with the BOS token.
 
         Args:
-            asked: whether it is asked for.
-            key: the setting that asks for it, for the message.
+            asked: the setting that says so; None: as the model was trained, else as the tokenizer is set up.
+            key: its name, for the message.
 
         Raises:
             TokenizerError: it is asked for and there is none.
         """
-        if not asked:
-            return []
-        if self.bos_id is None:
+        if asked and self.bos_id is None:
             raise TokenizerError(f"{key}=True, but the tokenizer has no BOS (beginning-of-sequence) token")
-        return [self.bos_id]
+        trained = self.format.add_bos
+        return asked if asked is not None else self.adds_bos if trained is None else trained
+
+    def with_bos(self, ids: list[int], wanted: bool) -> list[int]:
+        """``ids`` with exactly one BOS token at the beginning if it is ``wanted``; never with more than one."""
+        count = next((n for n, i in enumerate(ids) if i != self.bos_id), len(ids))
+        bos = [self.bos_id] if self.bos_id is not None and (count or wanted) else []
+        return bos + ids[count:]
+
+    def with_end(self, ids: list[int]) -> list[int]:
+        """``ids`` with exactly one token at the end that ends a response: their own, else EOS.
+
+        White space after their own is left out: templates write it, and it is never generated.
+        """
+        stop_ids = frozenset(self.stop_ids)
+        at = next((n for n in range(len(ids) - 1, -1, -1) if ids[n] in stop_ids), None)
+        if at is None or self.ids_to_text(ids[at + 1 :], keep_special=True).strip():
+            return [*ids, self.eos_id]
+        while at > 0 and ids[at - 1] == ids[at]:
+            at -= 1
+        return ids[: at + 1]
+
+    def text_as_trained(self, text: str) -> list[int]:
+        """Ids of prompt and response in one text, with BOS and EOS as in the texts that the model was trained on."""
+        ids = self.with_bos(self.text_to_ids(text), self.begins_with_bos(None, "add_bos"))
+        return self.with_end(ids) if ids and self.format.append_eod else ids
+
+    def without_end(self, response: Sequence[int]) -> Sequence[int]:
+        """``response`` without the token that ended it: not all of these are special tokens, which leave no text."""
+        return response[:-1] if response and response[-1] in self.stop_ids else response
+
+    def end_strings(self, asked: Sequence[str]) -> tuple[str, ...]:
+        """Strings that end responses: those asked for, and those that the model has learnt (`format`).
+
+        Raises:
+            TokenizerError: see `check_end_strings`.
+        """
+        strings = tuple(dict.fromkeys([*asked, *self.format.end_strings]))
+        self.check_end_strings(strings)
+        return strings
 
     def check_end_strings(self, strings: Sequence[str]) -> None:
         """Check that each string that ends responses can be found: by its id if it is a token, else in the text.
@@ -288,8 +337,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
+        self._added_ids = self.special_ids | {i for i, token in added if token.content.strip()}
+        self.adds_bos = self.bos_id is not None and tokenizer("a")["input_ids"][:1] == [self.bos_id]
         template = tokenizer.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """See `Tokenizer.added_ids`."""
+        return self._added_ids
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.texts_to_ids`."""
@@ -349,6 +405,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise TokenizerError(f"{model_file} has no end-of-sequence token, without which no response can end")
         self.eos_id = eos_id
         self.pad_id = eos_id if pad_id is None else pad_id
+        self.adds_bos = self.bos_id is not None and _adds_bos(self._files)
         self.vocab_size = model.get_piece_size()
         special = {model.piece_to_id(token.content) for token in settings.added if token.special}
         self.special_ids = frozenset(special | {i for i in range(self.vocab_size) if model.is_control(i)})
@@ -365,6 +422,13 @@ class SentencePieceTokenizer(Tokenizer):
     def _role(self, role: str) -> int | None:
         token = token_of(self._model, self._settings, role)
         return None if token is None else self._model.piece_to_id(token)
+
+    @functools.cached_property
+    def added_ids(self) -> frozenset[int]:  # type: ignore[override]
+        """See `Tokenizer.added_ids`."""
+        return self.special_ids | {
+            i for i in user_defined_ids(self._model) if self._model.id_to_piece(i).strip(" ▁\n\t")
+        }
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.texts_to_ids`."""
@@ -411,7 +475,7 @@ class SentencePieceTokenizer(Tokenizer):
                 "%s has no exact equivalent among Hugging Face's tokenizers: it is saved for sentencepiece only",
                 self._model_file,
             )
-            defaults = {"legacy": False, "add_bos_token": self.bos_id is not None, "add_eos_token": False}
+            defaults = {"legacy": False, "add_bos_token": self.adds_bos, "add_eos_token": False}
             config = defaults | config | {"tokenizer_class": "LlamaTokenizer"}
             return {_CONFIG: _json_bytes(config)}
         config["tokenizer_class"] = _PORTABLE_CLASS
@@ -420,6 +484,13 @@ class SentencePieceTokenizer(Tokenizer):
     def _template_variables(self) -> dict[str, str]:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         return {name: self._model.id_to_piece(i) for name, i in ids.items() if i is not None}
+
+
+def _adds_bos(files: Mapping[str, bytes]) -> bool:
+    """Whether the config of a sentencepiece model says that BOS stands before texts, as Llama's does by default."""
+    config = json.loads(files.get(_CONFIG, b"{}"))
+    default = _CONFIG in files and config.get(_BACKEND_KEY) != "sentencepiece"
+    return default if (given := config.get("add_bos_token")) is None else bool(given)
 
 
 def _chat_template(files: Mapping[str, bytes]) -> str | None:

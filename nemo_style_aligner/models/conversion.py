@@ -35,7 +35,9 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     save_nemo,
 )
 from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, CheckpointMismatchError, stored_shapes
+from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.data.tokenizer import TokenizerError, load_tokenizer
+from nemo_style_aligner.data.tokenizer_export import save_as_trained
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import portable_config
@@ -165,7 +167,7 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
     if dist.get_rank() == 0:
         with temporary_folder(f"the tokenizer of {input_path}") as folder:
             # Saved rather than copied: transformers cannot load a sentencepiece model alone.
-            load_nemo_tokenizer(input_path).save(folder)
+            save_as_trained(load_nemo_tokenizer(input_path), folder, scores=head is not None)
             write_checkpoint(output_dir, architecture, weights(), num_attributes=attributes, tokenizer_dir=folder)
     else:
         for _ in export_weights(model):
@@ -237,7 +239,10 @@ def checkpoint_to_nemo(
     head = RewardHeadConfig.from_model_config(config) if has_head else None
     model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False, initialize=False)
     restore_model(checkpoint, model)
-    save_nemo(output, model, portable_config(config, architecture, job.trainer), load_nemo_tokenizer(base))
+    tokenizer = load_nemo_tokenizer(base)
+    if TEXT_FORMAT in config:
+        tokenizer.format = TextFormat.from_config(config[TEXT_FORMAT], str(job.path))
+    save_nemo(output, model, portable_config(config, architecture, job.trainer), tokenizer)
     return architecture
 
 

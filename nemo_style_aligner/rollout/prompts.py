@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -12,6 +13,7 @@ from omegaconf import DictConfig
 from nemo_style_aligner.data.datasets import Dataset, PromptDataset, PromptItem, load_data_prefix
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.data.samplers import EpochSampler
+from nemo_style_aligner.data.text_format import TextFormat, joined
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.rollout.batch import RolloutBatch
 from nemo_style_aligner.rollout.response_lengths import ResponseLengths
@@ -42,20 +44,26 @@ class PromptSource:
         batch_size: rollouts per step.
         seed: of the shuffling; each epoch has an order of its own.
         shuffle: for training; validation takes the prompts in the dataset's order.
-        bos_ids: prepended to every prompt: the BOS token's ids, or none.
+
+        written: how the prompts' texts are written.
 
     Attributes:
         response_lengths: expected lengths of responses; `observe` updates them.
     """
 
     def __init__(
-        self, dataset: Dataset[PromptItem], batch_size: int, seed: int, shuffle: bool, bos_ids: Sequence[int] = ()
+        self,
+        dataset: Dataset[PromptItem],
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        written: TextFormat | None = None,
     ) -> None:
         self._dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
-        self._bos = list(bos_ids)
         self.batch_size = batch_size
+        self.written = written or TextFormat()
         self.response_lengths = ResponseLengths()
 
     @property
@@ -66,7 +74,7 @@ class PromptSource:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt, BOS included."""
-        return max(len(self._dataset[i].token_ids) for i in range(len(self._dataset))) + len(self._bos)
+        return max(len(self._dataset[i].token_ids) for i in range(len(self._dataset)))
 
     def batch(self, consumed_samples: int) -> list[Prompt]:
         """The next ``batch_size`` prompts after ``consumed_samples``."""
@@ -93,7 +101,7 @@ class PromptSource:
         self.response_lengths.load_state_dict(state["response_lengths"])
 
     def _prompt(self, index: int) -> Prompt:
-        tokens = self._bos + self._dataset[index].token_ids
+        tokens = self._dataset[index].token_ids
         return Prompt(index, tokens, self.response_lengths.expect(index, len(tokens)))
 
 
@@ -109,18 +117,25 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
     """
     ppo = cfg.model.ppo
     prefix = load_data_prefix(cfg.model.data.data_prefix)
-    bos_ids = tokenizer.bos_ids(bool(ppo.sampling_params.add_BOS), "model.ppo.sampling_params.add_BOS")
     room = int(cfg.model.data.seq_length) - int(ppo.length_params.max_length)
     longest = int(cfg.trainer.ppo.trt_llm.max_input_len)
-    limit = min(room, longest) - len(bos_ids)
+    limit = min(room, longest)
     limited_by = "trainer.ppo.trt_llm.max_input_len"
     if room <= longest:
         limited_by = "model.data.seq_length less model.ppo.length_params.max_length"
 
     def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
-        return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, bos_ids)
+        return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, written_train)
 
-    train = prefix.train.build(lambda paths: PromptDataset(paths, tokenizer, limit, limited_by))
+    def prompts(paths: Sequence[Path]) -> PromptDataset:
+        add_bos, key = ppo.sampling_params.add_BOS, "model.ppo.sampling_params.add_BOS"
+        dataset = PromptDataset(paths, tokenizer, limit, limited_by, add_bos, key)
+        written.append(dataset.written)
+        return dataset
+
+    written: list[TextFormat] = []
+    train = prefix.train.build(prompts)
+    written_train = joined(written, "model.data.data_prefix.train")
     if len(train) < ppo.num_rollout_samples:
         raise DataError(
             f"of the training prompts {len(train)} can be used, fewer than model.ppo.num_rollout_samples="
@@ -128,9 +143,9 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
         )
     validation = None
     if prefix.validation is not None:
-        prompts = prefix.validation.build(lambda paths: PromptDataset(paths, tokenizer, limit, limited_by))
-        if len(prompts):
-            validation = source(prompts, min(int(ppo.num_val_samples), len(prompts)), False)
+        held_out = prefix.validation.build(prompts)
+        if len(held_out):
+            validation = source(held_out, min(int(ppo.num_val_samples), len(held_out)), False)
     elif cfg.trainer.ppo.val_check_interval:
         warn_for_all_ranks(logger, "model.data.data_prefix names no validation prompts: nothing is validated")
     return source(train, int(ppo.num_rollout_samples), True), validation

@@ -37,13 +37,17 @@ _WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on that workers elsewhere 
 _INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted
 
 
-def sampling_params(cfg: DictConfig) -> SamplingParams:
+def sampling_params(cfg: DictConfig, tokenizer: Tokenizer | None = None) -> SamplingParams:
     """``model.ppo.sampling_params`` and ``length_params`` as the engine's `SamplingParams`.
+
+    With the policy's ``tokenizer``, responses also end as the policy has learnt.
 
     Raises:
         ValueError: a value that it does not allow.
+        TokenizerError: an end string could never be found.
     """
     sampling, length = cfg.model.ppo.sampling_params, cfg.model.ppo.length_params
+    ends = tuple(map(_end_string, sampling.end_strings or ()))
     return SamplingParams(
         max_new_tokens=int(length.max_length),
         min_new_tokens=int(length.min_length),
@@ -52,7 +56,7 @@ def sampling_params(cfg: DictConfig) -> SamplingParams:
         top_k=int(sampling.top_k),
         top_p=float(sampling.top_p),
         repetition_penalty=float(sampling.repetition_penalty),
-        stop_strings=tuple(map(_end_string, sampling.end_strings or ())),
+        stop_strings=ends if tokenizer is None else tokenizer.end_strings(ends),
         seed=int(cfg.trainer.ppo.trt_llm.seed),
     )
 
@@ -164,7 +168,7 @@ def build_generator(
             max_sequence_length,
             float(cfg.trainer.ppo.batch_iterator.wait_seconds),
         )
-    return _local_generator(cfg, *build_engine(cfg, model, tokenizer, max_sequence_length), queue)
+    return _local_generator(cfg, tokenizer, *build_engine(cfg, model, tokenizer, max_sequence_length), queue)
 
 
 def build_rollout_rank(
@@ -175,20 +179,24 @@ def build_rollout_rank(
 
     def build(max_sequence_length: int) -> LocalGenerator:
         engine, group = build_embedded_engine(cfg, architecture, dtype, tokenizer, max_sequence_length)
-        return _local_generator(cfg, engine, group, queue)
+        return _local_generator(cfg, tokenizer, engine, group, queue)
 
     return RolloutRank(link, architecture, dtype, build)
 
 
 def _local_generator(
-    cfg: DictConfig, engine: GenerationEngine, group: EngineGroup, queue: WorkQueueServer | None
+    cfg: DictConfig,
+    tokenizer: Tokenizer,
+    engine: GenerationEngine,
+    group: EngineGroup,
+    queue: WorkQueueServer | None,
 ) -> LocalGenerator:
     work = build_work_source(cfg, engine, group, queue)
     meeting = None
     if isinstance(work, StaticPartition):  # with the queue, ranks wait for each other there
         minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
         meeting = control_group(dist.get_world_size(), minutes)
-    return LocalGenerator(engine, work, sampling_params(cfg), group, meeting)
+    return LocalGenerator(engine, work, sampling_params(cfg, tokenizer), group, meeting)
 
 
 def build_collector(

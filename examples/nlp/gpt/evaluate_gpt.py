@@ -53,12 +53,13 @@ def main() -> None:
         "--end-strings",
         nargs="*",
         default=[],
-        help="strings that end a response, besides the EOS token (default: none)",
+        help="strings that end a response, besides the EOS token and what the model has learnt (default: none)",
     )
     parser.add_argument(
         "--add-bos",
-        action="store_true",
-        help="BOS token before each prompt, as with sampling_params.add_BOS=True in PPO",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="BOS token before each prompt, as sampling_params.add_BOS in PPO (default: as the model was trained)",
     )
     parser.add_argument(
         "--num-slots",

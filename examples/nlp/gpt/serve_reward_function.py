@@ -41,13 +41,16 @@ def main() -> None:
         "--prompts", type=Path, required=True, nargs="+", help="the actor's prompt files, of training and validation"
     )
     parser.add_argument(
-        "--add-bos", action="store_true", help="the actor has sampling_params.add_BOS=True: BOS before each prompt"
+        "--add-bos",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="BOS token before each prompt: the actor's sampling_params.add_BOS (default: as the model was trained)",
     )
     parser.add_argument(
         "--end-strings",
         nargs="*",
         default=[],
-        help="the actor's end_strings: responses are cut before the first of them",
+        help="the actor's end_strings: responses are cut before the first of them, as before what the model has learnt",
     )
     parser.add_argument(
         "--threads", type=int, default=1, help="requests handled at once; above 1 the function must be thread-safe"
