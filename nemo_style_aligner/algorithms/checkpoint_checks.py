@@ -50,7 +50,9 @@ def _why_best_is_unknown(cfg: DictConfig, save_interval: Any, val_check_interval
 
 def _has_validation_data(cfg: DictConfig) -> bool:
     data = cfg.model.data
-    return bool(data.validation_ds.file_path if "validation_ds" in data else data.data_prefix.get("validation"))
+    if "data_prefix" not in data:
+        return bool(data.validation_ds.file_path)
+    return isinstance(data.data_prefix, DictConfig) and bool(data.data_prefix.get("validation"))
 
 
 def _measured(view: JobView) -> tuple[str, ...]:
