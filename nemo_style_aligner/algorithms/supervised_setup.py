@@ -13,11 +13,12 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import Run, training_batching
 from nemo_style_aligner.algorithms.supervised import Collate, SupervisedSettings, SupervisedTrainer
-from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.data.datasets import (
     ComparisonDataset,
     ComparisonItem,
     Dataset,
+    DataSource,
     RegressionDataset,
     RegressionItem,
     data_source,
@@ -25,6 +26,7 @@ from nemo_style_aligner.data.datasets import (
     load_data_prefix,
     pad_rows,
 )
+from nemo_style_aligner.data.examples import FIRST_EXAMPLE, for_log
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
 from nemo_style_aligner.data.text_format import ChatPromptTokens, TextFormat, joined
@@ -147,73 +149,92 @@ def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: 
 # ---- SFT ----------------------------------------------------------------------------------------
 
 
+def sft_dataset(cfg: DictConfig, part: str, tokenizer: Tokenizer) -> tuple[Dataset[SFTItem], TextFormat]:
+    """The samples of ``model.data.<part>``, and how their texts are written."""
+    data, key = cfg.model.data, f"model.data.{part}.file_path"
+    markup = None if tokenizer.chat_template else ChatPromptTokens(**data.chat_prompt_tokens)
+    options = SFTFormat.from_config(cfg.model, part, markup)
+    written: list[TextFormat] = []
+
+    def make(paths: Sequence[Path]) -> SFTDataset:
+        made = SFTDataset(paths, tokenizer, options)
+        written.append(made.written)
+        return made
+
+    return data_source(data[part].file_path, key).build(make), joined(written, key)
+
+
 def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
     """Prompt-response pairs or conversations, from ``model.data.train_ds`` and ``validation_ds``."""
     data = cfg.model.data
-    written: list[TextFormat] = []
-
-    def dataset(part: str) -> Dataset[SFTItem]:
-        markup = None if tokenizer.chat_template else ChatPromptTokens(**data.chat_prompt_tokens)
-        options = SFTFormat.from_config(cfg.model, part, markup)
-
-        def make(paths: Sequence[Path]) -> SFTDataset:
-            made = SFTDataset(paths, tokenizer, options)
-            written.append(made.written)
-            return made
-
-        return data_source(data[part].file_path, f"model.data.{part}.file_path").build(make)
 
     def collate(items: Sequence[SFTItem], present: torch.Tensor) -> LanguageModelBatch:
         tokens = pad_rows([item.token_ids for item in items], tokenizer.pad_id)
         mask = pad_rows([item.targets for item in items], 0)[:, 1:].float()
         return LanguageModelBatch(tokens, mask * present[:, None])
 
-    train = dataset("train_ds")
-    written_train = joined(written, "model.data.train_ds.file_path")
+    if tokenizer.chat_template and data.chat_prompt_tokens != load_defaults("gpt_sft").model.data.chat_prompt_tokens:
+        warn_for_all_ranks(
+            logger,
+            "model.data.chat_prompt_tokens have no effect: the tokenizer's chat template renders conversations",
+        )
+    train, written = sft_dataset(cfg, "train_ds", tokenizer)
+    logger.info(FIRST_EXAMPLE, for_log(train[0], tokenizer))
     return SupervisedTask(
         train,
-        dataset("validation_ds") if data.validation_ds.file_path else None,
+        sft_dataset(cfg, "validation_ds", tokenizer)[0] if data.validation_ds.file_path else None,
         collate,
         1,
         bool(data.train_ds.shuffle),
         bool(data.validation_ds.shuffle),
         int(data.validation_ds.global_batch_size),
         int(data.validation_ds.micro_batch_size),
-        written=written_train,
+        written=written,
     )
 
 
 # ---- reward models ------------------------------------------------------------------------------
 
 
-def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:
-    """Comparisons or labelled texts, from ``model.data.data_prefix``."""
+def reward_dataset(
+    cfg: DictConfig, source: DataSource, tokenizer: Tokenizer, num_attributes: int | None = None
+) -> tuple[Dataset[Any], TextFormat]:
+    """The pairs or labelled texts of a part of ``model.data.data_prefix``, and how their texts are written."""
     data = cfg.model.data
-    prefix = load_data_prefix(data.data_prefix)
     length, append_eod, add_bos = int(data.seq_length), bool(data.append_eod), data.add_bos
     written: list[TextFormat] = []
-    is_regression = cfg.model.reward_model_type == "regression"
-    ignored = float(cfg.model.regression.loss_mask_val) if is_regression else 0.0
 
     def make(paths: Sequence[Path]) -> Dataset[Any]:
         made: RegressionDataset | ComparisonDataset
-        if is_regression:
-            made = RegressionDataset(paths, tokenizer, length, append_eod, head.num_attributes, add_bos, ignored)
+        if cfg.model.reward_model_type == "regression":
+            ignored = float(cfg.model.regression.loss_mask_val)
+            made = RegressionDataset(paths, tokenizer, length, append_eod, num_attributes, add_bos, ignored)
         else:
             made = ComparisonDataset(paths, tokenizer, length, append_eod, add_bos)
         written.append(made.written)
         return made
 
-    train = prefix.train.build(make)
-    written_train = joined(written, "model.data.data_prefix.train")
+    return source.build(make), joined(written, "model.data.data_prefix.train")
+
+
+def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:
+    """Comparisons or labelled texts, from ``model.data.data_prefix``."""
+    prefix = load_data_prefix(cfg.model.data.data_prefix)
+    is_regression = cfg.model.reward_model_type == "regression"
+    ignored = float(cfg.model.regression.loss_mask_val) if is_regression else 0.0
+    train, written = reward_dataset(cfg, prefix.train, tokenizer, head.num_attributes)
+    logger.info(FIRST_EXAMPLE, for_log(train[0], tokenizer))
+    validation = None
+    if prefix.validation is not None:
+        validation = reward_dataset(cfg, prefix.validation, tokenizer, head.num_attributes)[0]
     return SupervisedTask(
         train,
-        prefix.validation.build(make) if prefix.validation is not None else None,
+        validation,
         _labelled_collate(tokenizer, ignored) if is_regression else _pair_collate(tokenizer),
         1 if is_regression else 2,
         bool(cfg.trainer.rm.train_random_sampler),
         bool(cfg.trainer.rm.val_random_sampler),
-        written=written_train,
+        written=written,
     )
 
 

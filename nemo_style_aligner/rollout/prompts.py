@@ -10,7 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.data.datasets import Dataset, PromptDataset, PromptItem, load_data_prefix
+from nemo_style_aligner.data.datasets import Dataset, DataSource, PromptDataset, PromptItem, load_data_prefix
+from nemo_style_aligner.data.examples import for_log
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.text_format import TextFormat, joined
@@ -105,11 +106,32 @@ class PromptSource:
         return Prompt(index, tokens, self.response_lengths.expect(index, len(tokens)))
 
 
+def prompt_dataset(cfg: DictConfig, source: DataSource, tokenizer: Tokenizer) -> tuple[Dataset[PromptItem], TextFormat]:
+    """The prompts of a part of ``model.data.data_prefix``, and how their texts are written.
+
+    Prompts that leave no room for a response are dropped, with a count in the log.
+    """
+    ppo = cfg.model.ppo
+    room = int(cfg.model.data.seq_length) - int(ppo.length_params.max_length)
+    longest = int(cfg.trainer.ppo.trt_llm.max_input_len)
+    limited_by = "trainer.ppo.trt_llm.max_input_len"
+    if room <= longest:
+        limited_by = "model.data.seq_length less model.ppo.length_params.max_length"
+    add_bos, key = ppo.sampling_params.add_BOS, "model.ppo.sampling_params.add_BOS"
+    written: list[TextFormat] = []
+
+    def make(paths: Sequence[Path]) -> PromptDataset:
+        made = PromptDataset(paths, tokenizer, min(room, longest), limited_by, add_bos, key)
+        written.append(made.written)
+        return made
+
+    return source.build(make), joined(written, "model.data.data_prefix.train")
+
+
 def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptSource, PromptSource | None]:
     """Training and validation prompts of the actor job, from ``model.data.data_prefix``.
 
-    Prompts that leave no room for a response are dropped, with a count in the log. Validation uses
-    ``model.ppo.num_val_samples`` prompts, or all where there are fewer.
+    Validation uses ``model.ppo.num_val_samples`` prompts, or all where there are fewer.
 
     Raises:
         DataError: too few training prompts for one step.
@@ -117,33 +139,20 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
     """
     ppo = cfg.model.ppo
     prefix = load_data_prefix(cfg.model.data.data_prefix)
-    room = int(cfg.model.data.seq_length) - int(ppo.length_params.max_length)
-    longest = int(cfg.trainer.ppo.trt_llm.max_input_len)
-    limit = min(room, longest)
-    limited_by = "trainer.ppo.trt_llm.max_input_len"
-    if room <= longest:
-        limited_by = "model.data.seq_length less model.ppo.length_params.max_length"
-
-    def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
-        return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, written_train)
-
-    def prompts(paths: Sequence[Path]) -> PromptDataset:
-        add_bos, key = ppo.sampling_params.add_BOS, "model.ppo.sampling_params.add_BOS"
-        dataset = PromptDataset(paths, tokenizer, limit, limited_by, add_bos, key)
-        written.append(dataset.written)
-        return dataset
-
-    written: list[TextFormat] = []
-    train = prefix.train.build(prompts)
-    written_train = joined(written, "model.data.data_prefix.train")
+    train, written = prompt_dataset(cfg, prefix.train, tokenizer)
+    logger.info("the first training prompt:\n%s", for_log(train[0], tokenizer))
     if len(train) < ppo.num_rollout_samples:
         raise DataError(
             f"of the training prompts {len(train)} can be used, fewer than model.ppo.num_rollout_samples="
             f"{ppo.num_rollout_samples}, which one PPO step needs: lower it or add prompts"
         )
+
+    def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
+        return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, written)
+
     validation = None
     if prefix.validation is not None:
-        held_out = prefix.validation.build(prompts)
+        held_out, _ = prompt_dataset(cfg, prefix.validation, tokenizer)
         if len(held_out):
             validation = source(held_out, min(int(ppo.num_val_samples), len(held_out)), False)
     elif cfg.trainer.ppo.val_check_interval:
