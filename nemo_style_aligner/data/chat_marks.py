@@ -18,7 +18,7 @@ def mark(i: int, part: str = "") -> str:
 def marked_parts(message: Message, i: int) -> Iterator[tuple[str, str, str]]:
     """Key, text and mark of each part of a message beside its content."""
     for key in ("label", *REASONING_KEYS):
-        if message.get(key):
+        if isinstance(message.get(key), str) and message[key]:
             yield key, message[key], mark(i, key)
     for n, call in enumerate(message.get("tool_calls") or ()):
         function = call.get("function", call)
@@ -33,7 +33,7 @@ def marked(message: Message, i: int) -> dict[str, Any]:
     if message["content"] is not None:
         marked["content"] = message["content"] + mark(i)
     for key in ("label", *REASONING_KEYS):
-        if message.get(key):
+        if isinstance(message.get(key), str) and message[key]:
             marked[key] = message[key] + mark(i, key)
     if message.get("tool_calls"):
         marked["tool_calls"] = [_marked_call(call, i, n) for n, call in enumerate(message["tool_calls"])]
@@ -50,11 +50,12 @@ def _marked_call(call: Mapping[str, Any], i: int, n: int) -> dict[str, Any]:
 
 
 def holds(flat: str, text: str, mark: str) -> bool:
-    """Whether ``text`` stands before its mark, as it is or as JSON, in a text without white space."""
+    """Whether ``text`` stands before its mark, as it is or as JSON, in ``flat``, which has no white space."""
     return any(without_spaces(form) + mark in flat for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]))
 
 
 def without_thoughts(content: str | None) -> str | None:
+    """What a template shows of an earlier answer: it may leave out what is before ``</think>``."""
     return None if content is None else content.rsplit("</think>", 1)[-1]
 
 

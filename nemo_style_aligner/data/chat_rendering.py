@@ -436,4 +436,5 @@ def is_in_chat_template(prompt: str, tokenizer: Tokenizer) -> bool:
         rendered = tokenizer.apply_chat_template([{"role": "user", "content": question}])
     except TokenizerError:
         return False
-    return prompt.rstrip().endswith(rendered.split(question)[-1].rstrip())
+    ending = rendered.split(question)[-1].strip()
+    return ending != "" and prompt.rstrip().endswith(ending)
