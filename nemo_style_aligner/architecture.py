@@ -109,13 +109,13 @@ class ModelArchitecture:
         for field in _SIZES:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        for field, most in _LARGEST.items():
-            if getattr(self, field) > most:
-                raise ValueError(f"{field} must be at most {most:,}, got {getattr(self, field):,}")
         for field in _POSITIVE:
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field} must be a number above 0, got {value}")
+        for field, most in _LARGEST.items():
+            if getattr(self, field) > most:
+                raise ValueError(f"{field} must be at most {most:,}, got {getattr(self, field):,}")
         if self.kv_channels == 0:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(

@@ -496,9 +496,12 @@ def _adds_bos(files: Mapping[str, bytes]) -> bool:
 def _chat_template(files: Mapping[str, bytes]) -> str | None:
     if _TEMPLATE in files:
         return files[_TEMPLATE].decode()
-    given = json.loads(files.get(_CONFIG, b"{}")).get("chat_template")
-    if isinstance(given, list):  # of named ones
-        given = {template["name"]: template["template"] for template in given}.get("default")
+    try:
+        given = parse_json(files.get(_CONFIG, b"{}").decode()).get("chat_template")
+        if isinstance(given, list):  # of named ones
+            given = {template["name"]: template["template"] for template in given}.get("default")
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise TokenizerError(f"chat_template in {_CONFIG} cannot be read: {error!r}") from error
     return given
 
 
@@ -507,7 +510,7 @@ def _sentencepiece_settings(directory: Path, files: Mapping[str, bytes]) -> Sent
     if _CONFIG not in read:
         return SentencePieceSettings()
     try:
-        return read_settings({name: json.loads(content) for name, content in read.items()})
+        return read_settings({name: parse_json(content.decode()) for name, content in read.items()})
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise TokenizerError(f"{directory}: {', '.join(read)} cannot be read: {error}") from error
 
