@@ -535,7 +535,7 @@ def test_every_key_of_fine_tuning_data_is_heeded(
 
     def make(paths: Any, tokenizer: Tokenizer, options: SFTFormat) -> Made:
         made.append(options)
-        return Made(paths)
+        return Made(SFTItem([1, 2], [0, len(Path(path).name)]) for path in paths)
 
     monkeypatch.setattr(supervised_setup, "SFTDataset", make)
     monkeypatch.setattr(tokenizer, "chat_template", None)
@@ -565,7 +565,7 @@ def test_every_key_of_fine_tuning_data_is_heeded(
     else:
         found = (task.shuffle_train, cfg.model.global_batch_size, cfg.model.micro_batch_size)
     assert found == tuple(loop.values())
-    assert [task.train, task.validation] == [(file,) for file in files.values()]
+    assert [task.train, task.validation] == [(SFTItem([1, 2], [0, len(file.name)]),) for file in files.values()]
 
 
 def test_sft_batch_mask_is_aligned_with_next_token_prediction(tmp_path: Path, tokenizer: Tokenizer) -> None:

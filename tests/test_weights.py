@@ -394,7 +394,7 @@ def test_a_config_that_lies_about_sizes_takes_no_memory(tmp_path: Path) -> None:
     file = tmp_path / "in" / "config.json"
     config = json.loads(file.read_text())
     for lie, message in (
-        ({"num_hidden_layers": 10**9}, "no model has more"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000: must be in \[0, 10000\]"),
         ({"num_hidden_layers": 1000}, "too few for 1000 layers"),
         ({"vocab_size": 10**12}, r"has shape \[101, 64\]"),
     ):
