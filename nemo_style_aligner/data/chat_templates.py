@@ -57,18 +57,8 @@ class _Renderer:
     """A process that renders one template, and what is heard of it."""
 
     def __init__(self, template: str) -> None:
-        self._connection, other = socket.socketpair()
+        self._connection = _fork_renderer()
         self._lines = self._connection.makefile("rb")
-        # -I and the path: nothing is imported from the folder that the job was started in.
-        start = _START.format(path=sys.path, module=__name__)
-        with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", start],
-                stdin=other.fileno(),
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the job
-                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-            )
         self._failure: str | None = None
         self._ask(template, _START_SECONDS)
 
@@ -92,26 +82,67 @@ class _Renderer:
         raise TemplateError(self._failure)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process: it ends with its connection, or when it has computed for too long."""
+        self._lines.close()
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
 
 
 _renderers: dict[tuple[int, str], _Renderer] = {}  # by process, as a fork cannot use its parent's, and by template
+_parents: dict[int, tuple[socket.socket, subprocess.Popen[bytes]]] = {}  # by process: what renderers are forked from
 _lock = threading.Lock()
+
+
+def _fork_renderer() -> socket.socket:
+    """A connection to a new renderer. All are forked from one process, since importing transformers takes seconds."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        for is_new in (False, True):
+            if is_new or os.getpid() not in _parents:
+                _parents[os.getpid()] = _start_parent()
+            with contextlib.suppress(OSError):  # it has been killed, as by a machine without memory
+                socket.send_fds(_parents[os.getpid()][0], [b"."], [theirs.fileno()])
+                break
+    return ours
+
+
+def _start_parent() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    # -I and the path: nothing is imported from the folder that the job was started in.
+    start = _START.format(path=sys.path, module=__name__)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", start],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the job
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        )
+    return ours, process
 
 
 # ---- in the process of its own ------------------------------------------------------------------
 
 
 def _serve() -> None:
-    """Render until the other end is closed, which it also is when the job has been killed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    """Fork a renderer for each connection that arrives, until the job has ended, in whatever way."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN)
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    connection = socket.socket(fileno=sys.stdin.fileno())
+    job = socket.socket(fileno=sys.stdin.fileno())
+    while (received := socket.recv_fds(job, 1, 1))[0]:
+        connection = socket.socket(fileno=received[1][0])
+        if os.fork() == 0:
+            try:
+                job.close()
+                _render_all(connection, render_jinja_template)
+            finally:
+                os._exit(0)
+        connection.close()
+
+
+def _render_all(connection: socket.socket, render_jinja_template: Any) -> None:
+    """Render one template, until the other end is closed."""
     lines = connection.makefile("rb")
     template = json.loads(lines.readline())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
