@@ -48,7 +48,7 @@ def temporary_folder(contents: str) -> Iterator[Path]:
 
 def _make(base: str) -> tuple[Path, int]:
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        folder = Path(tempfile.mkdtemp(None, _PREFIX, base))
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
