@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     os.umask(before)
 
 
-def test_the_services_of_a_run_are_closed(folder: Path) -> None:
+def test_the_services_of_a_run_are_closed(folder: Path, attack_count: Callable[..., None]) -> None:
     """No values and rewards, no training, no save, no metrics; no work from the queue, and none taken off it."""
     secret = make_secret(folder / "secret")
     backend, queue = CountingBackend(), WorkQueue(600)
@@ -138,6 +138,7 @@ def test_the_services_of_a_run_are_closed(folder: Path) -> None:
     assert found.pop("read secret") == found.pop("write secret") == "PermissionError"
     assert set(found.values()) == {401} and len(found) == 3 * 10, found
     assert secret.value not in json.dumps(found)
+    attack_count("requests without the secret", tried=len(found), refused=len(found))
 
 
 def test_who_takes_the_port_of_a_critic_that_is_away_learns_nothing(folder: Path) -> None:
@@ -158,7 +159,7 @@ def test_who_takes_the_port_of_a_critic_that_is_away_learns_nothing(folder: Path
     assert heard.count("X-Challenge") == 3 and secret not in heard and "Authorization" not in heard
 
 
-def test_the_journal_is_closed(folder: Path) -> None:
+def test_the_journal_is_closed(folder: Path, attack_count: Callable[..., None]) -> None:
     """It holds prompts and responses, and what a critic is trained on again."""
     journal = CriticJournal(folder / "log" / "critic_journal", 2**30)
     position = CriticPosition("run", 1, "initial")
@@ -171,12 +172,14 @@ def test_the_journal_is_closed(folder: Path) -> None:
     found = as_stranger(folder, files=[*files, ["log/critic_journal", "create"], ["open", "read"]])
     assert found.pop("read open") == "done"
     assert set(found.values()) == {"PermissionError"} and len(found) == 5, found
+    attack_count("files opened by another user", tried=len(found), refused=len(found))
 
 
-def test_nobody_else_writes_to_checkpoints(artefacts: Artefacts) -> None:
+def test_nobody_else_writes_to_checkpoints(artefacts: Artefacts, attack_count: Callable[..., None]) -> None:
     """What finished jobs left: checkpoints, archives, metrics, logs. Who may read them, the user's umask says."""
     paths = [path for path in artefacts.folder.rglob("*") if path.is_dir() or path.is_file()]
     assert any(path.suffix == ".distcp" for path in paths) and artefacts.sft in paths
     files = [[str(path.relative_to(artefacts.folder)), "create" if path.is_dir() else "write"] for path in paths]
     found = as_stranger(artefacts.folder, files=files)
     assert len(found) == len(paths) and set(found.values()) == {"PermissionError"}, found
+    attack_count("files opened by another user", tried=len(found), refused=len(found))
