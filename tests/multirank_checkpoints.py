@@ -44,6 +44,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors, stored_shapes
 from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, prepare
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
+from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -895,6 +896,8 @@ def resuming(folder: Path) -> dict[str, Any]:
     """The keys of exp_manager, and .nemo archives at the end of training."""
 
     class FakeTokenizer:
+        format = TextFormat()
+
         def __init__(self) -> None:
             self.folders: list[Path] = []
 

@@ -173,7 +173,7 @@ class TarSource(FileSource):
     def __init__(self, location: Path) -> None:
         self.location = location
         if not location.is_file():
-            raise ValueError(f"{location} is neither a file nor a directory")
+            raise ArchiveError(f"{location} is neither a file nor a directory")
         self._stream, size = _open_tar(location)
         try:
             self._tar = tarfile.TarFile(fileobj=_BoundedStream(self._stream, size))  # type: ignore[arg-type]
@@ -228,6 +228,8 @@ def _open_tar(location: Path) -> tuple[IO[bytes], int]:
     size = location.stat().st_size
     with location.open("rb") as file:
         start = file.read(8)
+    if start.startswith(b"GGUF"):
+        raise ArchiveError(f"{location} is a GGUF file, not an archive: convert it with convert_gguf_to_nemo.py")
     for magic, opened in _COMPRESSED.items():
         if start.startswith(magic):
             return opened(location), max(_LEAST_EXPANDED, _MOST_EXPANSION * size)
