@@ -45,11 +45,14 @@ class OtherRankError(OSError):
     """Something failed on another rank; the message says on which, and why."""
 
 
-def refuse_lfs_pointer(path: str | os.PathLike[str], error: type[UserError]) -> None:
-    """Raise ``error`` if a file is the note that Git LFS leaves in a clone in place of the file itself."""
+LFS_POINTER = "is only Git LFS's pointer to the file: run `git lfs pull` in its folder"
+"""What to do about a file that `is_lfs_pointer`."""
+
+
+def is_lfs_pointer(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is the note that Git LFS leaves in a clone in place of the file itself."""
     with open(path, "rb") as file:
-        if file.read(40).startswith(b"version https://git-lfs.github.com/spec/"):
-            raise error(f"{path}: Git LFS's pointer to the file, not the file itself: run `git lfs pull` in its folder")
+        return file.read(40).startswith(b"version https://git-lfs.github.com/spec/")
 
 
 def comes_from(error: BaseException | None, kind: type[BaseException]) -> bool:

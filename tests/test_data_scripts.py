@@ -287,11 +287,11 @@ def test_a_pointer_of_git_lfs_is_named_before_anything_is_written(tmp_path: Path
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 13\n"
     write_gzip(tmp_path / "a" / "train.jsonl.gz", pair("\n\nHuman: x", "a", "b"))
     (tmp_path / "a" / "test.jsonl.gz").write_text(pointer)
-    with pytest.raises(DataError, match=r"test\.jsonl\.gz: Git LFS's pointer to the file, .*git lfs pull"):
+    with pytest.raises(DataError, match=r"test\.jsonl\.gz is only Git LFS's pointer to the file: .*git lfs pull"):
         script("download_and_process").main(["--source", str(tmp_path), "--output", str(tmp_path / "out")])
     assert not list((tmp_path / "out").glob("*"))
     (tmp_path / "train.jsonl").write_text(pointer)
-    with pytest.raises(DataError, match=r"train\.jsonl: Git LFS's pointer"):
+    with pytest.raises(DataError, match=r"train\.jsonl is only Git LFS's pointer"):
         script("process_gsm8k").main(["--source", str(tmp_path), "--output", str(tmp_path / "out")])
 
 

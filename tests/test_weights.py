@@ -292,7 +292,7 @@ def test_files_of_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for content, complaint in (
         (whole[:-100], "copy it again"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "a pointer .*git lfs pull"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "'s pointer .*git lfs pull"),
     ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=rf"model\.safetensors is not a whole safetensors file: .*{complaint}"):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from nemo_style_aligner.errors import NotWrittenError, UserError
+from nemo_style_aligner.errors import LFS_POINTER, NotWrittenError, UserError, is_lfs_pointer
 from nemo_style_aligner.parsing import read_bytes
 from nemo_style_aligner.wording import download_hint
 
@@ -230,6 +230,8 @@ def _open_tar(location: Path) -> tuple[IO[bytes], int]:
         start = file.read(8)
     if start.startswith(b"GGUF"):
         raise ArchiveError(f"{location} is a GGUF file, not an archive: convert it with convert_gguf_to_nemo.py")
+    if is_lfs_pointer(location):
+        raise ArchiveError(f"{location} {LFS_POINTER}")
     for magic, opened in _COMPRESSED.items():
         if start.startswith(magic):
             return opened(location), max(_LEAST_EXPANDED, _MOST_EXPANSION * size)

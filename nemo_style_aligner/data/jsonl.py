@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_style_aligner.errors import UserError, refuse_lfs_pointer
+from nemo_style_aligner.errors import LFS_POINTER, UserError, is_lfs_pointer
 from nemo_style_aligner.parsing import MAX_BYTES, parse_json
 from nemo_style_aligner.trusted_paths import unless_planted
 
@@ -76,7 +76,8 @@ def read_jsonl(path: str | Path) -> list[Record]:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    refuse_lfs_pointer(path, DataError)
+    if is_lfs_pointer(path):
+        raise DataError(f"{path} {LFS_POINTER}")
     records = []
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         try:

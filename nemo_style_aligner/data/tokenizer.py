@@ -31,7 +31,7 @@ from nemo_style_aligner.data.sentencepiece_settings import (
     with_added_tokens,
 )
 from nemo_style_aligner.data.text_format import TextFormat
-from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.errors import LFS_POINTER, UserError, is_lfs_pointer
 from nemo_style_aligner.parsing import parse_json, read_json
 from nemo_style_aligner.wording import download_hint
 
@@ -581,6 +581,9 @@ def tokenizer_files(directory: Path) -> dict[str, Path]:
 
 
 def _load(path: Path) -> Tokenizer:
+    for file in [path] if path.is_file() else tokenizer_files(path).values():
+        if is_lfs_pointer(file):
+            raise TokenizerError(f"{file} {LFS_POINTER}")
     if path.is_file():
         if path.suffix != ".model":
             raise TokenizerError(f"{path}: give a Hugging Face directory or a sentencepiece file ending in .model")

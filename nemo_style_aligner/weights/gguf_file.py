@@ -19,6 +19,8 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from nemo_style_aligner.errors import LFS_POINTER, is_lfs_pointer
+
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -64,6 +66,8 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if is_lfs_pointer(path):
+            raise ValueError(f"{path} {LFS_POINTER}")
         with path.open("rb") as file:
             try:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -18,6 +18,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
 from nemo_style_aligner.checkpoints.file_source import MOST_BESIDE_WEIGHTS
 from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, load_for_transformers, load_tokenizer, tokenizer_files
+from nemo_style_aligner.errors import LFS_POINTER, is_lfs_pointer
 from nemo_style_aligner.parsing import parse_json, read_json
 from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_config, hf_family, read_architecture
 from nemo_style_aligner.weights.layout import fused_name, hf_tensors, weight_layout
@@ -29,7 +30,6 @@ INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 2 * 2**30
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
-_GIT_LFS = b"version https://git-lfs"  # how a file begins that git has cloned without its LFS extension
 
 
 # ---- weights in -----------------------------------------------------------------------------------
@@ -129,9 +129,7 @@ def _open_safetensors(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:
-        with file.open("rb") as stream:
-            is_pointer = stream.read(len(_GIT_LFS)) == _GIT_LFS
-        hint = "only a pointer to the file; fetch it with `git lfs pull`" if is_pointer else f"{error}; copy it again"
+        hint = f"it {LFS_POINTER}" if is_lfs_pointer(file) else f"{error}; copy it again"
         raise ValueError(f"{file} is not a whole safetensors file: {hint}") from error
 
 
