@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_style_aligner.rope import RopeScaling, inverse_frequencies
+
+if TYPE_CHECKING:
+    import torch
 
 Normalization = Literal["rmsnorm", "layernorm", "layernorm1p"]
 Activation = Literal["silu", "gelu", "gelu-tanh", "squared-relu"]  # gelu-tanh: its approximation by tanh

@@ -9,9 +9,10 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch  # functions import it when they need it: it takes seconds, and a config needs none of it
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +185,8 @@ def inverse_frequencies(base: float, channels: int, scaling: RopeScaling | None)
     Returns:
         fp32 [ceil(r / 2)], from the fastest on, on the CPU; and the attention factor, 1.0 for most.
     """
+    import torch
+
     waves = base ** (torch.arange(0, channels, 2, dtype=torch.int64).float() / channels)
     frequencies = 1.0 / waves
     if scaling is None or scaling.rope_type == "dynamic":
@@ -208,11 +211,13 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     smooth = (context / wavelengths - low) / (high - low)
     slowed = frequencies / scaling.factor
     between = (1 - smooth) * slowed + smooth * frequencies
-    fast_ones_kept = torch.where(wavelengths < context / high, frequencies, between)
-    return torch.where(wavelengths > context / low, slowed, fast_ones_kept)
+    fast_ones_kept = frequencies.where(wavelengths < context / high, between)
+    return slowed.where(wavelengths > context / low, fast_ones_kept)
 
 
 def _yarn(waves: torch.Tensor, base: float, channels: int, scaling: RopeScaling) -> torch.Tensor:
+    import torch
+
     def channel_of(rotations: float) -> float:
         """The pair of channels that turns so often within the original length."""
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
