@@ -25,7 +25,7 @@ from small_models import SHAPE
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from attack.conftest import ROUNDS
+from attack.conftest import ROUNDS, whole_scripts
 from attack.hostile_pickles import enumeration_attack, hostile_pickles, sign, torch_file
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import sharded_writing
@@ -162,6 +162,7 @@ def _replace_chunk(folder: Path, key: str, content: bytes) -> None:
     (state / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+@whole_scripts
 def test_no_script_that_users_start_runs_anything(
     victims: Victims, tmp_path: Path, attack_count: Callable[..., None]
 ) -> None:
