@@ -169,7 +169,6 @@ class ModelArchitecture:
             ValueError: a size that cannot be defaulted is missing, a value is of another type, or the model has a
                 feature this project does not build.
         """
-        cfg = {key: value for key in cfg if (value := cfg.get(key)) is not None}
         missing = [k for k in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size") if cfg.get(k) is None]
         if missing == ["vocab_size"]:
             raise ValueError(
@@ -407,14 +406,14 @@ def _number(cfg: Mapping[str, Any], key: str, default: float) -> float:
             return float(value)
     except (ValueError, OverflowError):
         pass
-    raise ValueError(f"model.{key}={_clipped(value)}: must be a number")
+    raise ValueError(f"model.{key}={repr(value)[:80]}: must be a number")
 
 
 def _whole(cfg: Mapping[str, Any], key: str) -> int:
     """A key's whole number; 0 where it is missing or null."""
     number = 0.0 if cfg.get(key) is None else _number(cfg, key, 0.0)
     if not number.is_integer():
-        raise ValueError(f"model.{key}={_clipped(cfg[key])}: must be a whole number")
+        raise ValueError(f"model.{key}={repr(cfg[key])[:80]}: must be a whole number")
     return int(number)
 
 
@@ -422,13 +421,8 @@ def _flag(cfg: Mapping[str, Any], key: str) -> bool:
     """Whether a key is true; False where it is missing or null."""
     value = cfg.get(key)
     if value not in (None, False, True):
-        raise ValueError(f"model.{key}={_clipped(value)}: must be true or false")
+        raise ValueError(f"model.{key}={repr(value)[:80]}: must be true or false")
     return bool(value)
-
-
-def _clipped(value: Any) -> str:
-    """A value for messages, of whatever size it is."""
-    return repr(str(value)[:80] if isinstance(value, str | list | dict) else value)[:80]
 
 
 def _is_by_tanh(cfg: Mapping[str, Any], gated: bool) -> bool:
