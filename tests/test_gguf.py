@@ -281,7 +281,7 @@ def test_keys_are_used_known_or_refused_by_name(tmp_path: Path) -> None:
         ("llama.attention.value_length", 16, "value_length differs"),
         ("llama.vocab_size", 299, "vocab_size=299, but the embedding has 300"),
         ("llama.block_count", 3, "lack model.layers.2"),
-        ("llama.block_count", 2**31, "too few for 2147483648 layers"),
+        ("llama.block_count", 2**31, "num_layers must be at most 1,000, got 2,147,483,648"),
         ("llama.embedding_length", 2**31, r"has shape \[300, 256\]"),
         ("llama.block_count", "two", "llama.block_count is 'two', not a whole number"),
         ("llama.block_count", 2.0, "llama.block_count is 2.0, not a whole number"),
