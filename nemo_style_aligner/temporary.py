@@ -49,12 +49,14 @@ def temporary_folder(contents: str) -> Iterator[Path]:
 def _make(base: str) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(None, _PREFIX, base))
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder, lock
-        os.close(lock)  # another process took it for one left behind, before it was locked
+        # Until it is locked, another process may take it for one left behind.
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
 
 
 def _remove_left_behind(base: str) -> None:

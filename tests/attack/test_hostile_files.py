@@ -562,6 +562,20 @@ def test_temporary_folders_of_killed_processes_are_removed(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_temporary_folders_are_not_taken_from_each_other(tmp_path: Path) -> None:
+    """Processes that make some look for what others have left behind."""
+    code = (
+        "from nemo_style_aligner.temporary import temporary_folder\n"
+        "for _ in range(150):\n"
+        "    with temporary_folder('it') as folder:\n"
+        "        (folder / 'a').write_text('b')\n"
+    )
+    command, variables = [sys.executable, "-c", code], environment() | {"TMPDIR": str(tmp_path)}
+    processes = [subprocess.Popen(command, env=variables) for _ in range(5)]
+    assert [process.wait(120) for process in processes] == [0] * 5
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- through the scripts ------------------------------------------------------------------------
 
 
