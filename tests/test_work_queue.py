@@ -591,10 +591,11 @@ def test_ranks_with_shares_of_their_own_wait_for_each_other_with_the_rounds_limi
     cfg.trainer.ppo.batch_iterator.wait_seconds = 7200
     monkeypatch.setattr(setup, "control_group", group_of)
     engine: Any = Engine()
+    no_tokenizer: Any = None
     with single_process():
-        assert setup._local_generator(cfg, engine, EngineGroup(), None).meeting is None
+        assert setup._local_generator(cfg, no_tokenizer, engine, EngineGroup(), None).meeting is None
         monkeypatch.setattr(setup.dist, "get_world_size", lambda: 2)
-        local = setup._local_generator(cfg, engine, EngineGroup(), None)
+        local = setup._local_generator(cfg, no_tokenizer, engine, EngineGroup(), None)
         monkeypatch.undo()
         monkeypatch.setattr(generator.dist, "barrier", lambda **where: order.append(where["group"]))
         monkeypatch.setattr(generator.worlds, "barrier", lambda: order.append("round"))
