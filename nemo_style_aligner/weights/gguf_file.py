@@ -67,7 +67,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         if is_lfs_pointer(path):
-            raise ValueError(f"{path} {LFS_POINTER}")
+            raise self._broken(f"it {LFS_POINTER}")
         with path.open("rb") as file:
             try:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
