@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.config import (
     CONF_DIR,
+    WITHOUT_EXP_MANAGER,
     ConfigError,
     complete_config,
     config_file,
@@ -147,7 +148,7 @@ def _without_removals(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     notes: list[str] = []
     for place, argument in enumerate(arguments):
         if re.fullmatch(r"\+{0,2}exp_manager=(null|None|~)?", argument):
-            kept += ("exp_manager.create_checkpoint_callback=False", "exp_manager.create_wandb_logger=False")
+            kept += (f"exp_manager.{key}={value}" for key, value in WITHOUT_EXP_MANAGER.items())
             notes.append(f"{argument}: a job always has a log directory; exp_manager's other keys hold all the same")
         elif re.match(r"~(?!hydra[./])[A-Za-z_]", argument):
             key = argument[1:].partition("=")[0]

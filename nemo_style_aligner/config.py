@@ -29,6 +29,10 @@ SECRET_KEYS = ("token",)
 """Last parts of the keys whose values are secrets."""
 
 
+WITHOUT_EXP_MANAGER = {"create_checkpoint_callback": False, "create_wandb_logger": False}
+"""What NeMo's ``exp_manager=null`` means here: keys of that section."""
+
+
 class ConfigError(UserError, ValueError):
     """A mistake in a job's config; the message names the key and what to do."""
 
@@ -160,7 +164,7 @@ def complete_config(cfg: DictConfig, job: str) -> DictConfig:
     """Lay ``cfg`` over the job's defaults: a config file of the user's own may leave keys out."""
     OmegaConf.set_struct(cfg, False)
     if cfg.get("exp_manager", "") is None:  # in a file, what it means on the command line
-        cfg.exp_manager = {"create_checkpoint_callback": False, "create_wandb_logger": False}
+        cfg.exp_manager = dict(WITHOUT_EXP_MANAGER)
     complete = OmegaConf.merge(load_defaults(job), cfg)
     assert isinstance(complete, DictConfig)
     return complete

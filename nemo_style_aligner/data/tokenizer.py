@@ -460,12 +460,12 @@ class SentencePieceTokenizer(Tokenizer):
     def _save(self, directory: Path) -> None:
         """Write the model, and for transformers a ``tokenizer.json`` that gives the same ids, if there can be one."""
         files = {"tokenizer.model": self._content, **self._files}
-        if _BACKEND_KEY not in json.loads(self._files.get(_CONFIG, b"{}")):
+        if _BACKEND_KEY not in _config_in(self._files):
             files |= self._portable_files() | _template_file(self.chat_template)
         _write_files(directory, files)
 
     def _portable_files(self) -> dict[str, bytes]:
-        config = json.loads(self._files.get(_CONFIG, b"{}")) | {_BACKEND_KEY: "sentencepiece"}
+        config = _config_in(self._files) | {_BACKEND_KEY: "sentencepiece"}
         config.pop("auto_map", None)
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id, "unk_token": self.unk_id}
         config |= {name: self._model.id_to_piece(i) for name, i in ids.items() if i is not None}
@@ -486,9 +486,15 @@ class SentencePieceTokenizer(Tokenizer):
         return {name: self._model.id_to_piece(i) for name, i in ids.items() if i is not None}
 
 
+def _config_in(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The tokenizer_config.json among a directory's files; empty without one. ValueError: it cannot be read."""
+    config: dict[str, Any] = parse_json(files.get(_CONFIG, b"{}").decode())
+    return config
+
+
 def _adds_bos(files: Mapping[str, bytes]) -> bool:
     """Whether the config of a sentencepiece model says that BOS stands before texts, as Llama's does by default."""
-    config = json.loads(files.get(_CONFIG, b"{}"))
+    config = _config_in(files)
     default = _CONFIG in files and config.get(_BACKEND_KEY) != "sentencepiece"
     return default if (given := config.get("add_bos_token")) is None else bool(given)
 
@@ -497,7 +503,7 @@ def _chat_template(files: Mapping[str, bytes]) -> str | None:
     if _TEMPLATE in files:
         return files[_TEMPLATE].decode()
     try:
-        given = parse_json(files.get(_CONFIG, b"{}").decode()).get("chat_template")
+        given = _config_in(files).get("chat_template")
         if isinstance(given, list):  # of named ones
             given = {template["name"]: template["template"] for template in given}.get("default")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
