@@ -39,10 +39,10 @@ from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
-from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rollout.work_queue import WorkQueue
-from nemo_style_aligner.rollout.work_server import WorkQueueServer
-from nemo_style_aligner.rollout.work_source import StaticPartition, WorkSource
+from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
+from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.work_source import StaticPartition, WorkSource
 from nemo_style_aligner.wording import counted
 
 START_SECONDS = 300.0

@@ -23,16 +23,16 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "nlp" / "gpt"))
 
 import train_gpt_ppo_actor as job  # noqa: E402 (found by the line above)
 
-from nemo_style_aligner.algorithms import ppo_setup  # noqa: E402
-from nemo_style_aligner.algorithms.ppo import PPOTrainer  # noqa: E402
+from nemo_style_aligner.algorithms import rl_setup  # noqa: E402
 from nemo_style_aligner.generation.engine import (  # noqa: E402
     GenerationEngine,
     GenerationRequest,
     GenerationResult,
     SamplingParams,
 )
-from nemo_style_aligner.rollout import setup as rollout_setup  # noqa: E402
-from nemo_style_aligner.rollout.generator import LocalGenerator  # noqa: E402
+from nemo_style_aligner.rl.loop import PPOTrainer  # noqa: E402
+from nemo_style_aligner.rl.rollouts import setup as rollout_setup  # noqa: E402
+from nemo_style_aligner.rl.rollouts.generator import LocalGenerator  # noqa: E402
 
 
 class ForcedLengths:
@@ -58,7 +58,7 @@ def main() -> None:
     address = sys.argv[1]
     lengths = {tuple(prompt): length for prompt, length in json.loads(Path(sys.argv[2]).read_text())}
     del sys.argv[1:3]
-    build_ppo_trainer = ppo_setup.build_ppo_trainer
+    build_ppo_trainer = rl_setup.build_ppo_trainer
 
     def build(*args: Any) -> PPOTrainer:
         trainer: PPOTrainer = build_ppo_trainer(*args)
@@ -83,7 +83,7 @@ def main() -> None:
         return LocalGenerator(ForcedLengths(engine, lengths), *args)
 
     # Replaced where the script and the job look them up.
-    ppo_setup.build_ppo_trainer = build
+    rl_setup.build_ppo_trainer = build
     rollout_setup.LocalGenerator = generator  # type: ignore[assignment, misc]
     job.main()
 

@@ -21,8 +21,8 @@ from common import json_path, next_answer, positive_int, print_table, spread, wr
 
 from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
-from nemo_style_aligner.rollout.work_queue import WorkQueue
-from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
+from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
 from nemo_style_aligner.wording import counted
 
 LIMIT_SECONDS = 300.0

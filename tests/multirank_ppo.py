@@ -22,12 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from ranks import fork_ranks
 from safetensors.torch import save_file
 
-from nemo_style_aligner.algorithms.experience import make_experience
 from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.ppo import PPOTrainer
-from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
-from nemo_style_aligner.algorithms.ppo_setup import build_actor
-from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.rl_setup import build_actor
 from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
@@ -35,14 +31,18 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
-from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
+from nemo_style_aligner.rl.experience import make_experience
+from nemo_style_aligner.rl.loop import PPOTrainer
+from nemo_style_aligner.rl.rollouts.batch import Experience, RolloutBatch
+from nemo_style_aligner.rl.settings import PPOSettings
 from nemo_style_aligner.servers.client import Scores
-from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.weights.stream import export_weights

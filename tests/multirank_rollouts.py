@@ -25,10 +25,10 @@ from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
-from nemo_style_aligner.rollout.collector import RolloutCollector
-from nemo_style_aligner.rollout.generator import LocalGenerator
-from nemo_style_aligner.rollout.prompts import Prompt, build_prompt_sources
-from nemo_style_aligner.rollout.setup import build_collector, build_scorer, open_work_queue
+from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
+from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
+from nemo_style_aligner.rl.rollouts.prompts import Prompt, build_prompt_sources
+from nemo_style_aligner.rl.rollouts.setup import build_collector, build_scorer, open_work_queue
 
 NUM_SAMPLES, MAX_NEW_TOKENS, SEED = 14, 16, 77
 

@@ -27,25 +27,25 @@ from omegaconf import DictConfig, OmegaConf
 from ranks import fork_processes, fork_ranks
 from safetensors.torch import save_file
 
-from nemo_style_aligner.algorithms.ppo import PPOTrainer
-from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
-from nemo_style_aligner.algorithms.ppo_setup import build_actor
-from nemo_style_aligner.algorithms.remote_critic import CriticSave
-from nemo_style_aligner.algorithms.run_control import RunControl
+from nemo_style_aligner.algorithms.rl_setup import build_actor
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
+from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel import stop_signals, worlds
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
-from nemo_style_aligner.rollout.batch import Experience
-from nemo_style_aligner.rollout.prompts import build_prompt_sources
-from nemo_style_aligner.rollout.setup import build_collector, build_rollout_rank, open_work_queue
+from nemo_style_aligner.rl.loop import PPOTrainer
+from nemo_style_aligner.rl.remote_critic import CriticSave
+from nemo_style_aligner.rl.rollouts.batch import Experience
+from nemo_style_aligner.rl.rollouts.prompts import build_prompt_sources
+from nemo_style_aligner.rl.rollouts.setup import build_collector, build_rollout_rank, open_work_queue
+from nemo_style_aligner.rl.settings import PPOSettings
 from nemo_style_aligner.servers.client import Scores
-from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, CriticPosition
+from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.weights.stream import export_weights

@@ -37,7 +37,7 @@ from nemo_style_aligner.parallel.groups import (
     initialize_model_parallel,
     neighbour_group,
 )
-from nemo_style_aligner.rollout.engine_setup import training_group
+from nemo_style_aligner.rl.rollouts.engine_setup import training_group
 from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.weights import shared_buckets as shared_buckets_module
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout

@@ -29,12 +29,12 @@ from nemo_style_aligner.generation.engine import (
 )
 from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.parallel.groups import broadcast_object
-from nemo_style_aligner.rollout.collector import RolloutCollector
-from nemo_style_aligner.rollout.generator import LocalGenerator
-from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rollout.work_queue import WorkQueue
-from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
+from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
+from nemo_style_aligner.rl.rollouts.prompts import Prompt
+from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
+from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
 from nemo_style_aligner.servers.client import Scores
 
 NUM_SAMPLES, SLOTS = 16, 4

@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.run_settings import digests_of_data, job_of, settings_of_run
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import background, durable, manifest, nemo_archive, sharded_writing
@@ -77,6 +76,7 @@ from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError, UnreadableError
+from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule

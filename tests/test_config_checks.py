@@ -33,7 +33,7 @@ from nemo_style_aligner.config import ConfigError, check_config, complete_config
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.rollout.engine_setup import engine_size
+from nemo_style_aligner.rl.rollouts.engine_setup import engine_size
 from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from nemo_style_aligner.wording import unescaped

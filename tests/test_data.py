@@ -19,8 +19,6 @@ import torch
 from small_models import CHATML
 
 from nemo_style_aligner.algorithms import supervised_setup
-from nemo_style_aligner.algorithms.ppo import PPOTrainer
-from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
 from nemo_style_aligner.algorithms.supervised_setup import SupervisedTask, reward_task, sft_task
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.chats import ChatPromptTokens
@@ -44,7 +42,9 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_to
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
-from nemo_style_aligner.rollout.prompts import PromptSource, build_prompt_sources
+from nemo_style_aligner.rl.loop import PPOTrainer
+from nemo_style_aligner.rl.rollouts.prompts import PromptSource, build_prompt_sources
+from nemo_style_aligner.rl.settings import PPOSettings
 
 
 @pytest.fixture(scope="session")

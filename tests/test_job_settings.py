@@ -16,7 +16,6 @@ from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.algorithms import job_setup, service_setup
 from nemo_style_aligner.algorithms.job_setup import Run, register_model, require_shared, start_run
-from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.run_settings import settings_of_run
 from nemo_style_aligner.algorithms.service_setup import (
     build_critic_service,
@@ -30,6 +29,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
@@ -37,11 +37,11 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.supervised_losses import LabelledBatch
 from nemo_style_aligner.parallel.groups import current_layout
-from nemo_style_aligner.rollout import setup as rollout_setup
-from nemo_style_aligner.rollout.setup import build_scorer
+from nemo_style_aligner.rl.rollouts import setup as rollout_setup
+from nemo_style_aligner.rl.rollouts.setup import build_scorer
 from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
-from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 

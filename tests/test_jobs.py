@@ -58,7 +58,7 @@ from nemo_style_aligner.models.conversion import checkpoint_to_nemo
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE, read_metrics, read_tables
 
 TIMEOUT = 240.0

@@ -994,7 +994,7 @@ late = Late()
 
 @job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> int:
-    from nemo_style_aligner.algorithms.run_control import RunControl
+    from nemo_style_aligner.jobs.run_control import RunControl
     from nemo_style_aligner.parallel.stop_points import StopEarlyError
 
     control = RunControl()

@@ -27,7 +27,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
@@ -40,6 +39,7 @@ from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.megatron import MegatronEngine
+from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models import kept_passes as kept_passes_module
 from nemo_style_aligner.models import layer_kernels, layers, main_grads, pipeline, products
 from nemo_style_aligner.models import logprobs as logprobs_module
@@ -76,7 +76,7 @@ from nemo_style_aligner.models.supervised_losses import (
 from nemo_style_aligner.models.whole_layer import whole_layer
 from nemo_style_aligner.parallel.groups import current_layout
 from nemo_style_aligner.rope import RopeScaling
-from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 from nemo_style_aligner.weights.stream import export_weights, import_weights

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_style_aligner.algorithms.experience import (
+from nemo_style_aligner.errors import NonFiniteError, UserError
+from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.rl.experience import (
     AdvantageSettings,
     leave_out_nonfinite,
     make_experience,
     why_nothing_is_learnt,
 )
-from nemo_style_aligner.errors import NonFiniteError, UserError
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
-from nemo_style_aligner.rollout.batch import RolloutBatch
+from nemo_style_aligner.rl.rollouts.batch import RolloutBatch
 from nemo_style_aligner.servers.client import Scores
 
 N, S = 6, 9

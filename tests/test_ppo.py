@@ -15,22 +15,22 @@ from small_models import SHAPE
 from test_nonfinite import SETTINGS, step
 
 from nemo_style_aligner import functional
-from nemo_style_aligner.algorithms.experience import make_experience
-from nemo_style_aligner.algorithms.ppo import PPOTrainer
-from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
-from nemo_style_aligner.algorithms.ppo_setup import build_actor
-from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
+from nemo_style_aligner.algorithms.rl_setup import build_actor
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.generation.engine import GenerationStatistics
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.optimizer import Schedule
-from nemo_style_aligner.rollout.batch import Experience
-from nemo_style_aligner.rollout.collector import RolloutCollector
-from nemo_style_aligner.rollout.generation_totals import GenerationTotals
-from nemo_style_aligner.rollout.prompts import PromptSource
-from nemo_style_aligner.rollout.setup import sampling_params
+from nemo_style_aligner.rl.experience import make_experience
+from nemo_style_aligner.rl.loop import PPOTrainer
+from nemo_style_aligner.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.rl.rollouts.batch import Experience
+from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
+from nemo_style_aligner.rl.rollouts.generation_totals import GenerationTotals
+from nemo_style_aligner.rl.rollouts.prompts import PromptSource
+from nemo_style_aligner.rl.rollouts.setup import sampling_params
+from nemo_style_aligner.rl.settings import PPOSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

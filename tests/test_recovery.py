@@ -27,23 +27,19 @@ import torch
 from served_critic import client_config, wait_for
 
 from nemo_style_aligner.algorithms.critic_service import CriticService
-from nemo_style_aligner.algorithms.remote_critic import CriticTraining, RemoteCritic
 from nemo_style_aligner.checkpoints import manifest
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.servers import http_client, journal, training_session
+from nemo_style_aligner.rl.remote_critic import CriticTraining, RemoteCritic
+from nemo_style_aligner.servers import http_client
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
-from nemo_style_aligner.servers.http_client import (
-    ClientLimits,
-    HttpClient,
-    RequestRefusedError,
-    ServerUnavailableError,
-)
-from nemo_style_aligner.servers.journal import CriticJournal, JournalError
-from nemo_style_aligner.servers.ledger import (
+from nemo_style_aligner.servers.exactly_once import journal
+from nemo_style_aligner.servers.exactly_once import session as training_session
+from nemo_style_aligner.servers.exactly_once.journal import CriticJournal, JournalError
+from nemo_style_aligner.servers.exactly_once.ledger import (
     BATCH_ARRAYS,
     EXPECTED_SEQUENCE_HEADER,
     HISTORY_HEADER,
@@ -54,6 +50,12 @@ from nemo_style_aligner.servers.ledger import (
     CriticPosition,
     TrainingLedger,
     batch_digest,
+)
+from nemo_style_aligner.servers.http_client import (
+    ClientLimits,
+    HttpClient,
+    RequestRefusedError,
+    ServerUnavailableError,
 )
 from nemo_style_aligner.servers.model_server import ModelServer
 from nemo_style_aligner.servers.protocol import ProtocolError

@@ -45,10 +45,10 @@ from nemo_style_aligner.servers.channel import CommandChannel
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError, SequencesToScore
 from nemo_style_aligner.servers.dispatcher import Dispatcher, DispatchSettings, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
+from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition, TrainingLedger
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
 from nemo_style_aligner.servers.http_server import PlaceTakenError
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, SaveJob, TrainJob
-from nemo_style_aligner.servers.ledger import CriticPosition, TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.model_server import ModelServer
 from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError

@@ -38,8 +38,8 @@ from served_critic import (
     wait_for,
 )
 
-from nemo_style_aligner.rollout.work_queue import WorkQueue
-from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
+from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
 from nemo_style_aligner.servers import http_client, request_log
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,

@@ -24,10 +24,8 @@ from job_processes import Job, mpirun, run, script, stored_weights, wait_until_r
 from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE, VOCAB
 
-from nemo_style_aligner.algorithms import run_control
 from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE
-from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
 from nemo_style_aligner.algorithms.supervised import SupervisedSettings, SupervisedTrainer
 from nemo_style_aligner.algorithms.supervised_setup import (
     SupervisedTask,
@@ -43,6 +41,8 @@ from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExpor
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
+from nemo_style_aligner.jobs import run_control
+from nemo_style_aligner.jobs.run_control import RunControl, parse_duration
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy

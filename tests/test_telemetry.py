@@ -31,8 +31,8 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.algorithms import job_setup
 from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.errors import NotWrittenError, UserError
+from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE

@@ -32,7 +32,7 @@ from nemo_style_aligner.generation.trtllm.versions import (
     TensorRTLLMUnavailable,
     find_installation,
 )
-from nemo_style_aligner.rollout.engine_setup import choose_engine
+from nemo_style_aligner.rl.rollouts.engine_setup import choose_engine
 from nemo_style_aligner.weights.checked import checked
 from nemo_style_aligner.weights.huggingface import write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout

@@ -37,16 +37,16 @@ from nemo_style_aligner.parallel import agreement, stop_signals
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import outgoing_address, own_address
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
-from nemo_style_aligner.rollout import generator, intake, setup, work_client, work_server
-from nemo_style_aligner.rollout.generator import LocalGenerator
-from nemo_style_aligner.rollout.intake import AcceptedResponses, ScoredResponses
-from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.rollout.remote import RemoteRound
-from nemo_style_aligner.rollout.response_lengths import ResponseLengths
-from nemo_style_aligner.rollout.setup import build_work_source, open_work_queue
-from nemo_style_aligner.rollout.supply import RequestSupply
-from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rollout.work_queue import (
+from nemo_style_aligner.rl.rollouts import generator, intake, setup, work_client, work_server
+from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
+from nemo_style_aligner.rl.rollouts.intake import AcceptedResponses, ScoredResponses
+from nemo_style_aligner.rl.rollouts.prompts import Prompt
+from nemo_style_aligner.rl.rollouts.remote import RemoteRound
+from nemo_style_aligner.rl.rollouts.response_lengths import ResponseLengths
+from nemo_style_aligner.rl.rollouts.setup import build_work_source, open_work_queue
+from nemo_style_aligner.rl.rollouts.supply import RequestSupply
+from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
+from nemo_style_aligner.rl.rollouts.work_queue import (
     DRAINED,
     SERVING,
     WAITING,
@@ -54,8 +54,8 @@ from nemo_style_aligner.rollout.work_queue import (
     SampleLostError,
     WorkQueue,
 )
-from nemo_style_aligner.rollout.work_server import WorkQueueServer
-from nemo_style_aligner.rollout.work_source import StaticPartition
+from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.work_source import StaticPartition
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.servers.client import CriticClient, Scores
 from nemo_style_aligner.servers.http_client import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from nemo_style_aligner.algorithms.job_view import GLOBAL_BATCH, LENGTH, PP, ROLLOUT_RANKS, TP, Check, JobView
 from nemo_style_aligner.generation.trtllm.construct import find_trtllm
 from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMMismatch, TensorRTLLMUnavailable
-from nemo_style_aligner.rollout.engine_setup import engine_size
+from nemo_style_aligner.rl.rollouts.engine_setup import engine_size
 
 _PPO_LENGTH = "model.ppo.length_params.max_length"
 

@@ -49,19 +49,19 @@ from nemo_style_aligner.algorithms.place_checks import (
     secret_problems,
     sft_data_problems,
 )
-from nemo_style_aligner.algorithms.run_control import parse_duration
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, keys_without_effect, load_defaults, plain_config
 from nemo_style_aligner.config_types import not_computed, values, wrong_types
 from nemo_style_aligner.data.sft import SFTFormat
+from nemo_style_aligner.jobs.run_control import parse_duration
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import why_not_kept
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.restore import lay_over, read_base_config
 from nemo_style_aligner.parallel.detection import detect_launch
-from nemo_style_aligner.rollout.setup import sampling_params
+from nemo_style_aligner.rl.rollouts.setup import sampling_params
 from nemo_style_aligner.telemetry.metrics import wandb_settings
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ import math
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
-from nemo_style_aligner.algorithms.remote_critic import TrainedCritic
 from nemo_style_aligner.architecture import LARGEST_LENGTH
 from nemo_style_aligner.data.sft import TruncationMethod
 from nemo_style_aligner.functional import KLEstimator
@@ -23,6 +22,7 @@ from nemo_style_aligner.models.heads import MOST_ATTRIBUTES
 from nemo_style_aligner.models.kept_passes import KeepChoice
 from nemo_style_aligner.models.nonfinite import Action
 from nemo_style_aligner.parallel.detection import LARGEST_PORT
+from nemo_style_aligner.rl.remote_critic import TrainedCritic
 from nemo_style_aligner.seeds import LARGEST_SEED
 from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS
 

@@ -12,7 +12,7 @@ import torch
 
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
-from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, TrainingLedger
+from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, TrainingLedger
 from nemo_style_aligner.telemetry.memory import peak_meter
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer

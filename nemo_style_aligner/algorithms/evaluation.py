@@ -25,7 +25,7 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import device
-from nemo_style_aligner.rollout.engine_setup import vocabulary_options
+from nemo_style_aligner.rl.rollouts.engine_setup import vocabulary_options
 from nemo_style_aligner.telemetry.progress import ProgressBar
 from nemo_style_aligner.weights.stream import export_weights
 

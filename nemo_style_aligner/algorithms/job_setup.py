@@ -19,7 +19,6 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
-from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
 from nemo_style_aligner.algorithms.run_settings import (
     base_of_run,
     changed_settings,
@@ -34,6 +33,7 @@ from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointMana
 from nemo_style_aligner.config import ConfigError, log_directory
 from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.jobs.run_control import RunControl, parse_duration
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching

@@ -6,9 +6,9 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.critic_service import CriticService, RewardService
 from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, training_batching
-from nemo_style_aligner.algorithms.run_control import RunControl
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
 from nemo_style_aligner.checkpoints.random_states import random_states, set_random_states
+from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -21,7 +21,7 @@ from nemo_style_aligner.parallel.initialization import bind_address
 from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.dispatcher import DispatchSettings, ModelBackend, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
-from nemo_style_aligner.servers.ledger import TrainingLedger
+from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.servers.model_server import ModelServer
 from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.servers.secret import resolve_token

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.run_control import RunControl
-from nemo_style_aligner.algorithms.training_loop import LoopSettings, TrainingLoop, step_limit
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.data.datasets import Dataset
 from nemo_style_aligner.data.samplers import EpochSampler
+from nemo_style_aligner.jobs.run_control import RunControl
+from nemo_style_aligner.jobs.training_loop import LoopSettings, TrainingLoop, step_limit
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching

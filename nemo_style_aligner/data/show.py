@@ -133,7 +133,7 @@ def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[A
     """What the job makes of its training data, and how the texts are written."""
     from nemo_style_aligner.algorithms.supervised_setup import reward_dataset, sft_dataset
     from nemo_style_aligner.data.datasets import load_data_prefix
-    from nemo_style_aligner.rollout.prompts import prompt_dataset
+    from nemo_style_aligner.rl.rollouts.prompts import prompt_dataset
 
     if job == "sft":
         return sft_dataset(cfg, "train_ds", tokenizer)

@@ -21,6 +21,16 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.servers.exactly_once.journal import CriticJournal, JournalError
+from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition
+from nemo_style_aligner.servers.exactly_once.session import (
+    PROGRESS_SECONDS,
+    CriticWatch,
+    SequenceConflictError,
+    TrainingSession,
+    as_conflict,
+    output,
+)
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
     HttpClient,
@@ -28,8 +38,6 @@ from nemo_style_aligner.servers.http_client import (
     ServerUnavailableError,
 )
 from nemo_style_aligner.servers.http_connection import server_url
-from nemo_style_aligner.servers.journal import CriticJournal, JournalError
-from nemo_style_aligner.servers.ledger import CriticPosition
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
     READY_PATH,
@@ -39,14 +47,6 @@ from nemo_style_aligner.servers.protocol import (
 )
 from nemo_style_aligner.servers.secret import HOW_TO_SHARE
 from nemo_style_aligner.servers.signing import UnprovenServerError
-from nemo_style_aligner.servers.training_session import (
-    PROGRESS_SECONDS,
-    CriticWatch,
-    SequenceConflictError,
-    TrainingSession,
-    as_conflict,
-    output,
-)
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ import torch
 
 from nemo_style_aligner.servers import batching
 from nemo_style_aligner.servers.channel import Command, CommandChannel, OpCode, as_tensors
+from nemo_style_aligner.servers.exactly_once.ledger import BATCH_ARRAYS, TrainingLedger
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, RestoreJob, SaveJob, TrainJob
-from nemo_style_aligner.servers.ledger import BATCH_ARRAYS, TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.telemetry import activity

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition, batch_digest
 from nemo_style_aligner.servers.jobs import InferJob, Job, RestoreJob, SaveJob, TrainJob
-from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
 from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError, is_int
 
 MODEL_VERSION = "1"

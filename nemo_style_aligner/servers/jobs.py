@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from nemo_style_aligner.servers.ledger import CriticPosition
+from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition
 from nemo_style_aligner.servers.protocol import ProtocolError
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ import torch
 from nemo_style_aligner.servers.channel import CommandChannel
 from nemo_style_aligner.servers.dispatcher import Dispatcher, DispatchSettings, ModelBackend
 from nemo_style_aligner.servers.endpoints import Endpoint
+from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.servers.http_server import WsgiServer
 from nemo_style_aligner.servers.jobs import JobQueue
-from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.routes import HttpSettings, start_http_server
 

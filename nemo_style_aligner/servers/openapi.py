@@ -16,7 +16,7 @@ from nemo_style_aligner.servers.endpoints import (
     TensorSpec,
     TrainEndpoint,
 )
-from nemo_style_aligner.servers.ledger import INITIAL_HISTORY
+from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,
     JSON_TYPE,

@@ -26,10 +26,10 @@ from nemo_style_aligner.servers import openapi
 from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import MODEL_VERSION, Endpoint
+from nemo_style_aligner.servers.exactly_once.ledger import INSTANCE_HEADER
 from nemo_style_aligner.servers.http_connection import server_url
 from nemo_style_aligner.servers.http_server import WsgiServer, require_token
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
-from nemo_style_aligner.servers.ledger import INSTANCE_HEADER
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import (
     HEADER_LENGTH_FIELD,

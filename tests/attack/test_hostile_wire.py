@@ -28,9 +28,9 @@ import requests
 import torch
 from served_critic import CountingBackend, client_config, critic_client, infer_body, outputs, post, serve, train_body
 
-from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rollout.work_queue import WorkQueue
-from nemo_style_aligner.rollout.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
+from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
 from nemo_style_aligner.servers import http_connection
 from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.connections import ConnectionLimits

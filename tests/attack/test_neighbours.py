@@ -34,8 +34,8 @@ from nemo_style_aligner.algorithms.reward_function import RewardFunctionError, l
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.native.compilation import NativeUnavailable, compilation_key, find_compiler, find_or_compile
 from nemo_style_aligner.parallel.stop_signals import REQUEUE_FILE, write_requeue_file
-from nemo_style_aligner.servers.journal import CriticJournal
-from nemo_style_aligner.servers.ledger import CriticPosition
+from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
+from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition
 from nemo_style_aligner.servers.secret import SecretError, make_secret, read_secret
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER, Watchdog

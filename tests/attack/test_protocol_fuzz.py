@@ -18,8 +18,8 @@ from attack.fuzz_requests import LENGTH_FIELD, fuzzed_requests, good_request
 from nemo_style_aligner.servers.channel import CommandChannel
 from nemo_style_aligner.servers.dispatcher import Dispatcher, DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.servers.jobs import JobQueue, QueueState
-from nemo_style_aligner.servers.ledger import TrainingLedger
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError, decode_infer_request, decode_infer_response
 from nemo_style_aligner.servers.routes import HttpSettings, create_app

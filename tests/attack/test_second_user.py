@@ -16,11 +16,11 @@ from conftest import Artefacts
 from served_critic import CountingBackend, critic_client, infer_body, serve, train_body
 
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rollout.work_queue import WorkQueue
-from nemo_style_aligner.rollout.work_server import WorkQueueServer
-from nemo_style_aligner.servers.journal import CriticJournal
-from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
+from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
+from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
+from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
+from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition, batch_digest
 from nemo_style_aligner.servers.secret import make_secret
 
 pytestmark = pytest.mark.skipif(

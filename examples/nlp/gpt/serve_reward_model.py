@@ -14,8 +14,8 @@ from nemo_style_aligner.parallel.launch import job
 def main(cfg: DictConfig) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
     from nemo_style_aligner.algorithms.job_setup import end_service_watchdog, start_service_watchdog
-    from nemo_style_aligner.algorithms.run_control import RunControl, parse_duration
     from nemo_style_aligner.algorithms.service_setup import build_reward_service, listen_as_reward_model, serve
+    from nemo_style_aligner.jobs.run_control import RunControl, parse_duration
     from nemo_style_aligner.models.restore import open_base_model
     from nemo_style_aligner.parallel.groups import initialize_model_parallel
 

@@ -17,7 +17,7 @@ from nemo_style_aligner.parallel.launch import job
 def main(cfg: DictConfig) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
     from nemo_style_aligner.algorithms.job_setup import register_model, start_run
-    from nemo_style_aligner.algorithms.ppo_setup import build_ppo_trainer, serve_rollouts
+    from nemo_style_aligner.algorithms.rl_setup import build_ppo_trainer, serve_rollouts
     from nemo_style_aligner.models.restore import open_base_model
     from nemo_style_aligner.parallel.worlds import is_rollout_rank
 

@@ -15,8 +15,8 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from nemo_style_aligner.rollout.work_queue import DRAINED
-from nemo_style_aligner.rollout.work_server import (
+from nemo_style_aligner.rl.rollouts.work_queue import DRAINED
+from nemo_style_aligner.rl.rollouts.work_server import (
     MAX_IDS_PER_REQUEST,
     MAX_IDS_WITH_LEASE,
     REFUSED_HEADER,

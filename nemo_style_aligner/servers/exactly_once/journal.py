@@ -23,7 +23,7 @@ from nemo_style_aligner.checkpoints.directory import DAMAGED
 from nemo_style_aligner.checkpoints.durable import UNFINISHED, publish
 from nemo_style_aligner.checkpoints.manifest import NOT_THERE, read_patiently
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError
-from nemo_style_aligner.servers.ledger import CriticPosition, batch_digest
+from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition, batch_digest
 from nemo_style_aligner.trusted_paths import UntrustedPathError, private_folder, unless_planted
 
 logger = logging.getLogger(__name__)

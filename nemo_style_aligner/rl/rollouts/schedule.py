@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import all_gather_rows, device
-from nemo_style_aligner.rollout.collector import PendingRollouts, RolloutCollector
-from nemo_style_aligner.rollout.generator import KeptRound, Round
-from nemo_style_aligner.rollout.prompts import PromptSource
-from nemo_style_aligner.rollout.wire import pack_results, unpack_results
+from nemo_style_aligner.rl.rollouts.collector import PendingRollouts, RolloutCollector
+from nemo_style_aligner.rl.rollouts.generator import KeptRound, Round
+from nemo_style_aligner.rl.rollouts.prompts import PromptSource
+from nemo_style_aligner.rl.rollouts.wire import pack_results, unpack_results
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.timers import ScopedTimer

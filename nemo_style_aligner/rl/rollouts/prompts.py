@@ -16,8 +16,8 @@ from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.text_format import TextFormat, joined
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.rollout.batch import RolloutBatch
-from nemo_style_aligner.rollout.response_lengths import ResponseLengths
+from nemo_style_aligner.rl.rollouts.batch import RolloutBatch
+from nemo_style_aligner.rl.rollouts.response_lengths import ResponseLengths
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)

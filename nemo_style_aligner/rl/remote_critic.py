@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar
 
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
-from nemo_style_aligner.rollout.batch import Experience
+from nemo_style_aligner.rl.rollouts.batch import Experience
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
-from nemo_style_aligner.servers.journal import CriticJournal
-from nemo_style_aligner.servers.ledger import INITIAL_HISTORY, CriticPosition
+from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
+from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)

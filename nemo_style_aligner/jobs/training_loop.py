@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.run_control import STATE, RunControl
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.data.samplers import EpochSampler
+from nemo_style_aligner.jobs.run_control import STATE, RunControl
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.parallel.ending import tell_when_interrupted

@@ -12,7 +12,7 @@ from nemo_style_aligner import functional
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.functional import KLEstimator, masked_mean
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
-from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
+from nemo_style_aligner.rl.rollouts.batch import Experience, RolloutBatch
 from nemo_style_aligner.servers.client import Scores
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 

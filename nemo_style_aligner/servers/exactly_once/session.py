@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.servers.http_client import (
-    ClientLimits,
-    HttpClient,
-    RequestRefusedError,
-    ServerUnavailableError,
-)
-from nemo_style_aligner.servers.journal import CriticJournal, JournalError
-from nemo_style_aligner.servers.ledger import (
+from nemo_style_aligner.servers.exactly_once.journal import CriticJournal, JournalError
+from nemo_style_aligner.servers.exactly_once.ledger import (
     EXPECTED_SEQUENCE_HEADER,
     HISTORY_HEADER,
     INSTANCE_HEADER,
     OTHER_RUN_HEADER,
     CriticPosition,
     batch_digest,
+)
+from nemo_style_aligner.servers.http_client import (
+    ClientLimits,
+    HttpClient,
+    RequestRefusedError,
+    ServerUnavailableError,
 )
 from nemo_style_aligner.servers.protocol import READY_PATH, ProtocolError
 from nemo_style_aligner.telemetry import activity

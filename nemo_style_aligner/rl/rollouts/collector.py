@@ -13,10 +13,10 @@ from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
-from nemo_style_aligner.rollout.batch import RolloutBatch
-from nemo_style_aligner.rollout.generator import Generator, Round
-from nemo_style_aligner.rollout.intake import ScoredResponses
-from nemo_style_aligner.rollout.prompts import Prompt
+from nemo_style_aligner.rl.rollouts.batch import RolloutBatch
+from nemo_style_aligner.rl.rollouts.generator import Generator, Round
+from nemo_style_aligner.rl.rollouts.intake import ScoredResponses
+from nemo_style_aligner.rl.rollouts.prompts import Prompt
 from nemo_style_aligner.servers.client import CriticClient, Scores
 from nemo_style_aligner.telemetry import activity
 

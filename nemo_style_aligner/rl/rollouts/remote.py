@@ -17,9 +17,9 @@ from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.parallel.groups import all_reduce_max, broadcast_object, current_layout
 from nemo_style_aligner.parallel.worlds import Link, Wait
-from nemo_style_aligner.rollout.intake import ResponseSink
-from nemo_style_aligner.rollout.prompts import Prompt
-from nemo_style_aligner.rollout.wire import pack_request, unpack_results
+from nemo_style_aligner.rl.rollouts.intake import ResponseSink
+from nemo_style_aligner.rl.rollouts.prompts import Prompt
+from nemo_style_aligner.rl.rollouts.wire import pack_request, unpack_results
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.push import send_weights
 from nemo_style_aligner.weights.stream import export_weights

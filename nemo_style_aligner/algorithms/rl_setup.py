@@ -6,9 +6,6 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, start_watchdog, training_batching
-from nemo_style_aligner.algorithms.ppo import PPOTrainer
-from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
-from nemo_style_aligner.algorithms.remote_critic import RemoteCritic
 from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -17,17 +14,20 @@ from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel import worlds
-from nemo_style_aligner.rollout.engine_setup import require_kv_cache
-from nemo_style_aligner.rollout.prompts import build_prompt_sources
-from nemo_style_aligner.rollout.setup import (
+from nemo_style_aligner.rl.loop import PPOTrainer
+from nemo_style_aligner.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.rl.rollouts.engine_setup import require_kv_cache
+from nemo_style_aligner.rl.rollouts.prompts import build_prompt_sources
+from nemo_style_aligner.rl.rollouts.setup import (
     build_collector,
     build_rollout_rank,
     build_scorer,
     open_work_queue,
     sampling_params,
 )
+from nemo_style_aligner.rl.settings import PPOSettings
 from nemo_style_aligner.servers.client import SequencesToScore
-from nemo_style_aligner.servers.journal import CriticJournal
+from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.memory import peak_meter
 from nemo_style_aligner.telemetry.timers import ScopedTimer

@@ -18,15 +18,15 @@ from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.parallel.groups import broadcast_object, control_group
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
 from nemo_style_aligner.parallel.worlds import Link
-from nemo_style_aligner.rollout.collector import RolloutCollector
-from nemo_style_aligner.rollout.engine_setup import build_embedded_engine, build_engine
-from nemo_style_aligner.rollout.generator import Generator, LocalGenerator
-from nemo_style_aligner.rollout.remote import RemoteGenerator
-from nemo_style_aligner.rollout.rollout_ranks import RolloutRank
-from nemo_style_aligner.rollout.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rollout.work_queue import WorkQueue
-from nemo_style_aligner.rollout.work_server import WorkQueueServer
-from nemo_style_aligner.rollout.work_source import StaticPartition, WorkSource
+from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
+from nemo_style_aligner.rl.rollouts.engine_setup import build_embedded_engine, build_engine
+from nemo_style_aligner.rl.rollouts.generator import Generator, LocalGenerator
+from nemo_style_aligner.rl.rollouts.remote import RemoteGenerator
+from nemo_style_aligner.rl.rollouts.rollout_ranks import RolloutRank
+from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
+from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.work_source import StaticPartition, WorkSource
 from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.secret import resolve_token

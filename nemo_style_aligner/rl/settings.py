@@ -6,9 +6,9 @@ import dataclasses
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.experience import AdvantageSettings
-from nemo_style_aligner.algorithms.training_loop import LoopSettings, step_limit
+from nemo_style_aligner.jobs.training_loop import LoopSettings, step_limit
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
+from nemo_style_aligner.rl.experience import AdvantageSettings
 
 
 @dataclasses.dataclass(frozen=True)

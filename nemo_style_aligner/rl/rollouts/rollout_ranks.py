@@ -19,8 +19,8 @@ from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.worlds import Link
-from nemo_style_aligner.rollout.generator import LocalGenerator
-from nemo_style_aligner.rollout.wire import pack_results, unpack_request
+from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
+from nemo_style_aligner.rl.rollouts.wire import pack_results, unpack_request
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.push import receive_weights
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.generation.engine import GenerationResult
-from nemo_style_aligner.rollout.work_source import WorkSource
+from nemo_style_aligner.rl.rollouts.work_source import WorkSource
 from nemo_style_aligner.servers.client import CriticClient, Scores
 
 

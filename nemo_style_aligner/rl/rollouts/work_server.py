@@ -9,7 +9,7 @@ from typing import Any
 from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
-from nemo_style_aligner.rollout.work_queue import RoundMismatchError, SampleLostError, WorkQueue
+from nemo_style_aligner.rl.rollouts.work_queue import RoundMismatchError, SampleLostError, WorkQueue
 from nemo_style_aligner.servers.http_connection import server_url
 from nemo_style_aligner.servers.http_server import WsgiServer, require_token
 from nemo_style_aligner.servers.protocol import JSON_TYPE, LIVE_PATH, is_int

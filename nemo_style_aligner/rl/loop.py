@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.algorithms.experience import leave_out_nonfinite, make_experience, why_nothing_is_learnt
-from nemo_style_aligner.algorithms.generation_schedule import GenerationSchedule
-from nemo_style_aligner.algorithms.ppo_settings import PPOSettings
-from nemo_style_aligner.algorithms.remote_critic import CriticSave, CriticTraining, RemoteCritic
-from nemo_style_aligner.algorithms.run_control import RunControl
-from nemo_style_aligner.algorithms.training_loop import TrainingLoop
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.data.samplers import EpochSampler
+from nemo_style_aligner.jobs.run_control import RunControl
+from nemo_style_aligner.jobs.training_loop import TrainingLoop
 from nemo_style_aligner.models.actor import Actor, PolicyBatch
 from nemo_style_aligner.models.pipeline import rows
-from nemo_style_aligner.rollout.batch import Experience, RolloutBatch
-from nemo_style_aligner.rollout.collector import RolloutCollector
-from nemo_style_aligner.rollout.prompts import PromptSource
+from nemo_style_aligner.rl.experience import leave_out_nonfinite, make_experience, why_nothing_is_learnt
+from nemo_style_aligner.rl.remote_critic import CriticSave, CriticTraining, RemoteCritic
+from nemo_style_aligner.rl.rollouts.batch import Experience, RolloutBatch
+from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
+from nemo_style_aligner.rl.rollouts.prompts import PromptSource
+from nemo_style_aligner.rl.rollouts.schedule import GenerationSchedule
+from nemo_style_aligner.rl.settings import PPOSettings
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.servers.client import Scores
 from nemo_style_aligner.telemetry import activity
