@@ -7,15 +7,11 @@ prompt by the sequence's first tokens, and gives the function the prompt's whole
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 import logging
 import math
-import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +22,6 @@ from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
 from nemo_style_aligner.data.jsonl import Record
 from nemo_style_aligner.data.texts import TextEncoder, read_prompts
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.generation.stopping import text_before_end
 from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
@@ -35,7 +30,7 @@ from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.servers.routes import HttpSettings, start_http_server
-from nemo_style_aligner.trusted_paths import UntrustedPathError, open_path
+from nemo_style_aligner.user_code import describe
 from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
@@ -47,52 +42,6 @@ _POLL_SECONDS = 0.25  # how soon a stop request is noticed
 _DRAIN_SECONDS = 60.0  # after a stop request: requests not begun by then are refused
 _MIN_LENGTH = 1  # model.ppo.length_params.min_length by default: so many tokens do not end a response
 _EXCERPT = 80  # characters of a response in messages
-
-
-class RewardFunctionError(UserError, ValueError):
-    """The reward function cannot be loaded; the message says why."""
-
-
-def load_reward_function(named: str) -> RewardFunction:
-    """Load the function that ``FILE.py:NAME`` names. The file is executed; it may import modules that lie beside it.
-
-    Raises:
-        RewardFunctionError: there is no such file or function, or the file raises an error.
-    """
-    path, _, name = named.rpartition(":")
-    file = Path(path)
-    if file.suffix != ".py" or not name:
-        raise RewardFunctionError(f"{named}: give a file and a function in it, FILE.py:NAME")
-    if not file.is_file():
-        raise RewardFunctionError(f"{file}: no such file")
-    _require_closed(file)
-    sys.path.insert(0, str(file.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
-    assert spec is not None and spec.loader is not None  # by its suffix it is Python
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RewardFunctionError(f"{file} cannot be loaded: {_describe(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise RewardFunctionError(f"{file} has no function {name}; it has {some_of(there) or 'none'}")
-    return function
-
-
-def _require_closed(file: Path) -> None:
-    """Make sure that not everybody can change the file, or what it imports from its folder."""
-    try:
-        for path in (file, file.parent):
-            entry = open_path(path)
-            mode = os.fstat(entry).st_mode
-            os.close(entry)
-            if mode & 0o002:
-                raise UntrustedPathError(f"everybody may write to {path}")
-    except UntrustedPathError as error:
-        raise RewardFunctionError(f"{file} would be executed, but {error}: move it to a folder of its own") from error
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -285,7 +234,7 @@ class RewardFunctionService:
             logger.exception("the reward function %s raised an error %s", self._name, sample)
             raise ProtocolError(
                 500,
-                f"the reward function {self._name} raised {_describe(error)} {sample}; the traceback is in "
+                f"the reward function {self._name} raised {describe(error)} {sample}; the traceback is in "
                 "the service's log",
             ) from error
         number = _as_number(reward)
@@ -315,9 +264,3 @@ def _as_number(reward: Any) -> float | None:
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
         return None
     return number if math.isfinite(number) and abs(number) <= np.finfo(np.float32).max else None
-
-
-def _describe(error: BaseException) -> str:
-    """What was raised, and where."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {error} ({frames[-1].filename}:{frames[-1].lineno})"

@@ -71,16 +71,16 @@ def main() -> None:
     from nemo_style_aligner.algorithms.reward_function import (
         PromptLines,
         RewardFunctionService,
-        load_reward_function,
         open_tokenizer,
     )
     from nemo_style_aligner.servers.routes import HttpSettings
+    from nemo_style_aligner.user_code import load_function
 
     configure_logging(level=getattr(logging, args.log_level.upper()), log_format=args.log_format)
     try:
         tokenizer = open_tokenizer(args.tokenizer)
         service = RewardFunctionService(
-            load_reward_function(args.function),
+            load_function(args.function, "--function"),
             args.function,
             PromptLines(args.prompts, tokenizer, add_bos=args.add_bos),
             tokenizer,

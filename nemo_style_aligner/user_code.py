@@ -1,0 +1,84 @@
+"""Functions in files of the user's, which a config or a command line names: rewards, estimators, losses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.trusted_paths import UntrustedPathError, open_path
+from nemo_style_aligner.wording import some_of
+
+
+class UserCodeError(UserError, ValueError):
+    """A function of the user's cannot be loaded; the message says why."""
+
+
+def load_function(named: str, what: str) -> Callable[..., Any]:
+    """Load the function that ``FILE.py:NAME`` names. The file is executed; it may import modules that lie beside it.
+
+    A file is executed once in a process, however many of its functions are loaded.
+
+    Args:
+        named: the file and the function in it.
+        what: where it is named, for messages: a config key or a command line's option.
+
+    Raises:
+        UserCodeError: there is no such file or function, everybody may write to it, or the file raises an error.
+    """
+    path, _, name = named.rpartition(":")
+    file = Path(path)
+    if file.suffix != ".py" or not name:
+        raise UserCodeError(f"{what}={named}: give a file and a function in it, FILE.py:NAME")
+    if not file.is_file():
+        raise UserCodeError(f"{what}={named}: {file}: no such file")
+    module = _load_module(file.resolve(), what)
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserCodeError(f"{what}={named}: {file} has no function {name}; it has {some_of(there) or 'none'}")
+    return function
+
+
+def _load_module(file: Path, what: str) -> ModuleType:
+    name = f"user_code_{file.stem}_{zlib.crc32(bytes(file)):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _require_closed(file, what)
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # by its suffix it is Python
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise UserCodeError(f"{what}: {file} cannot be loaded: {describe(error)}") from error
+    return module
+
+
+def _require_closed(file: Path, what: str) -> None:
+    """Make sure that not everybody can change the file, or what it imports from its folder."""
+    try:
+        for path in (file, file.parent):
+            entry = open_path(path)
+            mode = os.fstat(entry).st_mode
+            os.close(entry)
+            if mode & 0o002:
+                raise UntrustedPathError(f"everybody may write to {path}")
+    except UntrustedPathError as error:
+        raise UserCodeError(f"{what}: {file} would be executed, but {error}: move it to a folder of its own") from error
+
+
+def describe(error: BaseException) -> str:
+    """What the user's code raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({frames[-1].filename}:{frames[-1].lineno})"
