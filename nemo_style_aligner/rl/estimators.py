@@ -159,8 +159,8 @@ def find_estimator(named: str, key: str = "trainer.ppo.estimator") -> Estimator:
         return ESTIMATORS[named]
     if ":" not in named:
         raise EstimatorError(
-            f"{key}={named}: there is no such estimator: choose one of {', '.join(ESTIMATORS)}, or give a file and a function of "
-            "yours, FILE.py:NAME"
+            f"{key}={named}: there is no such estimator: choose one of {', '.join(ESTIMATORS)}, or give a file and a "
+            "function of yours, FILE.py:NAME"
         )
     function = load_function(named, key)
     return function if isinstance(function, Estimator) else Estimator(function)

@@ -26,7 +26,7 @@ REWARDS = [
     *(3.0, None, -1.0, 0.7),
     *(None, 0.4, None, None),
     *(None, None, None, None),
-    *(1000.0, 1000.0, 1001.0, 1000.0),
+    *(10.0, 10.0, 11.0, 10.0),
 ]
 WORDS = ["[end]", "[unknown]", *"abcdefgh"]
 
