@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,12 +37,13 @@ from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
-from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
-from nemo_style_aligner.rl.experience import make_experience
-from nemo_style_aligner.rl.loop import PPOTrainer
-from nemo_style_aligner.rl.rollouts.batch import Experience, RolloutBatch
-from nemo_style_aligner.rl.settings import PPOSettings
-from nemo_style_aligner.servers.client import Scores
+from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
+from nemo_style_aligner.rl.experience import Experience, make_experience
+from nemo_style_aligner.rl.loop import RLTrainer
+from nemo_style_aligner.rl.rollouts.collector import deal
+from nemo_style_aligner.rl.sample import Rollouts
+from nemo_style_aligner.rl.scoring import Scores
+from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -165,21 +167,52 @@ def _file(name: str, tied: bool) -> str:
     return f"{name}{'_tied' if tied else ''}.nemo"
 
 
-def rollouts(vocab_size: int) -> RolloutBatch:
-    """Sequences of all lengths; two responses are truncated, one prompt is a single token."""
+@dataclasses.dataclass
+class Sequences:
+    """All samples, as a service gets them: tokens int64 [N, WIDTH], and what is known of each."""
+
+    tokens: torch.Tensor
+    prompt_lengths: torch.Tensor
+    lengths: torch.Tensor
+    ended: torch.Tensor
+    engine_logprobs: torch.Tensor
+
+    def share(self, own: torch.Tensor) -> Rollouts:
+        """Of a data-parallel rank with these samples."""
+        ids = torch.arange(NUM_SAMPLES)
+        position = torch.arange(WIDTH)
+        return Rollouts(
+            prompt_ids=ids,
+            groups=ids,
+            prompt_lengths=self.prompt_lengths,
+            lengths=self.lengths,
+            ended=self.ended,
+            weight_versions=torch.zeros_like(ids),
+            counts=torch.ones_like(self.ended),
+            own=own,
+            tokens=self.tokens[own][position < self.lengths[own, None]].int(),
+            engine_logprobs=self.engine_logprobs[own][self.responses(own)],
+        )
+
+    def responses(self, own: torch.Tensor) -> torch.Tensor:
+        """The predictions of response tokens, bool [n, WIDTH - 1]."""
+        position = torch.arange(WIDTH - 1)
+        first, end = self.prompt_lengths[own, None] - 1, self.lengths[own, None] - 1
+        return (position >= first) & (position < end)
+
+
+def sequences(vocab_size: int) -> Sequences:
+    """Of all lengths; two responses are truncated, one prompt is a single token."""
     generator = torch.Generator().manual_seed(5)
     prompt_lengths = torch.randint(1, 10, (NUM_SAMPLES,), generator=generator)
     lengths = prompt_lengths + torch.randint(1, 14, (NUM_SAMPLES,), generator=generator)
     prompt_lengths[0], lengths[0] = 9, WIDTH
     tokens = torch.randint(3, vocab_size, (NUM_SAMPLES, WIDTH), generator=generator)
     tokens[torch.arange(WIDTH)[None, :] >= lengths[:, None]] = 0
-    is_end = torch.ones(NUM_SAMPLES, dtype=torch.bool)
-    is_end[[0, 7]] = False
-    ids = torch.arange(NUM_SAMPLES)
+    ended = torch.ones(NUM_SAMPLES, dtype=torch.bool)
+    ended[[0, 7]] = False
     engine_logprobs = -4.0 * torch.rand(NUM_SAMPLES, WIDTH - 1, generator=generator)
-    return RolloutBatch(
-        ids, ids, tokens, prompt_lengths, lengths, is_end, engine_logprobs, torch.zeros_like(ids), is_end | True
-    )
+    return Sequences(tokens, prompt_lengths, lengths, ended, engine_logprobs)
 
 
 def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig:
@@ -236,12 +269,12 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
 
 
 def ppo_step(folder: Path, layout: Layout) -> None:
-    """What `PPOTrainer.make_step` does from the rollouts on, and what the critic job does meanwhile."""
+    """What `RLTrainer.make_step` does from the rollouts on, and what the critic job does meanwhile."""
     groups = initialize_model_parallel(layout.tp, layout.pp, seed=1)
     log_dir = folder / "logs" / layout.name
     actor_cfg = config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor")
     base = open_base_model(actor_cfg.pretrained_checkpoint.restore_from_path, actor_cfg)
-    batch = rollouts(base.architecture.vocab_size)
+    batch = sequences(base.architecture.vocab_size)
     trainer = _trainer(folder, layout, actor_cfg, base, log_dir)
     critic_cfg = config("gpt_ppo_critic", layout, folder / _file("rm", layout.tied), log_dir / "critic")
     critic_base = open_base_model(critic_cfg.pretrained_checkpoint.restore_from_path, critic_cfg)
@@ -251,25 +284,25 @@ def ppo_step(folder: Path, layout: Layout) -> None:
         _give_room(layout.room, trainer.actor.kept_passes, service.critic.kept_passes)
     # In two requests, of different widths.
     halves = [service.infer(batch.tokens[part, :width], batch.lengths[part]) for part, width in _requests(batch)]
-    answer = {
-        "rewards": torch.cat([half["rewards"] for half in halves]).cpu(),
-        "values": torch.cat([_wider(half["values"], WIDTH - 1) for half in halves]).cpu(),
-    }
-    scores = Scores(answer["rewards"][:, 0], answer["values"])
-    logprobs = trainer.actor.logprobs(batch.tokens, batch.response_mask(), is_trained=layout.updates == 1)
-    init_logprobs = trainer.actor.initial_logprobs(batch.tokens, batch.response_mask())
-    experience, metrics = make_experience(
-        batch, scores, logprobs, init_logprobs, trainer.settings.advantages, version=0
-    )
+    rewards = torch.cat([half["rewards"] for half in halves]).cpu()[:, 0]
+    values = torch.cat([_wider(half["values"], WIDTH - 1) for half in halves]).cpu()
+    minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(NUM_SAMPLES, 0)]
+    work = map(trainer._work, batch.lengths.tolist(), (batch.lengths - batch.prompt_lengths).tolist())
+    rollouts = batch.share(deal(list(work), minibatches))
+    columns = trainer.logprobs(rollouts, is_trained=True)
+    columns["values"] = values[rollouts.own][batch.responses(rollouts.own)]
+    scores = Scores(rewards.double(), {}, [])
+    experience, metrics = make_experience(rollouts, scores, columns, trainer.settings.advantages, version=0)
     with _counting_passes(trainer.actor.model, service.critic.model) as passes:
         trainer.train_policy(experience)
-        critic_loss = service.train(experience.tokens, experience.returns, experience.values, experience.mask)
+        learnt = broadcast_object(experience.value_batch())
+        critic_loss = service.train(learnt.tokens, learnt.returns, learnt.values, learnt.mask)
     if layout.keep != "never" and layout.updates == 1 and layout.recompute != "full":
         is_all_kept = layout.room is None
         told = f"{layout.name}: training has computed {passes} forward passes of policy and critic"
         assert all((count == 0) == is_all_kept for count in passes), told
 
-    tensors = _tensors(experience) | {"init_logprobs": init_logprobs, "rewards": scores.rewards}
+    tensors = _tensors(experience) | {"rewards": rewards}
     for prefix, model in (("policy.", trainer.actor.model), ("critic.", service.critic.model)):
         tensors |= {prefix + name: tensor.clone() for name, tensor in export_weights(model)}
     trainer.metrics.close()
@@ -284,7 +317,7 @@ def ppo_step(folder: Path, layout: Layout) -> None:
         (folder / f"{layout.name}.json").write_text(json.dumps(metrics))
 
 
-def _requests(batch: RolloutBatch) -> list[tuple[slice, int]]:
+def _requests(batch: Sequences) -> list[tuple[slice, int]]:
     parts = (slice(0, 12), slice(12, NUM_SAMPLES))
     return [(part, int(batch.lengths[part].max())) for part in parts]
 
@@ -319,19 +352,24 @@ def _counting_passes(*models: MegatronModel) -> Iterator[list[int]]:
 
 
 def _tensors(experience: Experience) -> dict[str, torch.Tensor]:
-    fields = ("policy_mask", "logprobs", "values", "advantages", "returns", "importance_weights")
-    return {name: getattr(experience, name) for name in fields}
+    """All samples' columns, on rank 0. Collective."""
+    rollouts = experience.rollouts
+    rows = {
+        name: rollouts.on_first_rank(column, rollouts.response_lengths) for name, column in experience.columns.items()
+    }
+    return {"learns": experience.learns} | {name: torch.cat(list(row)) for name, row in rows.items() if row is not None}
 
 
-def _trainer(folder: Path, layout: Layout, cfg: DictConfig, base: BaseModel, log_dir: Path) -> PPOTrainer:
+def _trainer(folder: Path, layout: Layout, cfg: DictConfig, base: BaseModel, log_dir: Path) -> RLTrainer:
     """The trainer around the policy, without the parts that make rollouts."""
-    settings = PPOSettings.from_config(cfg, steps_per_epoch=4)
+    settings = RLSettings.from_config(cfg, steps_per_epoch=4)
     actor = build_actor(cfg, base, base.load(), settings)
     load_nemo_weights(folder / _file("policy", layout.tied), actor.model)  # as if it had been trained for a while
     actor.optimizer.megatron.reload_model_params()
     missing: Any = None
-    return PPOTrainer(
-        settings, actor, missing, missing, missing, missing, missing,
+    collector: Any = SimpleNamespace(scorer=SimpleNamespace(values=None))
+    return RLTrainer(
+        settings, actor, collector, missing, missing, missing,
         MetricsLogger(log_dir / "actor", dist.get_rank()), RunControl(), ScopedTimer(),
     )  # fmt: skip
 

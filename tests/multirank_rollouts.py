@@ -14,21 +14,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from ranks import fork_ranks
 from safetensors.torch import save_file
 
+from nemo_style_aligner.algorithms.scoring_setup import build_critic_client
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
 from nemo_style_aligner.rl.rollouts.prompts import Prompt, build_prompt_sources
-from nemo_style_aligner.rl.rollouts.setup import build_collector, build_scorer, open_work_queue
+from nemo_style_aligner.rl.rollouts.setup import build_generator, open_work_queue
+from nemo_style_aligner.rl.scoring import Scorer
+from nemo_style_aligner.servers.client import SequencesToScore
 
 NUM_SAMPLES, MAX_NEW_TOKENS, SEED = 14, 16, 77
 
@@ -112,15 +117,29 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
     base = open_base_model(str(folder / "sft.nemo"), cfg)
     train_prompts, _ = build_prompt_sources(cfg, base.tokenizer)
     model = base.load(trainable=False)
-    scorer = build_scorer(cfg)
-    scorer.wait_until_ready(60)
-    collector = build_collector(cfg, model, base.tokenizer, scorer, train_prompts.longest + MAX_NEW_TOKENS, queue)
+    critic = RemoteCritic(build_critic_client(cfg), None, "refuse", 60)
+    scorer = Scorer(critic, critic, 60, "the critic")
+    fingerprint, longest = base.tokenizer.fingerprint(), train_prompts.longest + MAX_NEW_TOKENS
+    scorer.wait_until_ready(SequencesToScore(longest, base.tokenizer.vocab_size, fingerprint))
+    collector = RolloutCollector(
+        build_generator(cfg, model, base.tokenizer, longest, queue), scorer, base.tokenizer, str,
+        scoring_batch_size=way.scoring_batch,
+    )  # fmt: skip
     collector.generator.refit(model, 3)
     for step in range(2):  # a second round must find the queue ready for it
-        pending = collector.finish(collector.generator.start(train_prompts.batch(step * NUM_SAMPLES), SEED + step))
-        scores = pending.wait_for_scores()
+        round_ = collector.generator.start(train_prompts.batch(step * NUM_SAMPLES), SEED + step)
+        collected = collector.collect(round_, group_size=1)
+        rollouts = collected.dealt([range(NUM_SAMPLES)], lambda length, _: length)
+        scores, values = collected.wait_for_rewards(), collected.values_of(rollouts)
+    responses = rollouts.response_lengths
+    flat = {
+        "tokens": rollouts.on_first_rank(rollouts.tokens, rollouts.lengths),
+        "engine_logprobs": rollouts.on_first_rank(rollouts.engine_logprobs, responses),
+        "values": rollouts.on_first_rank(values, responses),
+    }
     if dist.get_rank() == 0:
-        tensors = dataclasses.asdict(pending.rollouts) | dataclasses.asdict(scores)
+        of_all = {k: v for k, v in vars(rollouts).items() if k not in flat and k != "own"} | {"rewards": scores.rewards}
+        tensors = of_all | {name: torch.cat(list(rows)) for name, rows in flat.items() if rows is not None}
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"rollouts_{way.name}.safetensors")
     if way.flask and way.ranks == 2:
         stop_in_the_middle(collector, train_prompts.batch(0))
@@ -146,7 +165,7 @@ def stop_in_the_middle(collector: RolloutCollector, prompts: Sequence[Prompt]) -
 
         generator.engine = Stopping()  # type: ignore[assignment]
     try:
-        collector.finish(generator.start(prompts, SEED))
+        collector.collect(generator.start(prompts, SEED), group_size=1)
     except StopEarlyError as reason:
         assert "SIGUSR1" in str(reason)
     else:

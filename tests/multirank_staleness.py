@@ -9,6 +9,7 @@ end) and its metrics in ``<folder>/logs/<name>``.
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import dataclasses
 import os
 import signal
@@ -38,13 +39,17 @@ from nemo_style_aligner.parallel import stop_signals, worlds
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
-from nemo_style_aligner.rl.loop import PPOTrainer
+from nemo_style_aligner.rl.experience import Experience
+from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.remote_critic import CriticSave
-from nemo_style_aligner.rl.rollouts.batch import Experience
+from nemo_style_aligner.rl.rewards import Reward
+from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.prompts import build_prompt_sources
-from nemo_style_aligner.rl.rollouts.setup import build_collector, build_rollout_rank, open_work_queue
-from nemo_style_aligner.rl.settings import PPOSettings
-from nemo_style_aligner.servers.client import Scores
+from nemo_style_aligner.rl.rollouts.setup import build_generator, build_rollout_rank, open_work_queue
+from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.scoring import Scorer
+from nemo_style_aligner.rl.settings import RLSettings
+from nemo_style_aligner.rl.values import ValueBatch
 from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -124,46 +129,42 @@ def config(folder: Path, way: Way) -> DictConfig:
     return cfg
 
 
-class Scorer:
-    """Rewards and values that depend on a sequence's tokens and on nothing else."""
+class Critic:
+    """In the critic's place: rewards and values that depend on a sequence's tokens alone; notes what it is sent."""
 
-    def __init__(self, stop_at: str | None) -> None:
+    part_names = ()
+    last_progress = -math.inf
+
+    def __init__(self, way: Way, stop_at: str | None) -> None:
+        self._way = way
         self._stop_at = stop_at
         self.step = 0
+        self.trainer: RLTrainer
 
-    def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
-        answer: concurrent.futures.Future[Scores] = concurrent.futures.Future()
-        inside = torch.arange(tokens.shape[1])[None, :] < lengths[:, None]
-        rewards = (torch.sin(tokens.float()) * inside).sum(1)
-        answer.set_result(Scores(rewards, torch.cos(tokens[:, 1:].float()) * inside[:, 1:]))
+    def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
+        answer: concurrent.futures.Future[list[Reward]] = concurrent.futures.Future()
+        answer.set_result([Reward(float(torch.sin(torch.tensor(s.token_ids).float()).sum())) for s in samples])
         if self._stop_at == f"score {self.step}":
             os.kill(os.getpid(), signal.SIGUSR1)
+        return answer
+
+    def values(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]]:
+        answer: concurrent.futures.Future[list[torch.Tensor]] = concurrent.futures.Future()
+        answer.set_result([torch.cos(torch.tensor(s.token_ids[s.prompt_length :]).float()) for s in samples])
         return answer
 
     def close(self) -> None:
         pass
 
-
-class Critic:
-    """In the critic's place: notes what it is sent."""
-
-    def __init__(self, way: Way, scorer: Scorer, stop_at: str | None) -> None:
-        self._way = way
-        self._scorer = scorer
-        self._stop_at = stop_at
-        self.steps: list[tuple[int, Experience]] = []
-        self.trainer: PPOTrainer
-
-    def start_training(self, experience: Experience) -> Any:
+    def start_training(self, batch: ValueBatch | None) -> Any:
         step = self.trainer.step
-        self.steps.append((step, experience))
         if self._stop_at == f"train {step}":
             os.kill(os.getpid(), signal.SIGUSR1)
         if self._stop_at == f"rollout rank {step}":
             self._stop_the_rollout_rank()
         if self._way.staleness and step + 1 < STEPS and not self._way.stops:
             self._see_the_next_responses(step)
-        self._scorer.step = step + 1
+        self.step = step + 1
         return self
 
     def _see_the_next_responses(self, step: int) -> None:
@@ -201,6 +202,19 @@ class Critic:
         pass
 
 
+def padded(experience: Experience) -> dict[str, torch.Tensor]:
+    """All samples' columns on rank 0, each at the places of its response tokens; 0 elsewhere. Collective."""
+    rollouts, batch = experience.rollouts, experience.value_batch()
+    found = {}
+    for name, column in experience.columns.items():
+        rows = rollouts.on_first_rank(column, rollouts.response_lengths)
+        if batch is not None and rows is not None:
+            found[name] = torch.zeros_like(batch.mask).masked_scatter(batch.mask != 0, torch.cat(list(rows)))
+    if batch is None:
+        return {}
+    return found | {"tokens": batch.tokens, "mask": batch.mask, "learns": experience.learns.float()}
+
+
 # ---- a run --------------------------------------------------------------------------------------
 
 
@@ -210,32 +224,41 @@ def train(folder: Path, way: Way, stop_at: str | None) -> dict[str, torch.Tensor
     cfg = config(folder, way)
     base = open_base_model(str(folder / "sft.nemo"), cfg)
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
-    settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
+    settings = RLSettings.from_config(cfg, train_prompts.batches_per_epoch)
     actor = build_actor(cfg, base, base.load(), settings)
-    scorer = Scorer(stop_at)
     longest = train_prompts.longest + MAX_NEW_TOKENS
-    collector = build_collector(cfg, actor.model, base.tokenizer, scorer, longest, open_work_queue(cfg))  # type: ignore[arg-type]
-    critic = Critic(way, scorer, stop_at)
+    critic: Any = Critic(way, stop_at)
+    generator = build_generator(cfg, actor.model, base.tokenizer, longest, open_work_queue(cfg))
+    scorer = Scorer(critic, critic, 60, "the critic")
+    collector = RolloutCollector(generator, scorer, base.tokenizer, str, scoring_batch_size=3)
     log_dir = folder / "logs" / way.name
     checkpoints = CheckpointManager(log_dir / "checkpoints", CheckpointSettings())
     metrics, control = MetricsLogger(log_dir, dist.get_rank()), RunControl()
-    trainer = PPOTrainer(
-        settings, actor, collector, critic, train_prompts, val_prompts,  # type: ignore[arg-type]
+    trainer = RLTrainer(
+        settings, actor, collector, train_prompts, val_prompts,
         checkpoints, metrics, control, ScopedTimer(),
     )  # fmt: skip
     critic.trainer = trainer
+    steps: list[tuple[int, dict[str, torch.Tensor]]] = []
+    start_critic = trainer.start_critic
+
+    def noting(experience: Experience) -> Any:
+        steps.append((trainer.step, padded(experience)))
+        return start_critic(experience)
+
+    trainer.start_critic = noting  # type: ignore[method-assign]
     state = checkpoints.resume(actor.model, actor.optimizer)
     if state is not None:
         trainer.load_state_dict(state)
-    scorer.step = trainer.step
+    critic.step = trainer.step
     trainer.fit()
     trainer.close()
     metrics.close()
     assert control.status == (EXIT_REQUEUE if stop_at else 0)
     worlds.end(control.status)
     tensors = {f"policy.{name}": tensor.clone() for name, tensor in export_weights(actor.model)}
-    for step, experience in critic.steps:
-        tensors |= {f"{step}.{name}": tensor for name, tensor in vars(experience).items()}
+    for step, columns in steps:
+        tensors |= {f"{step}.{name}": tensor for name, tensor in columns.items()}
     return tensors
 
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,15 @@ from nemo_style_aligner.generation.engine import (
     SamplingParams,
 )
 from nemo_style_aligner.generation.engine_group import EngineGroup
-from nemo_style_aligner.parallel.groups import broadcast_object
+from nemo_style_aligner.parallel.groups import broadcast_object, initialize_model_parallel
+from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
-from nemo_style_aligner.rl.rollouts.prompts import Prompt
+from nemo_style_aligner.rl.sample import Prompt, Sample
+from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
 from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
-from nemo_style_aligner.servers.client import Scores
 
 NUM_SAMPLES, SLOTS = 16, 4
 LEASE_SECONDS, STALL_SECONDS = 3.0, 2.0
@@ -88,12 +89,14 @@ class Engine:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class Scorer:
+class Sums:
     """The reward is the sum of a sequence's tokens."""
 
-    def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
-        answer: concurrent.futures.Future[Scores] = concurrent.futures.Future()
-        answer.set_result(Scores(tokens.sum(1).float(), torch.zeros(len(tokens), tokens.shape[1] - 1)))
+    part_names = ()
+
+    def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
+        answer: concurrent.futures.Future[list[Reward]] = concurrent.futures.Future()
+        answer.set_result([Reward(float(sum(sample.token_ids))) for sample in samples])
         return answer
 
     def close(self) -> None:
@@ -101,6 +104,7 @@ class Scorer:
 
 
 def rank_main(folder: Path) -> None:
+    initialize_model_parallel(1, 1, seed=1)
     rank = dist.get_rank()
     server = WorkQueueServer(WorkQueue(LEASE_SECONDS, workers=2)) if rank == 0 else None
     port = broadcast_object(server.port if server is not None else None)
@@ -114,14 +118,14 @@ def rank_main(folder: Path) -> None:
         progress=lambda: engine.statistics.steps,
         limits=WorkerLimits(LEASE_SECONDS, STALL_SECONDS, wait_seconds=30),
     )
-    scorer: Any = Scorer()
+    rewards: Any = Sums()
     tokenizer: Any = None
     collector = RolloutCollector(
         LocalGenerator(engine, work, SamplingParams(max_new_tokens=8), EngineGroup(index=rank, count=2)),
-        scorer,
+        Scorer(rewards, None, 60, "the rewards"),
         tokenizer,
+        str,
         scoring_batch_size=3,
-        scoring_seconds=30,
     )
     (folder / "rank1.pid" if rank else folder / "port").write_text(str(os.getpid() if rank else port))
     rounds = []
@@ -130,9 +134,12 @@ def rank_main(folder: Path) -> None:
         engine.trouble = trouble if rank == 1 else "healthy"
         # Another order in every round, as the lengths become known.
         prompts = [Prompt(i // 2, [i // 2 + 1], float(i // 2 * number % 5)) for i in range(NUM_SAMPLES)]
-        pending = collector.finish(collector.generator.start(prompts, seed=3))
-        scores = pending.wait_for_scores()
-        fields = {name: tensor.tolist() for name, tensor in dataclasses.asdict(pending.rollouts).items()}
+        collected = collector.collect(collector.generator.start(prompts, seed=3), group_size=1)
+        scores = collected.wait_for_rewards()
+        rollouts = collected.dealt([range(NUM_SAMPLES)], lambda length, _: length)
+        tokens = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths)
+        fields = {name: tensor.tolist() for name, tensor in vars(rollouts).items()}
+        fields["tokens"] = None if tokens is None else [row.tolist() for row in tokens]
         status = server.queue.status() if server is not None else {}
         rounds.append(fields | {"rewards": scores.rewards.tolist(), "total": status.get("total")})
     collector.close()

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE
 from test_nonfinite import SETTINGS, step
 
-from nemo_style_aligner import functional
 from nemo_style_aligner.algorithms.rl_setup import build_actor
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config import load_defaults
@@ -22,15 +21,15 @@ from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.generation.engine import GenerationStatistics
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.optimizer import Schedule
+from nemo_style_aligner.rl.estimators import ESTIMATORS
 from nemo_style_aligner.rl.experience import make_experience
-from nemo_style_aligner.rl.loop import PPOTrainer
+from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.rollouts.batch import Experience
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.generation_totals import GenerationTotals
 from nemo_style_aligner.rl.rollouts.prompts import PromptSource
 from nemo_style_aligner.rl.rollouts.setup import sampling_params
-from nemo_style_aligner.rl.settings import PPOSettings
+from nemo_style_aligner.rl.settings import RLSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
@@ -48,11 +47,21 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.critic_warmup_steps": (2, {"ppo.critic_warmup_steps": 2}),
     "trainer.ppo.num_ppo_epochs": (3, {"ppo.num_ppo_epochs": 3, "schedule.max_steps": 24}),
     "trainer.ppo.initial_policy_kl_penalty": (0.3, {"advantages.kl_coef": 0.3}),
-    "trainer.ppo.use_absolute_kl": (False, {"advantages.kl_estimator": "k1"}),
-    "trainer.ppo.kl_estimator": ("k3", {"advantages.kl_estimator": "k3"}),
-    "trainer.ppo.kl_clamp": (3.0, {"advantages.kl_clamp": 3.0}),
+    "trainer.ppo.kl_in": ("loss", {"advantages.kl_coef": 0.0, "loss.kl_coef": 0.01}),
+    "trainer.ppo.use_absolute_kl": (False, {"advantages.kl_estimator": "k1", "loss.kl_estimator": "k1"}),
+    "trainer.ppo.kl_estimator": ("k3", {"advantages.kl_estimator": "k3", "loss.kl_estimator": "k3"}),
+    "trainer.ppo.kl_clamp": (3.0, {"advantages.kl_clamp": 3.0, "loss.kl_clamp": 3.0}),
     "trainer.ppo.discount_factor": (0.9, {"advantages.gamma": 0.9}),
     "trainer.ppo.gae_lambda": (0.8, {"advantages.lam": 0.8}),
+    "trainer.ppo.estimator": ("rloo", {"advantages.estimator": ESTIMATORS["rloo"], "advantages.normalize": False}),
+    "trainer.ppo.num_rollouts_per_prompt": (3, {"schedule.max_steps": 24}),
+    "trainer.ppo.policy_loss": ("gspo", {"loss.policy_loss": "gspo"}),
+    "trainer.ppo.loss_aggregation": ("sequence_mean", {"loss.aggregation": "sequence_mean"}),
+    "trainer.ppo.loss_constant_length": (77, {"loss.constant_length": 77}),
+    "trainer.ppo.dual_clip": (3.0, {"loss.dual_clip": 3.0}),
+    "trainer.ppo.dynamic_sampling.enable": (True, {"ppo.sampling_rounds": 4}),
+    "trainer.ppo.overlong.buffer_tokens": (5, {"advantages.overlong_buffer": 5}),
+    "trainer.ppo.overlong.penalty": (0.5, {"advantages.overlong_penalty": 0.5}),
     "trainer.ppo.normalize_advantages": (False, {"advantages.normalize": False}),
     "trainer.ppo.advantage_whitening_unbiased": (True, {"advantages.unbiased": True}),
     "trainer.ppo.mask_truncated": (False, {"advantages.mask_truncated": False}),
@@ -73,8 +82,10 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.ppo.forward_micro_batch_size": (3, {"forward.num_rows": 3}),
     "model.ppo.forward_max_tokens_per_micro_batch": (88, {"forward.max_tokens": 88}),
     "model.ppo.keep_activations": ("never", {"actor.keeps_passes": False}),
-    "model.ppo.entropy_bonus": (0.02, {"actor.entropy_bonus": 0.02}),
-    "model.ppo.ratio_eps": (0.3, {"actor.ratio_eps": 0.3}),
+    "model.ppo.entropy_bonus": (0.02, {"loss.entropy_bonus": 0.02}),
+    "model.ppo.ratio_eps": (0.3, {"loss.clip_low": 0.3, "loss.clip_high": 0.3}),
+    "model.ppo.ratio_eps_high": (0.4, {"loss.clip_high": 0.4}),
+    "model.ppo.cispo_ratio_max": (7.0, {"loss.ratio_cap": 7.0}),
     "model.ppo.sampling_params.use_greedy": (True, {"sampling.use_greedy": True}),
     "model.ppo.sampling_params.temperature": (0.7, {"sampling.temperature": 0.7, "actor.temperature": 0.7}),
     "model.ppo.sampling_params.top_k": (5, {"sampling.top_k": 5}),
@@ -84,7 +95,10 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
         ["x", r"\x11", 4],  # as typed on a command line
         {"sampling.stop_strings": ("x", "\x11", "4")},
     ),
-    "model.ppo.length_params.max_length": (9, {"sampling.max_new_tokens": 9}),
+    "model.ppo.length_params.max_length": (
+        9,
+        {"sampling.max_new_tokens": 9, "advantages.max_length": 9, "loss.constant_length": 9},
+    ),
     "model.ppo.length_params.min_length": (3, {"sampling.min_new_tokens": 3}),
     "model.optim.lr": (1.0, {"schedule.lr": 1.0}),
     # Of the groups of parameters; norms and biases never decay.
@@ -100,6 +114,9 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
 SECTIONS = ("trainer.ppo", "model.ppo", "model.optim")
 # Keys of these sections that others read: the launcher, the engines, the prompts, the model, the optimizer on a GPU.
 ELSEWHERE = (
+    "trainer.ppo.rewards",
+    "trainer.ppo.reward_functions.",
+    "trainer.ppo.dynamic_sampling.max_rounds",
     "trainer.ppo.rollout_devices",
     "trainer.ppo.generation.",
     "trainer.ppo.trt_llm.",
@@ -131,11 +148,12 @@ def model(one_rank: None) -> MegatronModel:
 
 def settings_of(cfg: DictConfig, model: MegatronModel) -> dict[str, Any]:
     """Everything that a job's keys set of its loop, its formulas, its sampling and its policy."""
-    settings = PPOSettings.from_config(cfg, steps_per_epoch=4)
+    settings = RLSettings.from_config(cfg, steps_per_epoch=4)
     base: Any = SimpleNamespace(build=lambda trainable: small_model(trainable))
     actor = build_actor(cfg, base, model, settings)
     groups = actor.optimizer.megatron.param_groups
     loop = dataclasses.asdict(settings)
+    loop["advantages"]["estimator"] = settings.advantages.estimator
     parts: dict[str, Mapping[str, Any]] = {
         "advantages": loop.pop("advantages"),
         "nonfinite": loop.pop("nonfinite"),
@@ -144,9 +162,12 @@ def settings_of(cfg: DictConfig, model: MegatronModel) -> dict[str, Any]:
         "training": dataclasses.asdict(actor.training_batching),
         "forward": dataclasses.asdict(actor.forward_batching),
         "schedule": dataclasses.asdict(actor.optimizer.schedule),
-        "actor": {name: getattr(actor, name) for name in ("temperature", "ratio_eps", "entropy_bonus")}
-        | {"has_both_policies": actor.initial_policy is not None and actor.initial_policy._second is not None}
-        | {"keeps_passes": actor.kept_passes is not None},
+        "actor": {
+            "temperature": actor.temperature,
+            "has_both_policies": actor.reference is not None and actor.reference._second is not None,
+            "keeps_passes": actor.kept_passes is not None,
+        },
+        "loss": dataclasses.asdict(actor.loss),
         "optimizer": {name: {group[name] for group in groups} for name in ("weight_decay", "betas", "eps")}
         | {"clip_grad": actor.optimizer.clip_grad},
     }
@@ -189,7 +210,7 @@ def test_without_a_penalty_there_is_no_initial_policy(model: MegatronModel) -> N
     cfg = small_job()
     cfg.trainer.ppo.initial_policy_kl_penalty = 0.0
     missing: Any = None
-    assert build_actor(cfg, missing, model, PPOSettings.from_config(cfg, 4)).initial_policy is None
+    assert build_actor(cfg, missing, model, RLSettings.from_config(cfg, 4)).reference is None
 
 
 # ---- what a step makes of its rollouts ----------------------------------------------------------
@@ -202,70 +223,83 @@ def test_experience_is_what_the_formulas_say() -> None:
     settings = dataclasses.replace(
         SETTINGS, unbiased=True, kl_clamp=0.3, importance_weight_cap=1.2, importance_sequence_bounds=(0.9, 1.2)
     )
-    batch, mask, logprobs = made.rollouts, made.rollouts.response_mask(), made.logprobs
-    experience, metrics = make_experience(batch, made.scores, logprobs, made.init_logprobs, settings, version=5)
+    batch, columns = made.rollouts, made.columns
+    experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)
 
-    kl = (logprobs - made.init_logprobs).clamp(-0.3, 0.3) * mask
-    rewards = functional.token_rewards(made.scores.rewards, kl, batch.lengths, 0.1)
-    advantages, returns = functional.generalized_advantage_estimation(
-        made.scores.values, rewards, mask, gamma=0.9, lam=0.8
-    )
-    log_ratios = logprobs - batch.engine_logprobs
-    ratios = ((log_ratios * mask).sum(1) / mask.sum(1)).exp()
+    lengths, responses = batch.response_lengths.tolist(), range(len(batch))
+    kl = (columns["old_logprobs"] - columns["reference_logprobs"]).clamp(-0.3, 0.3)
+    log_ratios = columns["old_logprobs"] - batch.engine_logprobs
+    rewards = -0.1 * kl
+    for i, end in enumerate(batch.response_lengths.cumsum(0).tolist()):
+        rewards[end - 1] += made.scores.rewards[i].float()
+    advantages = torch.zeros_like(rewards)
+    end = 0
+    for length in lengths:  # backwards through each response, with V = 0 behind its end
+        begin, end = end, end + length
+        running, next_value = 0.0, 0.0
+        for t in reversed(range(begin, end)):
+            value = float(columns["values"][t])
+            running = float(rewards[t]) + 0.9 * next_value - value + 0.9 * 0.8 * running
+            advantages[t], next_value = running, value
+    returns = advantages + columns["values"]
+
+    def of_sequences(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part.mean() for part in x.split(lengths)])
+
+    ratios = of_sequences(log_ratios).exp()
     assert (ratios > 1.2).any() and (ratios < 0.9).any()
-    kept = mask * (batch.is_end & (ratios >= 0.9) & (ratios <= 1.2))[:, None]
-    in_loss = advantages[kept == 1]
-    assert 1 < len(in_loss) < (mask * batch.is_end[:, None]).sum()
-    torch.testing.assert_close(experience.returns, returns)
+    learns = batch.ended & (ratios >= 0.9) & (ratios <= 1.2)
+    kept = torch.cat([torch.full((lengths[i],), bool(learns[i])) for i in responses])
+    in_loss = advantages[kept]
+    assert 1 < len(in_loss) < sum(lengths[i] for i in responses if batch.ended[i])
+    torch.testing.assert_close(experience.columns["returns"], returns)
     weights = log_ratios.exp().clamp(max=1.2)
-    torch.testing.assert_close(experience.importance_weights, weights * mask)
-    torch.testing.assert_close(experience.advantages[kept == 1], (in_loss - in_loss.mean()) / in_loss.std())
-    assert torch.equal(experience.mask, mask) and torch.equal(experience.policy_mask, kept)
+    torch.testing.assert_close(experience.columns["importance_weights"], weights)
+    whitened = (in_loss - in_loss.mean()) / in_loss.std()
+    torch.testing.assert_close(experience.columns["advantages"][kept], whitened)
+    assert torch.equal(experience.learns, learns)
 
-    def of_sequences(x: torch.Tensor) -> float:
-        return ((x * mask).sum(1) / mask.sum(1)).mean().item()
-
-    log_ratio, used = log_ratios[mask == 1], weights[kept == 1]
+    used = weights[kept]
     expected = {
-        "init_policy_kl": of_sequences(kl),
-        "rewards_with_kl": of_sequences(rewards),
-        "generation_length": (batch.lengths - batch.prompt_lengths).float().mean().item(),
+        "init_policy_kl": of_sequences(kl).mean().item(),
+        "rewards_with_kl": of_sequences(rewards).mean().item(),
+        "generation_length": batch.response_lengths.float().mean().item(),
         "staleness_mean": 1.0,
         "staleness_max": 2.0,
-        "importance_truncated": (log_ratios.exp() > 1.2)[kept == 1].float().mean().item(),
+        "importance_truncated": (log_ratios.exp() > 1.2)[kept].float().mean().item(),
         "importance_weights": used.mean().item(),
         "importance_effective_share": (used.sum() ** 2 / (len(used) * used.square().sum())).item(),
         "importance_masked_sequences": ((ratios > 1.2) | (ratios < 0.9)).float().mean().item(),
-        "engine_kl": (log_ratio.exp() - 1 - log_ratio).mean().item(),
-        "engine_logprob_gap_mean": log_ratio.abs().mean().item(),
-        "engine_logprob_gap_max": log_ratio.abs().max().item(),
+        "engine_kl": (log_ratios.exp() - 1 - log_ratios).mean().item(),
+        "engine_logprob_gap_mean": log_ratios.abs().mean().item(),
+        "engine_logprob_gap_max": log_ratios.abs().max().item(),
         "rewards": made.scores.rewards.mean().item(),
         "prompt_lengths": batch.prompt_lengths.float().mean().item(),
         "response_lengths": batch.lengths.float().mean().item(),
-        "fraction_of_samples_properly_ended": batch.is_end.float().mean().item(),
+        "fraction_of_samples_properly_ended": batch.ended.float().mean().item(),
     }
-    moments = {"advantages": advantages, "returns": returns, "values": made.scores.values}
-    for name, values in moments.items():
-        expected[f"{name}_mean"] = values[mask == 1].mean().item()
-        expected[f"{name}_std"] = values[mask == 1].std(unbiased=False).item()
+    for name, values in {"advantages": advantages, "returns": returns, "values": columns["values"]}.items():
+        expected[f"{name}_mean"] = values.mean().item()
+        expected[f"{name}_std"] = values.std(unbiased=False).item()
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert metrics.keys() - expected.keys() == {"rollout_size", "nonfinite_samples"}
 
     settings = dataclasses.replace(
         settings, normalize=False, importance_weight_cap=None, importance_sequence_bounds=None
     )
-    experience, metrics = make_experience(batch, made.scores, logprobs, made.init_logprobs, settings, version=5)
-    torch.testing.assert_close(experience.advantages, advantages)
-    assert torch.all(experience.importance_weights == 1) and not any("importance" in name for name in metrics)
+    experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)
+    torch.testing.assert_close(experience.columns["advantages"], advantages)
+    weights = experience.columns["importance_weights"]
+    assert torch.all(weights == 1) and not any("importance" in name for name in metrics)
 
 
-def test_samples_are_shown_without_their_padding() -> None:
+def test_samples_are_shown_without_what_pads_them() -> None:
     made = step()
     missing: Any = None
     tokenizer: Any = SimpleNamespace(ids_to_text=str)
-    collector = RolloutCollector(missing, missing, tokenizer, scoring_batch_size=1, scoring_seconds=1.0)
+    collector = RolloutCollector(missing, missing, tokenizer, str, scoring_batch_size=1)
     shown = collector.sample_table(made.rollouts, made.scores, num_rows=3)
-    tokens = made.rollouts.tokens.tolist()
+    tokens = [part.tolist() for part in made.rollouts.tokens.split(made.rollouts.lengths.tolist())]
     assert len(shown) == 3
     assert shown[2] == (str(tokens[2][:1]), str(tokens[2][1:5]), made.scores.rewards[2].item())
 
@@ -279,39 +313,48 @@ def test_active_slots_are_the_mean_of_a_pass() -> None:
 
 
 def test_policy_and_critic_are_trained_on_what_is_theirs() -> None:
-    names = [field.name for field in dataclasses.fields(Experience)]
-    numbers = torch.arange(len(names) * 6.0).view(len(names), 3, 2)  # all different
-    experience = Experience(**dict(zip(names, numbers, strict=True)))
-    batch = PPOTrainer._policy_batch(experience, torch.tensor([2, 0]))
-    theirs = {"mask": "policy_mask", "old_logprobs": "logprobs"}
-    for field in dataclasses.fields(batch):
-        expected = getattr(experience, theirs.get(field.name, field.name))[[2, 0]]
-        assert torch.equal(getattr(batch, field.name), expected), field.name
+    experience, _ = step().experience()
+    batch = experience.minibatch([2, 0, 5])
+    rollouts, lengths = experience.rollouts, experience.rollouts.response_lengths.tolist()
+    assert batch.lengths.tolist() == rollouts.lengths[[0, 2, 5]].tolist()
+    assert batch.wanted.tolist() == experience.learns[[0, 2, 5]].tolist() == [True, False, True]
+    for name in ("old_logprobs", "advantages", "importance_weights"):
+        parts = experience.columns[name].split(lengths)
+        assert torch.equal(batch.columns[name], torch.cat([parts[0], parts[2], parts[5]])), name
+
     sent: list[torch.Tensor] = []
     client: Any = SimpleNamespace(train_async=lambda *tensors: sent.extend(tensors))
     journal: Any = object()
-    RemoteCritic(client, journal, "refuse").start_training(experience)
-    assert list(map(id, sent)) == [id(getattr(experience, name)) for name in ("tokens", "returns", "values", "mask")]
+    RemoteCritic(client, journal, "refuse", 1.0).start_training(experience.value_batch())
+    tokens, returns, values, mask = sent
+    assert mask.sum(1).tolist() == lengths  # also of the response that was cut off
+    of_samples = rollouts.tokens.split(rollouts.lengths.tolist())
+    for i in range(len(rollouts)):
+        assert tokens[i, : rollouts.lengths[i]].tolist() == of_samples[i].tolist() and not tokens[i, rollouts.lengths[i] :].any()
+        begin = int(rollouts.prompt_lengths[i]) - 1
+        assert mask[i].nonzero()[:, 0].tolist() == list(range(begin, begin + lengths[i]))
+        for sent_column, name in ((returns, "returns"), (values, "values")):
+            assert torch.equal(sent_column[i][mask[i] == 1], experience.columns[name].split(lengths)[i]), name
 
 
 # ---- the trainer --------------------------------------------------------------------------------
 
 
-def trainer(metrics: Any = None, **ppo: Any) -> PPOTrainer:
+def trainer(metrics: Any = None, **ppo: Any) -> RLTrainer:
     """With 100 prompts, of which a step takes 40, and without what generates and learns."""
     missing: Any = None
     cfg = small_job()
     cfg.trainer.ppo.update(save_interval=0, **ppo)
     actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=Schedule(lr=1.0, max_steps=9)))
     prompts = PromptSource([PromptItem([i], "", {}) for i in range(100)], 40, 7, True)
-    collector: Any = SimpleNamespace(sample_table=lambda *_: [])
+    collector: Any = SimpleNamespace(sample_table=lambda *_: [], scorer=SimpleNamespace(values=None))
     nothing: Any = SimpleNamespace(
         start_training=lambda experience: None, poll=lambda: None, check=lambda ahead=None: None,
         section=lambda name: contextlib.nullcontext(),
     )  # fmt: skip
     timer: Any = lambda name: contextlib.nullcontext()  # noqa: E731
-    return PPOTrainer(
-        PPOSettings.from_config(cfg, 2), actor, collector, nothing, prompts, missing, nothing, metrics, nothing, timer
+    return RLTrainer(
+        RLSettings.from_config(cfg, 2), actor, collector, prompts, missing, nothing, metrics, nothing, timer
     )
 
 
@@ -325,7 +368,7 @@ def test_training_starts_over_with_the_prompts_of_the_warm_up(monkeypatch: pytes
         return None, None
 
     monkeypatch.setattr(ppo, "generate_experience", generate)
-    monkeypatch.setattr(ppo, "wait_for_critic", lambda training: None)
+    monkeypatch.setattr(ppo, "start_critic", lambda experience: None)
     ppo.warm_up()
     assert asked == [(0, 1), (40, 2)] and ppo.consumed_samples == 0
 
@@ -342,7 +385,10 @@ def test_epochs_are_counted_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's is that of its first prompt, though another may begin with the next one."""
     metrics: Any = SimpleNamespace(rank=1, log_metrics=lambda *_: None, log_table=lambda *_: None)
     ppo, made = trainer(metrics), step()
-    monkeypatch.setattr(ppo, "_rollouts", lambda *_: (made.rollouts, made.scores, made.logprobs, made.init_logprobs))
+    collected: Any = SimpleNamespace(wait_for_rewards=lambda: made.scores)
+    monkeypatch.setattr(ppo, "collect", lambda *_: (collected, 6, {}))
+    monkeypatch.setattr(ppo, "deal", lambda _: made.rollouts)
+    monkeypatch.setattr(ppo, "logprobs", lambda *_, **__: dict(made.columns))
     found = []
     for ppo.consumed_samples in (0, 74, 80):
         _, logged = ppo.generate_experience()

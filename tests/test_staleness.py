@@ -23,7 +23,7 @@ from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.worlds import Link, Wait
 from nemo_style_aligner.rl.rollouts import remote
-from nemo_style_aligner.rl.rollouts.prompts import Prompt
+from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.rl.rollouts.schedule import GenerationSchedule
 from nemo_style_aligner.rl.rollouts.wire import pack_request, pack_results, unpack_request, unpack_results
 from nemo_style_aligner.telemetry.metrics import read_metrics
@@ -63,7 +63,7 @@ def test_the_runs_are_ones_that_could_differ(trained: Callable[[str], Tensors]) 
     for step in range(1, STEPS):
         assert not torch.equal(together[f"{step}.tokens"], still[f"{step}.tokens"]), step
         assert together[f"{step}.advantages"].std() > 0.1
-        assert together[f"{step}.policy_mask"].sum() > NUM_SAMPLES
+        assert together[f"{step}.learns"].sum() > 1
 
 
 @pytest.mark.parametrize("way", ["apart", "apart_pp2_to_tp2"])
@@ -131,7 +131,7 @@ def test_a_step_ahead_the_weights_are_those_of_the_step_before(
     assert all((w - 1).abs().max() > 0.05 and w.max() <= 2.0 for w in weights[1:])
     assert torch.equal(stale["1.importance_weights"].isfinite(), torch.ones_like(stale["1.mask"], dtype=torch.bool))
     # The engine's log-probs of step 1 are those of the initial weights, which the other run's trainer computes.
-    ratio = (stale["1.logprobs"] - still["1.logprobs"]).exp().clamp(max=2.0) * stale["1.mask"]
+    ratio = (stale["1.old_logprobs"] - still["1.old_logprobs"]).exp().clamp(max=2.0) * stale["1.mask"]
     torch.testing.assert_close(stale["1.importance_weights"], ratio, atol=1e-3, rtol=1e-3)
 
     logged = curves("stale")
@@ -149,9 +149,9 @@ def test_sequences_beyond_the_bounds_give_no_gradient(
 ) -> None:
     stale, still = trained("stale"), trained("stale_lr0")
     mask = stale["1.mask"]
-    means = ((stale["1.logprobs"] - still["1.logprobs"]).double() * mask).sum(1) / mask.sum(1)
+    means = ((stale["1.old_logprobs"] - still["1.old_logprobs"]).double() * mask).sum(1) / mask.sum(1)
     inside = (means.exp() >= 0.9) & (means.exp() <= 1.1)
-    assert torch.equal(stale["1.policy_mask"], mask * inside[:, None])
+    assert torch.equal(stale["1.learns"] != 0, inside)
     masked = [value for _, value in curves("stale")["train_rollouts/importance_masked_sequences"]]
     assert masked[1] == pytest.approx(1 - inside.double().mean().item())
     assert masked[0] == 0 < max(masked)
@@ -182,17 +182,24 @@ def test_stopped_and_resumed_is_as_if_never_stopped(
 
 def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() -> None:
     seeds: list[int] = []
-    generator: Any = SimpleNamespace(weight_version=0, start=lambda prompts, seed: seeds.append(seed))
-    collector: Any = SimpleNamespace(generator=generator, finish=lambda generation: generation)
-    prompts: Any = SimpleNamespace(batch=lambda start: [])
+    round_ = SimpleNamespace(metrics=dict)
+
+    def start(prompts: Any, seed: int) -> Any:
+        seeds.append(seed)
+        return round_
+
+    generator: Any = SimpleNamespace(weight_version=0, start=start)
+    collector: Any = SimpleNamespace(generator=generator, collect=lambda generation, group_size: None)
+    prompts: Any = SimpleNamespace(batch=lambda start: [], samples_per_prompt=1)
     model: Any = None
     schedule = GenerationSchedule(collector, model, ScopedTimer(), 7, staleness=1, unload_engine=False)
     for step in range(3):
         for stream in (0, -1, 1):
-            schedule.generate(prompts, 0, step, stream, version=0)
-    assert len(set(seeds)) == 9
+            for draw in (0, 1):
+                schedule.generate(prompts, 0, step, version=0, stream=stream, draw=draw)
+    assert len(set(seeds)) == 18
     schedule.start_ahead(prompts, 0, step=1, version=0)
-    assert seeds[9] == seeds[3]
+    assert seeds[18] == seeds[6]
 
 
 def _last_state(log_dir: Path) -> dict[str, Any]:

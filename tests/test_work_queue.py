@@ -39,8 +39,10 @@ from nemo_style_aligner.parallel.machine import outgoing_address, own_address
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.rl.rollouts import generator, intake, setup, work_client, work_server
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
+from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts.intake import AcceptedResponses, ScoredResponses
-from nemo_style_aligner.rl.rollouts.prompts import Prompt
+from nemo_style_aligner.rl.sample import Prompt, Sample
+from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.rl.rollouts.remote import RemoteRound
 from nemo_style_aligner.rl.rollouts.response_lengths import ResponseLengths
 from nemo_style_aligner.rl.rollouts.setup import build_work_source, open_work_queue
@@ -57,7 +59,7 @@ from nemo_style_aligner.rl.rollouts.work_queue import (
 from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
 from nemo_style_aligner.rl.rollouts.work_source import StaticPartition
 from nemo_style_aligner.seeds import derive_seed
-from nemo_style_aligner.servers.client import CriticClient, Scores
+from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
     RequestRefusedError,
@@ -722,50 +724,70 @@ def test_clients_of_a_future_round_are_told() -> None:
 
 
 class LateScores:
-    """A client whose answers come when the test says so."""
+    """A critic whose values come when the test says so."""
 
     def __init__(self) -> None:
-        self.answers: list[concurrent.futures.Future[Scores]] = []
+        self.answers: list[concurrent.futures.Future[list[torch.Tensor]]] = []
         self.last_progress = -math.inf
 
-    def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
+    def values(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]]:
         self.answers.append(concurrent.futures.Future())
         return self.answers[-1]
+
+    def scored(self, batch_size: int, seconds: float) -> ScoredResponses:
+        """What has responses scored by it, with a reward of 7.0 for each that is known at once."""
+        rewards: Any = types.SimpleNamespace(score=known_rewards, part_names=())
+        critic: Any = self
+
+        def sample(result: GenerationResult) -> Sample:
+            ids = result.prompt_token_ids + result.token_ids
+            return Sample(result.request_id, 0, {}, ids, len(result.prompt_token_ids), True, str)
+
+        return ScoredResponses(Scorer(rewards, critic, seconds, "the critic"), batch_size, sample)
+
+
+def known_rewards(samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
+    answer: concurrent.futures.Future[list[Reward]] = concurrent.futures.Future()
+    answer.set_result([Reward(7.0) for _ in samples])
+    return answer
 
 
 def test_scores_are_given_up_when_none_comes_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(intake, "time", types.SimpleNamespace(monotonic=clock))
-    client: Any = LateScores()
-    responses = ScoredResponses(client, 2, scoring_seconds=0.2)
+    critic = LateScores()
+    responses = critic.scored(batch_size=2, seconds=0.4)
     for request_id in range(5):
         responses.add(GenerationResult(request_id, [1], [2], [0.0], "stop", 0))
     responses.flush()
-    assert len(client.answers) == 3 and not responses.are_scored(0.0)
-    scores = [Scores(torch.full((2,), float(number)), torch.zeros(2, 1)) for number in range(3)]
+    assert len(critic.answers) == 3 and not responses.are_scored(0.0)
+    values = [[torch.tensor([float(i)]) for i in (2 * number, 2 * number + 1)][: 2 - number // 2] for number in range(3)]
     for number in (1, 0):  # each one starts the time anew
         clock.now += 0.3
-        client.answers[number].set_result(scores[number])
+        critic.answers[number].set_result(values[number])
         assert not responses.are_scored(0.0)
     for _ in range(2):  # and so does each step of a critic that is brought level
         clock.now += 0.3
-        client.last_progress = clock.now
+        critic.last_progress = clock.now
         assert not responses.are_scored(0.0)
+    assert responses.progress() == (4, 5)
     clock.now += 0.3
     assert not responses.are_scored(0.0)
     clock.now += 0.2
-    with pytest.raises(TimeoutError, match=r"no scores arrived for 0\.4 s.*samples \[4\] are missing"):
+    with pytest.raises(TimeoutError, match=r"no scores arrived for 0\.4 s.*samples \[4\] are missing: check the critic"):
         responses.are_scored(0.0)
-    client.answers[2].set_result(scores[2])
-    assert responses.are_scored(5.0) and list(responses.scores()) == scores
+    critic.answers[2].set_result(values[2])
+    assert responses.are_scored(5.0)
+    found = [(sample_id, reward.value, float(value)) for sample_id, reward, value in responses.scores() if value is not None]
+    assert found == [(i, 7.0, float(i)) for i in range(5)]
 
 
 def test_a_request_for_scores_that_fails_is_not_waited_for() -> None:
-    client: Any = LateScores()
-    responses = ScoredResponses(client, 1, scoring_seconds=60)
+    critic = LateScores()
+    responses = critic.scored(batch_size=1, seconds=120)
     for request_id in range(2):
         responses.add(GenerationResult(request_id, [1], [2], [0.0], "stop", 0))
-    client.answers[1].set_exception(RuntimeError("refused"))
+    critic.answers[1].set_exception(RuntimeError("refused"))
     with pytest.raises(RuntimeError, match="refused"):
         responses.are_scored(60.0)
 
@@ -911,7 +933,7 @@ def _wake_when_the_others_are_done(folder: Path, process: subprocess.Popen) -> N
 
 def test_every_sample_is_there_once_and_the_same_whatever_happens(rounds: dict[str, dict[str, Any]]) -> None:
     expected = rounds["healthy"]
-    assert expected["sample_ids"] == list(range(16)) and len({tuple(row) for row in expected["tokens"]}) == 16
+    assert len(expected["lengths"]) == 16 and len({tuple(row) for row in expected["tokens"]}) == 16
     for name, found in rounds.items():  # the order of serving differs from round to round as well
         assert {**found, "total": None} == {**expected, "total": None}, name
 

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from collections.abc import Callable, Sequence
+
 from omegaconf import DictConfig
 
 from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, start_watchdog, training_batching
+from nemo_style_aligner.algorithms.scoring_setup import build_scorer
 from nemo_style_aligner.config import log_directory
+from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.generation.stopping import text_before_end
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.policy_losses import LOSSES, LossSettings
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel import worlds
-from nemo_style_aligner.rl.loop import PPOTrainer
-from nemo_style_aligner.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.rl.experience import AdvantageSettings
+from nemo_style_aligner.rl.loop import RLTrainer
+from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.engine_setup import require_kv_cache
 from nemo_style_aligner.rl.rollouts.prompts import build_prompt_sources
 from nemo_style_aligner.rl.rollouts.setup import (
-    build_collector,
+    build_generator,
     build_rollout_rank,
-    build_scorer,
     open_work_queue,
     sampling_params,
 )
-from nemo_style_aligner.rl.settings import PPOSettings
+from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.servers.client import SequencesToScore
-from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
-from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.memory import peak_meter
 from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.user_code import load_function
 
 
-def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
-    """Build the PPO trainer with everything it needs, resumed if there is a checkpoint. Collective.
+def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
+    """Build the trainer with everything it needs, resumed if there is a checkpoint. Collective.
 
-    Waits for the critic and reward service, ``remote_critic_rm.timeouts.ready_seconds`` at most.
+    Waits for the services that it needs, ``remote_critic_rm.timeouts.ready_seconds`` at most.
 
     Raises:
         ValueError: settings that do not fit together (found before any weight is read), or servers that do not fit
@@ -54,27 +58,25 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     longest_trained = train_prompts.longest + longest_response
     longest = longest_trained if val_prompts is None else max(longest_trained, val_prompts.longest + longest_response)
     require_kv_cache(cfg, longest)
-    settings = PPOSettings.from_config(cfg, train_prompts.batches_per_epoch)
-    scorer = build_scorer(cfg)  # before any weight is read: the secret may be missing
+    settings = RLSettings.from_config(cfg, train_prompts.batches_per_epoch)
+    scorer = build_scorer(cfg, run)  # before any weight is read: the secret may be missing
     actor = build_actor(cfg, base, base.load(), settings)
-    ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
-    with activity.phase("waiting for the critic"), activity.bounded(ready_seconds):
-        num_rollouts = int(cfg.model.ppo.num_rollout_samples)
-        vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
-        sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint(), longest_trained * num_rollouts)
-        scorer.wait_until_ready(ready_seconds, sequences=sequences)
-    collector = build_collector(cfg, actor.model, base.tokenizer, scorer, longest, queue)
-    journal = CriticJournal(run.log_dir / "critic_journal", int(cfg.remote_critic_rm.journal_max_gibibytes * 2**30))
-    critic = RemoteCritic(
-        scorer,
-        journal if dist.get_rank() == 0 else None,
-        cfg.remote_critic_rm.trained_critic,
+    num_rollouts = train_prompts.batch_size * train_prompts.samples_per_prompt
+    vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
+    scorer.wait_until_ready(
+        SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint(), longest_trained * num_rollouts)
     )
-    trainer = PPOTrainer(
+    collector = RolloutCollector(
+        build_generator(cfg, actor.model, base.tokenizer, longest, queue),
+        scorer,
+        base.tokenizer,
+        response_text(cfg, base.tokenizer),
+        scoring_batch_size=int(cfg.model.ppo.rollout_micro_batch_size),
+    )
+    trainer = RLTrainer(
         settings,
         actor,
         collector,
-        critic,
         train_prompts,
         val_prompts,
         run.checkpoints,
@@ -85,7 +87,8 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> PPOTrainer:
     run.note_format(train_prompts.written)
     run.resume(cfg, actor.model, actor.optimizer, trainer)
     actor.optimizer.schedule.announce()
-    critic.begin()
+    if trainer.critic is not None:
+        trainer.critic.begin()
     return trainer
 
 
@@ -102,26 +105,57 @@ def serve_rollouts(cfg: DictConfig) -> int:
     return status
 
 
-def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings: PPOSettings) -> Actor:
+def response_text(cfg: DictConfig, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """What gives the text of a response's tokens, without what ended it."""
+    sampling = sampling_params(cfg, tokenizer)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        ids, least = tokenizer.without_end(list(token_ids)), sampling.min_new_tokens
+        return text_before_end(ids, tokenizer.ids_to_text, sampling.stop_strings, least)
+
+    return decode
+
+
+def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings: RLSettings) -> Actor:
     """Build the policy, its optimizer, and the initial policy if there is a KL penalty."""
-    initial_policy = None
-    if settings.advantages.kl_coef > 0:
-        # Frozen before a checkpoint is loaded: the penalty refers to the model that PPO started from.
-        initial_policy = FrozenWeights(
+    reference = None
+    if float(cfg.trainer.ppo.initial_policy_kl_penalty) > 0:
+        # Frozen before a checkpoint is loaded: the penalty refers to the model that the run started from.
+        reference = FrozenWeights(
             model, cfg.trainer.ppo.reference_policy_placement, lambda: base.build(trainable=False)
         )
-    updates_per_step = cfg.model.ppo.num_rollout_samples // settings.global_batch_size * settings.num_ppo_epochs
+    samples = cfg.model.ppo.num_rollout_samples * cfg.trainer.ppo.num_rollouts_per_prompt
+    updates_per_step = samples // settings.global_batch_size * settings.num_ppo_epochs
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps * updates_per_step)
     clip, offload = float(cfg.trainer.ppo.gradient_clip_val or 0.0), bool(cfg.model.ppo.offload_adam_states)
     optimizer = Optimizer(model, cfg.model.optim, schedule, clip, settings.nonfinite, offload=offload)
     return Actor(
         model,
         optimizer,
-        initial_policy,
+        reference,
         training_batching=training_batching(cfg.model),
         forward_batching=forward_batching(cfg.model.ppo),
         temperature=sampling_params(cfg).logprob_temperature,
-        ratio_eps=float(cfg.model.ppo.ratio_eps),
-        entropy_bonus=float(cfg.model.ppo.entropy_bonus),
-        kept_passes=keep_passes(model, initial_policy, cfg.model.ppo.keep_activations, settings.global_batch_size),
+        loss=loss_settings(cfg, settings.advantages),
+        kept_passes=keep_passes(model, reference, cfg.model.ppo.keep_activations, settings.global_batch_size),
+    )
+
+
+def loss_settings(cfg: DictConfig, advantages: AdvantageSettings) -> LossSettings:
+    """What the policy's updates minimise."""
+    trainer, model = cfg.trainer.ppo, cfg.model.ppo
+    named, low = str(trainer.policy_loss), float(model.ratio_eps)
+    constant = trainer.loss_constant_length or model.length_params.max_length
+    return LossSettings(
+        policy_loss=named if named in LOSSES else load_function(named, "trainer.ppo.policy_loss"),
+        clip_low=low,
+        clip_high=low if model.ratio_eps_high is None else float(model.ratio_eps_high),
+        dual_clip=trainer.dual_clip,
+        ratio_cap=float(model.cispo_ratio_max),
+        aggregation=trainer.loss_aggregation,
+        constant_length=int(constant),
+        kl_coef=float(trainer.initial_policy_kl_penalty) if trainer.kl_in == "loss" else 0.0,
+        kl_estimator=advantages.kl_estimator,
+        kl_clamp=advantages.kl_clamp,
+        entropy_bonus=float(model.entropy_bonus),
     )

@@ -63,7 +63,7 @@ class TrainingLoop(abc.ABC):
     """
 
     settings: LoopSettings
-    title: ClassVar[str]
+    title: str
     """The progress bar's title."""
     samples_name: ClassVar[str]
     """What the log calls the training samples."""

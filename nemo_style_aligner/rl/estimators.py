@@ -175,7 +175,7 @@ def gae(step: StepRewards) -> Estimate:
     assert step.values is not None
     counts = step.spread(step.counts)
     values = functional.zero_where_masked(step.values, counts)
-    return functional.flat_gae(values, step.token_rewards(), step.lengths, step.gamma, step.lam)
+    return functional.generalized_advantage_estimation(values, step.token_rewards(), step.lengths, step.gamma, step.lam)
 
 
 @estimator()
@@ -218,7 +218,7 @@ def rloo(step: StepRewards) -> Estimate:
 def reinforce_plus_plus(step: StepRewards) -> Estimate:
     """REINFORCE++, arXiv:2501.03262: the discounted rewards to come, KL penalty of each token included, whitened."""
     rewards = step.token_rewards()
-    rewards_to_go, _ = functional.flat_gae(torch.zeros_like(rewards), rewards, step.lengths, step.gamma, lam=1.0)
+    rewards_to_go, _ = functional.generalized_advantage_estimation(torch.zeros_like(rewards), rewards, step.lengths, step.gamma, lam=1.0)
     return rewards_to_go, None
 
 

@@ -1,19 +1,25 @@
-"""From scored rollouts to training data: the formulas of PPO in the order in which they apply."""
+"""From scored samples to training data: the formulas of a step in the order in which they apply."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from nemo_style_aligner import functional
+from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.errors import NonFiniteError
-from nemo_style_aligner.functional import KLEstimator, masked_mean
+from nemo_style_aligner.functional import KLEstimator
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
-from nemo_style_aligner.rl.rollouts.batch import Experience, RolloutBatch
-from nemo_style_aligner.servers.client import Scores
+from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.rl.estimators import Estimator, StepRewards
+from nemo_style_aligner.rl.overlong import overlong_penalty
+from nemo_style_aligner.rl.sample import Rollouts
+from nemo_style_aligner.rl.scoring import Scores
+from nemo_style_aligner.rl.values import ValueBatch
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -24,7 +30,8 @@ class AdvantageSettings:
     """How rewards become advantages (config keys of ``trainer.ppo`` in brackets).
 
     Attributes:
-        kl_coef: weight of the KL penalty [initial_policy_kl_penalty].
+        estimator: from rewards, and values if it needs them, to advantages [estimator].
+        kl_coef: weight of the KL penalty in the reward; 0 where it is a term of the loss [initial_policy_kl_penalty].
         kl_estimator: see `functional.kl_penalty` [kl_estimator, or use_absolute_kl].
         kl_clamp: bound of the per-token penalty; None for none [kl_clamp].
         gamma: discount [discount_factor].
@@ -33,10 +40,14 @@ class AdvantageSettings:
         unbiased: sample variance in the whitening [advantage_whitening_unbiased].
         mask_truncated: keep responses cut off at the length limit out of the policy's loss [mask_truncated].
         importance_weight_cap: cap of truncated importance sampling; None turns it off [importance_weight_cap].
-        importance_sequence_bounds: sequences whose `functional.sequence_ratios` are outside of these are left out of
-            the policy's loss; None for no bounds [importance_sequence_bounds].
+        importance_sequence_bounds: sequences whose mean ratio (see `_trusted`) is outside of these are left out of the
+            policy's loss; None for no bounds [importance_sequence_bounds].
+        max_length: the longest response [model.ppo.length_params.max_length].
+        overlong_buffer: how many tokens before that a penalty begins; 0: no penalty [overlong.buffer_tokens].
+        overlong_penalty: at ``max_length`` [overlong.penalty].
     """
 
+    estimator: Estimator
     kl_coef: float
     kl_estimator: KLEstimator
     kl_clamp: float | None
@@ -47,134 +58,194 @@ class AdvantageSettings:
     mask_truncated: bool
     importance_weight_cap: float | None
     importance_sequence_bounds: tuple[float, float] | None
+    max_length: int
+    overlong_buffer: int
+    overlong_penalty: float
+
+
+@dataclasses.dataclass
+class Experience:
+    """Scored rollouts, ready to train on. Flat tensors [R] have one number per response token of this rank's share.
+
+    Attributes:
+        rollouts: the N samples.
+        learns: bool [N], samples of the policy's loss: those that count, without truncated responses
+            (`mask_truncated`) and sequences outside `importance_sequence_bounds`.
+        columns: fp32 [R] each. ``old_logprobs``: the policy's, the trainer's or the engine's (`policy_logprobs`);
+            ``advantages``; ``importance_weights``; ``reference_logprobs`` where there is a KL penalty; ``values`` and
+            ``returns`` where the estimator needs values.
+    """
+
+    rollouts: Rollouts
+    learns: torch.Tensor
+    columns: dict[str, torch.Tensor]
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def minibatch(self, samples: Sequence[int]) -> RaggedBatch:
+        """This rank's rows of the samples that are trained on together."""
+        chosen = torch.zeros(len(self), dtype=torch.bool)
+        chosen[list(samples)] = True
+        own = self.rollouts.own
+        return self.rollouts.batch(self.learns, self.columns).rows(chosen[own].nonzero()[:, 0])
+
+    def dealt(self, share: torch.Tensor) -> Experience:
+        """The same with another share of the samples on each rank, int64 [n]. Collective."""
+        rollouts = self.rollouts
+        responses = rollouts.response_lengths
+        return Experience(
+            dataclasses.replace(
+                rollouts,
+                own=share,
+                tokens=rollouts.dealt(share, rollouts.tokens, rollouts.lengths),
+                engine_logprobs=rollouts.dealt(share, rollouts.engine_logprobs, responses),
+            ),
+            self.learns,
+            {name: rollouts.dealt(share, column, responses) for name, column in self.columns.items()},
+        )
+
+    def value_batch(self) -> ValueBatch | None:
+        """What a value source learns: all samples on rank 0, None elsewhere. Collective."""
+        rollouts = self.rollouts
+        tokens = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths)
+        parts = [rollouts.on_first_rank(self.columns[name], rollouts.response_lengths) for name in ("returns", "values")]
+        if tokens is None:
+            return None
+        width = max(map(len, tokens))
+        first = (rollouts.prompt_lengths - 1).tolist()
+        padded = []
+        for rows in (*parts, [torch.ones(length) for length in rollouts.response_lengths.tolist()]):
+            assert rows is not None
+            column = torch.zeros(len(rollouts), width - 1)
+            for row, (begin, values) in enumerate(zip(first, rows, strict=True)):
+                column[row, begin : begin + len(values)] = values
+            padded.append(column)
+        returns, values, mask = padded
+        mask *= rollouts.counts[:, None]
+        return ValueBatch(pad_rows([row.tolist() for row in tokens], 0), returns, values, mask)
+
+
+_CALLED = {
+    "old_logprobs": "log-probs",
+    "reference_logprobs": "the initial policy's log-probs",
+    "values": "values",
+}
+"""Columns in messages."""
 
 
 def leave_out_nonfinite(
-    rollouts: RolloutBatch,
-    scores: Scores,
-    logprobs: torch.Tensor,
-    init_logprobs: torch.Tensor | None,
-    policy: NonFinitePolicy,
-) -> tuple[RolloutBatch, Scores, torch.Tensor, torch.Tensor | None]:
-    """Mark samples whose reward, values or log-probs hold NaN or Inf as invalid, and put zeros in their place.
-
-    All ranks hold all samples, so all come to the same result.
+    rollouts: Rollouts, scores: Scores, columns: Mapping[str, torch.Tensor], policy: NonFinitePolicy
+) -> tuple[Rollouts, dict[str, torch.Tensor]]:
+    """Have samples whose reward or tokens hold NaN or Inf not count, with zeros in place of their tokens. Collective.
 
     Args:
-        rollouts, scores: n sequences of s tokens.
-        logprobs, init_logprobs: fp32 [n, s-1], of the policy and, if there is one, of the initial policy.
+        columns: fp32 [R] each; see `make_experience`.
         policy: what to do about such samples; ``skip`` leaves them out.
 
     Raises:
         NonFiniteError: there are such samples, and the policy is ``stop`` or no other samples are left.
     """
-    mask = rollouts.response_mask()
-    parts = {"reward": scores.rewards[:, None], "values": scores.values}
-    parts["log-probs"] = functional.zero_where_masked(logprobs, mask)
-    if logprobs is not rollouts.engine_logprobs:
-        parts["the engine's log-probs"] = functional.zero_where_masked(rollouts.engine_logprobs, mask)
-    if init_logprobs is not None:
-        parts["the initial policy's log-probs"] = functional.zero_where_masked(init_logprobs, mask)
-    valid = torch.ones(len(rollouts), dtype=torch.bool)
-    troubles = []
-    for name, tensor in parts.items():
-        bad = ~tensor.isfinite().all(dim=1)
-        valid &= ~bad
-        if bad.any():
-            samples, prompts = rollouts.sample_ids[bad].tolist(), rollouts.prompt_ids[bad].tolist()
-            troubles.append(f"{name} of samples {samples} (prompts {prompts})")
+    of_tokens = {_CALLED[name]: column for name, column in columns.items()}
+    if columns.get("old_logprobs") is not rollouts.engine_logprobs:
+        of_tokens["the engine's log-probs"] = rollouts.engine_logprobs
+    bad = {"reward": ~scores.rewards.isfinite()}
+    bad |= {name: rollouts.sums(~column.isfinite()) > 0 for name, column in of_tokens.items()}
+    troubles = [
+        f"{name} of samples {rows.nonzero()[:, 0].tolist()} (prompts {rollouts.prompt_ids[rows].tolist()})"
+        for name, rows in bad.items()
+        if rows.any()
+    ]
     if not troubles:
-        return rollouts, scores, logprobs, init_logprobs
-    trouble = "NaN or Inf in " + "; in ".join(troubles)
-    if policy.action == "stop" or not valid.any():
+        return rollouts, dict(columns)
+    counts = ~torch.stack(list(bad.values())).any(0)
+    trouble = "; ".join(["NaN or Inf in " + "; in ".join(troubles), *scores.problems])
+    if policy.action == "stop" or not counts.any():
         raise NonFiniteError(
-            f"{trouble}. These samples were not trained on. Check their prompts, the critic and the reward service, or "
+            f"{trouble}. These samples were not trained on. Check their prompts, the critic and the rewards, or "
             "set trainer.ppo.on_nonfinite=skip to leave such samples out as long as others remain"
         )
     warn_for_all_ranks(logger, "%s: these samples are left out", trouble)
-
-    def cleared(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.masked_fill(~valid if tensor.ndim == 1 else ~valid[:, None], 0)
-
-    return (
-        dataclasses.replace(rollouts, is_valid=valid, engine_logprobs=cleared(rollouts.engine_logprobs)),
-        Scores(rewards=cleared(scores.rewards), values=cleared(scores.values)),
-        cleared(logprobs),
-        None if init_logprobs is None else cleared(init_logprobs),
-    )
+    left_out = rollouts.spread(~counts)
+    cleared = {name: column.masked_fill(left_out, 0) for name, column in columns.items()}
+    engine_logprobs = rollouts.engine_logprobs.masked_fill(left_out, 0)
+    return dataclasses.replace(rollouts, counts=counts, engine_logprobs=engine_logprobs), cleared
 
 
 def make_experience(
-    rollouts: RolloutBatch,
+    rollouts: Rollouts,
     scores: Scores,
-    logprobs: torch.Tensor,
-    init_logprobs: torch.Tensor | None,
+    columns: Mapping[str, torch.Tensor],
     settings: AdvantageSettings,
     version: int,
 ) -> tuple[Experience, dict[str, float]]:
-    """Compute KL-penalised token rewards, advantages and returns by GAE, whitening, and importance weights.
+    """Advantages, returns and importance weights, and the step's metrics. Collective over the data-parallel ranks.
 
     Args:
-        rollouts, scores: n sequences of s tokens.
-        logprobs: fp32 [n, s-1], of the policy: those that PPO's ratio starts from [policy_logprobs].
-        init_logprobs: fp32 [n, s-1], of the initial policy; None where there is no KL penalty.
+        columns: fp32 [R] each: ``old_logprobs``, and where there are any, ``reference_logprobs`` and ``values``.
         version: of the policy's present weights, from which staleness is counted.
 
     Returns:
-        The experience, and the step's metrics under NeMo-Aligner's names.
+        The experience, and the step's metrics under NeMo-Aligner's names, the same on every rank.
     """
-    mask = rollouts.response_mask() * rollouts.is_valid[:, None]
-    policy_mask = mask * rollouts.is_end[:, None] if settings.mask_truncated else mask
-
-    if init_logprobs is None:
-        init_logprobs = logprobs
-    kl = functional.kl_penalty(logprobs, init_logprobs, settings.kl_estimator, settings.kl_clamp) * mask
-    rewards = functional.token_rewards(scores.rewards, kl, rollouts.lengths, settings.kl_coef)
-    advantages, returns = functional.generalized_advantage_estimation(
-        scores.values, rewards, mask, settings.gamma, settings.lam
+    logprobs, values = columns["old_logprobs"], columns.get("values")
+    counts, every_length = rollouts.counts, rollouts.response_lengths
+    kl = torch.zeros_like(logprobs)
+    if "reference_logprobs" in columns:
+        kl = functional.kl_penalty(
+            logprobs, columns["reference_logprobs"], settings.kl_estimator, settings.kl_clamp
+        ).masked_fill(~rollouts.spread(counts), 0)
+    overlong = overlong_penalty(every_length, settings.max_length, settings.overlong_buffer, settings.overlong_penalty)
+    penalty = rollouts.sums(settings.kl_coef * kl)
+    advantages, returns = settings.estimator(
+        StepRewards(
+            groups=rollouts.groups,
+            counts=counts,
+            rewards=scores.rewards + overlong,
+            ended=rollouts.ended,
+            kl=penalty,
+            all_lengths=every_length,
+            own=rollouts.own,
+            token_kl=settings.kl_coef * kl,
+            values=values,
+            gamma=settings.gamma,
+            lam=settings.lam,
+        )
     )
-    importance_weights, trusted = _importance(logprobs, rollouts.engine_logprobs, mask, settings)
-    policy_mask = policy_mask * trusted[:, None]
-    staleness = version - rollouts.weight_versions
+    weights, trusted = _importance(rollouts, logprobs, settings)
+    learns = counts & trusted & (rollouts.ended if settings.mask_truncated else counts)
+    lengths = every_length.double()
     metrics = {
-        **_rollout_metrics(rollouts, scores, kl, rewards, mask),
-        **_moments("advantages", advantages, mask),
-        **_moments("returns", returns, mask),
-        **_moments("values", scores.values, mask),
-        **engine_gap(logprobs, rollouts.engine_logprobs, mask),
-        "staleness_mean": staleness.float().mean().item(),
-        "staleness_max": float(staleness.max()),
-        **_importance_metrics(importance_weights, trusted, logprobs - rollouts.engine_logprobs, policy_mask, settings),
+        **rollout_metrics(rollouts, scores, version),
+        "rewards_with_kl": ((scores.rewards + overlong - penalty) / lengths)[counts].mean().item(),
+        "init_policy_kl": (rollouts.sums(kl) / lengths)[counts].mean().item(),
+        **_moments("advantages", advantages, rollouts),
+        **({} if returns is None else _moments("returns", returns, rollouts)),
+        **({} if values is None else _moments("values", values, rollouts)),
+        **engine_gap(rollouts, logprobs),
+        **_importance_metrics(rollouts, weights, trusted, logprobs, learns, settings),
     }
+    if settings.overlong_buffer:
+        metrics["overlong_penalty"] = overlong[counts].mean().item()
     if settings.normalize:
-        # Every rank holds all samples, so this is the whitening over all data-parallel ranks.
-        advantages = functional.whiten(advantages, policy_mask, settings.unbiased)
-    experience = Experience(
-        prompt_ids=rollouts.prompt_ids,
-        tokens=rollouts.tokens,
-        mask=mask,
-        policy_mask=policy_mask,
-        logprobs=logprobs,
-        values=scores.values,
-        advantages=advantages,
-        returns=returns,
-        importance_weights=importance_weights,
-    )
-    return experience, metrics
+        advantages = _whitened(rollouts, advantages, learns, settings.unbiased)
+    made = {**columns, "advantages": advantages, "importance_weights": weights}
+    return Experience(rollouts, learns, made if returns is None else made | {"returns": returns}), metrics
 
 
-def why_nothing_is_learnt(rollouts: RolloutBatch, experience: Experience, settings: AdvantageSettings) -> str | None:
+def why_nothing_is_learnt(experience: Experience, settings: AdvantageSettings) -> str | None:
     """Why no response is left for the policy's loss, and what to check; None if any is left."""
-    if experience.policy_mask.any():
+    rollouts = experience.rollouts
+    if experience.learns.any():
         return None
-    if settings.mask_truncated and not rollouts.is_end.any():
+    if settings.mask_truncated and not rollouts.ended.any():
         return (
             f"none of {len(rollouts)} responses has ended by itself, so there is nothing for the policy to learn "
             "(trainer.ppo.mask_truncated): does the model know what ends a response "
             "(model.ppo.sampling_params.end_strings), and is model.ppo.length_params.max_length enough?"
         )
-    reasons = {"without an end (mask_truncated)": ~rollouts.is_end} if settings.mask_truncated else {}
-    reasons["with NaN or Inf (on_nonfinite=skip)"] = ~rollouts.is_valid
+    reasons = {"without an end (mask_truncated)": ~rollouts.ended} if settings.mask_truncated else {}
+    reasons["with NaN or Inf (on_nonfinite=skip)"] = ~rollouts.counts
     named = ", ".join(f"{int(left_out.sum())} {reason}" for reason, left_out in reasons.items())
     others = "" if settings.importance_sequence_bounds is None else ", the others outside importance_sequence_bounds"
     return (
@@ -183,79 +254,115 @@ def why_nothing_is_learnt(rollouts: RolloutBatch, experience: Experience, settin
     )
 
 
-def _rollout_metrics(
-    rollouts: RolloutBatch, scores: Scores, kl: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor
-) -> dict[str, float]:
-    """Metrics of lengths, endings, rewards and KL; ``kl``, ``rewards``, ``mask`` fp32 [n, s-1]."""
-    valid = rollouts.is_valid
-    return {
-        "rollout_size": len(rollouts),
-        "prompt_lengths": rollouts.prompt_lengths.float().mean().item(),
-        "response_lengths": rollouts.lengths.float().mean().item(),
-        "generation_length": (rollouts.lengths - rollouts.prompt_lengths).float().mean().item(),
-        "fraction_of_samples_properly_ended": rollouts.is_end.float().mean().item(),
-        "rewards": scores.rewards[valid].mean().item(),
-        "rewards_with_kl": masked_mean(rewards, mask, dim=-1)[valid].mean().item(),
-        "init_policy_kl": masked_mean(kl, mask, dim=-1)[valid].mean().item(),
-        "nonfinite_samples": float((~valid).sum()),
-    }
+# ---- over the tokens of all ranks ---------------------------------------------------------------
 
 
-def _moments(name: str, values: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """Mean and standard deviation over the tokens of ``mask``."""
-    mean = masked_mean(values, mask)
-    deviation = masked_mean((values - mean).square(), mask).sqrt()
-    return {f"{name}_mean": mean.item(), f"{name}_std": deviation.item()}
+def _token_mean(rollouts: Rollouts, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The mean over the response tokens of some samples, fp64; 0 where there are none. ``rows``: bool [N]."""
+    return rollouts.sums(x)[rows].sum() / rollouts.response_lengths[rows].sum().clamp(min=1)
+
+
+def _moments(name: str, x: torch.Tensor, rollouts: Rollouts) -> dict[str, float]:
+    """Mean and standard deviation over the response tokens of samples that count."""
+    mean = _token_mean(rollouts, x, rollouts.counts)
+    variance = _token_mean(rollouts, (x.double() - mean).square(), rollouts.counts)
+    return {f"{name}_mean": mean.item(), f"{name}_std": variance.sqrt().item()}
+
+
+def _whitened(rollouts: Rollouts, x: torch.Tensor, rows: torch.Tensor, unbiased: bool) -> torch.Tensor:
+    """``(x - mean) / sqrt(var + 1e-8)`` over the response tokens of some samples, zeros in the others.
+
+    In two passes and fp64: ``E[x^2] - E[x]^2`` would lose all digits where the mean is large.
+
+    Args:
+        unbiased: divide the variance by n-1 (as TRL does) instead of n (as NeMo-Aligner does).
+    """
+    centred = x.double() - _token_mean(rollouts, x, rows)
+    count = int(rollouts.response_lengths[rows].sum())
+    variance = rollouts.sums(centred.square())[rows].sum() / max(1, count - 1 if unbiased else count)
+    return (centred * torch.rsqrt(variance + 1e-8)).masked_fill(~rollouts.spread(rows), 0).to(x.dtype)
+
+
+# ---- importance ---------------------------------------------------------------------------------
 
 
 def _importance(
-    logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, settings: AdvantageSettings
+    rollouts: Rollouts, logprobs: torch.Tensor, settings: AdvantageSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance weights of tokens, [n, s-1]; whether each sequence's ratio is within the bounds (1 or 0), [n].
+    """Importance weights of tokens, fp32 [R]; whether each sequence's ratio is within the bounds, bool [N].
 
     The engine's log-probs are of the weights that generated, the trainer's of the present ones: their ratio corrects
     for the engine's numerics and for stale weights alike. PPO's own ratio starts from the present policy
-    (arXiv:2110.00641).
+    (arXiv:2110.00641). A weight is ``min(p_trainer / p_engine, cap)``: truncation bounds the variance (Ionides 2008,
+    "Truncated Importance Sampling"). A sequence's ratio is ``exp(mean_t log(p_trainer / p_engine))``, the geometric
+    mean of its tokens' ratios, as in GSPO (arXiv:2507.18071): sequences of different lengths are comparable.
     """
-    weights, trusted = torch.ones_like(mask), torch.ones_like(mask[:, 0])
+    log_ratios = logprobs - rollouts.engine_logprobs
+    weights, trusted = torch.ones_like(logprobs), torch.ones(len(rollouts), dtype=torch.bool)
     if settings.importance_weight_cap is not None:
-        weights = functional.truncated_importance_weights(
-            logprobs, engine_logprobs, mask, settings.importance_weight_cap
-        )
+        # The cap is applied before the exponential, which therefore cannot overflow.
+        weights = log_ratios.clamp(max=math.log(settings.importance_weight_cap)).exp()
     if settings.importance_sequence_bounds is not None:
         low, high = settings.importance_sequence_bounds
-        ratios = functional.sequence_ratios(logprobs, engine_logprobs, mask)
-        trusted = ((ratios >= low) & (ratios <= high)).to(mask.dtype)
+        ratios = (rollouts.sums(log_ratios) / rollouts.response_lengths).exp()
+        trusted = (ratios >= low) & (ratios <= high)
     return weights, trusted
 
 
 def _importance_metrics(
+    rollouts: Rollouts,
     weights: torch.Tensor,
     trusted: torch.Tensor,
-    log_ratios: torch.Tensor,
-    policy_mask: torch.Tensor,
+    logprobs: torch.Tensor,
+    learns: torch.Tensor,
     settings: AdvantageSettings,
 ) -> dict[str, float]:
     """Metrics of what `_importance` returned; weights count over the tokens of the policy's loss."""
     metrics: dict[str, float] = {}
-    if settings.importance_weight_cap is not None and policy_mask.any():
-        is_cut = log_ratios >= math.log(settings.importance_weight_cap)  # exp may round a weight to below the cap
-        metrics["importance_weights"] = masked_mean(weights, policy_mask).item()
-        metrics["importance_truncated"] = masked_mean(is_cut.to(policy_mask.dtype), policy_mask).item()
-        metrics["importance_effective_share"] = functional.effective_sample_share(weights, policy_mask).item()
+    if settings.importance_weight_cap is not None and learns.any():
+        # exp may round a weight to below the cap
+        is_cut = logprobs - rollouts.engine_logprobs >= math.log(settings.importance_weight_cap)
+        mean, square = (_token_mean(rollouts, x, learns) for x in (weights, weights.double().square()))
+        metrics["importance_weights"] = mean.item()
+        metrics["importance_truncated"] = _token_mean(rollouts, is_cut, learns).item()
+        # Kish's effective sample size over the number of tokens, 1 for equal weights.
+        metrics["importance_effective_share"] = (mean.square() / square.clamp(min=torch.finfo(torch.float64).tiny)).item()
     if settings.importance_sequence_bounds is not None:
-        metrics["importance_masked_sequences"] = 1.0 - trusted.mean().item()
+        metrics["importance_masked_sequences"] = 1.0 - trusted.double().mean().item()
     return metrics
 
 
-def engine_gap(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """How far the generation engine's log-probs are from the trainer's, over response tokens.
+# ---- metrics ------------------------------------------------------------------------------------
+
+
+def rollout_metrics(rollouts: Rollouts, scores: Scores, version: int) -> dict[str, float]:
+    """Metrics of lengths, endings, rewards and staleness; see `make_experience`."""
+    counts, staleness = rollouts.counts, version - rollouts.weight_versions
+    parts = {f"rewards/{name}": part[counts & part.isfinite()] for name, part in scores.parts.items()}
+    return {
+        "rollout_size": len(rollouts),
+        "prompt_lengths": rollouts.prompt_lengths.float().mean().item(),
+        "response_lengths": rollouts.lengths.float().mean().item(),
+        "generation_length": rollouts.response_lengths.float().mean().item(),
+        "fraction_of_samples_properly_ended": rollouts.ended.float().mean().item(),
+        "rewards": scores.rewards[counts].mean().item(),
+        **{name: part.mean().item() for name, part in parts.items() if len(part)},
+        "nonfinite_samples": float((~counts).sum()),
+        "staleness_mean": staleness.float().mean().item(),
+        "staleness_max": float(staleness.max()),
+    }
+
+
+def engine_gap(rollouts: Rollouts, logprobs: torch.Tensor) -> dict[str, float]:
+    """How far the generation engine's log-probs are from the trainer's, over response tokens. Collective.
 
     ``engine_kl`` is the k3 estimate of KL(engine || trainer).
     """
-    difference = functional.zero_where_masked(engine_logprobs - trainer_logprobs, mask)
+    gap = (rollouts.engine_logprobs - logprobs).abs()
+    largest = rollouts.everywhere(torch.segment_reduce(gap, "max", lengths=rollouts.own_responses, initial=0.0))
+    kl = functional.kl_penalty(rollouts.engine_logprobs, logprobs, "k3")
     return {
-        "engine_logprob_gap_mean": masked_mean(difference.abs(), mask).item(),
-        "engine_logprob_gap_max": difference.abs().max().item(),
-        "engine_kl": masked_mean(functional.kl_penalty(engine_logprobs, trainer_logprobs, "k3"), mask).item(),
+        "engine_logprob_gap_mean": _token_mean(rollouts, gap, rollouts.counts).item(),
+        "engine_logprob_gap_max": largest[rollouts.counts].max().item(),
+        "engine_kl": _token_mean(rollouts, kl, rollouts.counts).item(),
     }

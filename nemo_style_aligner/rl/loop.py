@@ -1,4 +1,10 @@
-"""Proximal policy optimisation (arXiv:1707.06347) of a language model, against a critic in another job."""
+"""Reinforcement learning of a language model: one step of any algorithm.
+
+A step generates samples, has them scored, makes advantages of the scores, and trains the policy (and the critic, where
+there is one) on them. What differs between algorithms is not here: from scores to advantages is the estimator's
+(`estimators`), from advantages to gradients the policy loss's (`models.policy_losses`), and where rewards and values
+come from is the scorer's (`scoring`).
+"""
 
 from __future__ import annotations
 
@@ -15,17 +21,23 @@ from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublis
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.jobs.training_loop import TrainingLoop
-from nemo_style_aligner.models.actor import Actor, PolicyBatch
-from nemo_style_aligner.models.pipeline import rows
-from nemo_style_aligner.rl.experience import leave_out_nonfinite, make_experience, why_nothing_is_learnt
-from nemo_style_aligner.rl.remote_critic import CriticSave, CriticTraining, RemoteCritic
-from nemo_style_aligner.rl.rollouts.batch import Experience, RolloutBatch
-from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
+from nemo_style_aligner.models.actor import Actor
+from nemo_style_aligner.rl.experience import (
+    Experience,
+    leave_out_nonfinite,
+    make_experience,
+    rollout_metrics,
+    why_nothing_is_learnt,
+)
+from nemo_style_aligner.rl.groups import GroupedSamples
+from nemo_style_aligner.rl.rollouts.collector import Collected, RolloutCollector, deal
 from nemo_style_aligner.rl.rollouts.prompts import PromptSource
 from nemo_style_aligner.rl.rollouts.schedule import GenerationSchedule
-from nemo_style_aligner.rl.settings import PPOSettings
+from nemo_style_aligner.rl.sample import Rollouts
+from nemo_style_aligner.rl.scoring import Scores
+from nemo_style_aligner.rl.settings import RLSettings
+from nemo_style_aligner.rl.values import Save, Training
 from nemo_style_aligner.seeds import derive_seed
-from nemo_style_aligner.servers.client import Scores
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -36,26 +48,23 @@ logger = logging.getLogger(__name__)
 _OF_TWO_POLICIES = ("engine_", "importance_")
 
 
-class PPOTrainer(TrainingLoop):
-    """Trains a policy with PPO. Every rank of the actor job that trains runs `fit`.
+class RLTrainer(TrainingLoop):
+    """Trains a policy on scored samples of its own. Every rank of the actor job that trains runs `fit`.
 
-    Args:
     Attributes:
         consumed_samples: training prompts used.
         ppo_optimization_step: policy updates made, those skipped for NaN or Inf included.
         warm_up_rounds: rounds of the critic's warm-up made.
     """
 
-    title = "PPO"
     samples_name = "prompts"
-    settings: PPOSettings
+    settings: RLSettings
 
     def __init__(
         self,
-        settings: PPOSettings,
+        settings: RLSettings,
         actor: Actor,
         collector: RolloutCollector,
-        critic: RemoteCritic,
         train_prompts: PromptSource,
         val_prompts: PromptSource | None,
         checkpoints: CheckpointManager,
@@ -66,7 +75,7 @@ class PPOTrainer(TrainingLoop):
         super().__init__(settings, actor.model, actor.optimizer, checkpoints, metrics, run_control, timer)
         self.actor = actor
         self.collector = collector
-        self.critic = critic
+        self.critic = collector.scorer.values  # None where the estimator needs no values
         self.train_prompts = train_prompts
         self.val_prompts = val_prompts
         self.schedule = GenerationSchedule(
@@ -77,19 +86,176 @@ class PPOTrainer(TrainingLoop):
             staleness=settings.staleness,
             unload_engine=settings.unload_engine,
         )
+        self.title = "PPO" if settings.advantages.estimator.needs_values else settings.advantages.estimator.name
         self.consumed_samples = 0
         self.ppo_optimization_step = 0
         self.warm_up_rounds = 0
 
+    # ---- a step -----------------------------------------------------------------------------
+
     def make_step(self) -> None:
-        """Make and count one PPO step. Until its rollouts are scored it can be abandoned: the state has none of it."""
+        """Make and count one step. Until its samples are scored it can be abandoned: the state has none of it."""
         with self.timer("step"):
             experience, metrics = self.generate_experience()
-            self.train(experience)
+            with self.run_control.section("training"):  # once a critic has its batch the step must be completed
+                critic_training = self.start_critic(experience)
+                self.train_policy(experience)
+                self.wait_for_critic(critic_training)
         self.schedule.drop(self.step)
         self.count_step(metrics)
 
-    # ---- the phases -------------------------------------------------------------------------
+    def generate_experience(self, offset: int | None = None, stream: int = 0) -> tuple[Experience, dict[str, float]]:
+        """Generate (or take what was generated beside training), score, compute log-probs and advantages.
+
+        Args:
+            offset: training prompts to skip; by default those consumed so far.
+            stream: distinguishes random streams of rounds that belong to the same step.
+
+        Returns:
+            The experience, and the metrics that were logged about it.
+        """
+        start = self.consumed_samples if offset is None else offset
+        epoch = self.epoch
+        with self.timer("rollout_time"):
+            collected, consumed, drawn = self.collect(start, stream)
+            rollouts = self.deal(collected)
+            columns = self.logprobs(rollouts, is_trained=stream == 0)
+            with self.timer("critic_wait"):
+                scores = collected.wait_for_rewards()
+            if self.critic is not None:
+                columns["values"] = collected.values_of(rollouts)
+        self.run_control.check(ahead="training")
+        self.train_prompts.observe(rollouts)  # changes the state, so after the last point that can abandon the step
+        self.consumed_samples = start + consumed
+        rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.nonfinite)
+        advantages, version = self.settings.advantages, self.ppo_optimization_step
+        experience, metrics = make_experience(rollouts, scores, columns, advantages, version)
+        if self.settings.takes_engine_logprobs:
+            metrics = _without(metrics, _OF_TWO_POLICIES)
+        if self.metrics.rank == 0 and (reason := why_nothing_is_learnt(experience, advantages)):
+            logger.warning("step %d: %s", self.step + 1, reason)
+        metrics |= drawn | {"consumed_samples": self.consumed_samples, "epoch": epoch + 1}
+        self._log(metrics, "train_rollouts/")
+        self._log_samples("table/train_rollouts", rollouts, scores)
+        return experience, metrics
+
+    def collect(self, start: int, stream: int) -> tuple[Collected, int, dict[str, float]]:
+        """A step's samples, without groups that teach nothing if there is dynamic sampling.
+
+        Args:
+            start: training prompts to skip.
+            stream: see `generate_experience`.
+
+        Returns:
+            The samples, how many prompts they took, and metrics of what was drawn.
+        """
+        prompts, version, settings = self.train_prompts, self.ppo_optimization_step, self.settings
+        with self.timer("offload"):
+            self.actor.optimizer.offload_states()
+        collected, of_generation = self.schedule.generate(prompts, start, self.step, version, stream=stream)
+        consumed, metrics = prompts.batch_size, dict[str, float]()
+        if settings.sampling_rounds > 1:
+            collected, consumed, metrics = self._with_useful_groups(collected, start, stream)
+        self.schedule.unload()
+        self._log(of_generation, "generation/")
+        if stream == 0 and self.step + 1 < settings.max_steps:
+            self.schedule.start_ahead(prompts, start + consumed, self.step + 1, version)
+        self.run_control.check()
+        return collected, consumed, metrics
+
+    def _with_useful_groups(
+        self, first: Collected, start: int, stream: int
+    ) -> tuple[Collected, int, dict[str, float]]:
+        """`collect`'s dynamic sampling: more prompts are drawn in place of groups whose rewards are all equal.
+
+        Where the last round leaves some missing, such groups of the first round take their places.
+        """
+        prompts, version = self.train_prompts, self.ppo_optimization_step
+        useful, spare = self._useful(first)
+        kept, rounds, dropped = first.only(useful), 1, len(spare)
+        while len(kept) < len(first) and rounds < self.settings.sampling_rounds:
+            offset = start + rounds * prompts.batch_size
+            more, _ = self.schedule.generate(prompts, offset, self.step, version, stream=stream, draw=rounds)
+            useful, useless = self._useful(more)
+            kept, rounds, dropped = kept.followed_by(more.only(useful)), rounds + 1, dropped + len(useless)
+        missing = max(0, len(first) - len(kept))
+        kept = kept.only(range(len(first) - missing)).followed_by(first.only(spare[:missing]))
+        metrics = {"sampling_rounds": rounds, "dropped_samples": dropped - missing, "uninformative_samples": missing}
+        return kept, rounds * prompts.batch_size, {name: float(number) for name, number in metrics.items()}
+
+    def _useful(self, collected: Collected) -> tuple[list[int], list[int]]:
+        """Samples of groups whose rewards differ, and those of the other groups. Collective."""
+        with self.timer("critic_wait"):
+            rewards = collected.wait_for_rewards().rewards
+        grouped = GroupedSamples(groups=collected.groups, counts=rewards.isfinite())
+        is_uniform = grouped.is_uniform(rewards)
+        return (~is_uniform).nonzero()[:, 0].tolist(), is_uniform.nonzero()[:, 0].tolist()
+
+    def deal(self, collected: Collected) -> Rollouts:
+        """Give each data-parallel rank its share, even in every update of the first pass over the samples."""
+        minibatches = [minibatch.tolist() for minibatch in self._minibatches(len(collected), epoch=0)]
+        return collected.dealt(minibatches, self._work)
+
+    def _work(self, length: int, response_length: int) -> int:
+        return self.actor.model.architecture.forward_operations(length - 1, response_length)
+
+    def logprobs(self, rollouts: Rollouts, *, is_trained: bool) -> dict[str, torch.Tensor]:
+        """Log-probs of the share's response tokens, fp32 [R] each: ``old_logprobs``, ``reference_logprobs``.
+
+        Rewards and values are computed elsewhere meanwhile.
+        """
+        columns = {"old_logprobs": rollouts.engine_logprobs}
+        batch = rollouts.batch(rollouts.counts, {})
+        if not self.settings.takes_engine_logprobs:
+            with self.timer("logprobs"):
+                is_one_update = is_trained and len(rollouts) == self.settings.global_batch_size
+                columns["old_logprobs"] = self.actor.logprobs(batch, is_trained=is_one_update)
+        self.run_control.check()
+        if self.actor.reference is not None:
+            with self.timer("init_logprobs"):
+                columns["reference_logprobs"] = self.actor.reference_logprobs(batch)
+        return columns
+
+    def train_policy(self, experience: Experience) -> None:
+        """Minibatch updates over the experience, in an order that depends on seed, step and epoch alone."""
+        first, size, epochs = self.ppo_optimization_step, self.settings.global_batch_size, self.settings.num_ppo_epochs
+        updates = -(-len(experience) // size) * epochs
+        prompt_ids = experience.rollouts.prompt_ids
+        counting = activity.counting("updates", lambda: (self.ppo_optimization_step - first, updates))
+        with self.timer("train_time"), counting:
+            for epoch in range(epochs):
+                minibatches = [minibatch.tolist() for minibatch in self._minibatches(len(experience), epoch)]
+                if epoch:  # its minibatches are others than those that the samples were dealt for
+                    rows = experience.rollouts
+                    work = map(self._work, rows.lengths.tolist(), rows.response_lengths.tolist())
+                    experience = experience.dealt(deal(list(work), minibatches))
+                for minibatch in minibatches:
+                    origin = f"samples {minibatch} (prompts {prompt_ids[minibatch].tolist()})"
+                    metrics = self.actor.update(experience.minibatch(minibatch), origin)
+                    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+                    metrics["optim_step"] = self.ppo_optimization_step
+                    self.metrics.log_metrics(metrics, self.ppo_optimization_step, "train_optim/")
+                    self.ppo_optimization_step += 1
+
+    def _minibatches(self, num_samples: int, epoch: int) -> Iterator[torch.Tensor]:
+        """The samples of each global minibatch, int64 [global_batch_size]."""
+        generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "minibatches", self.step, epoch))
+        order = torch.randperm(num_samples, generator=generator)
+        yield from order.split(self.settings.global_batch_size)
+
+    # ---- the critic -------------------------------------------------------------------------
+
+    def start_critic(self, experience: Experience) -> Training | None:
+        """Have the critic learn the returns, if there is one, while the policy is trained."""
+        return None if self.critic is None else self.critic.start_training(experience.value_batch())
+
+    def wait_for_critic(self, training: Training | None) -> None:
+        """Wait for the critic to finish its update, log its loss."""
+        if training is None:
+            return
+        with self.timer("critic_train_wait"):
+            loss = training.result()
+        self._log({"critic_loss": loss}, "train_critic/")
 
     def warm_up(self) -> None:
         """Let the critic learn the policy's returns before the policy moves.
@@ -104,7 +270,7 @@ class PPOTrainer(TrainingLoop):
             with self.run_control.section("warm-up"):
                 offset = self.warm_up_rounds * self.train_prompts.batch_size
                 experience, _ = self.generate_experience(offset=offset, stream=self.warm_up_rounds + 1)
-                self.wait_for_critic(self.critic.start_training(experience))
+                self.wait_for_critic(self.start_critic(experience))
             self.warm_up_rounds += 1
             self._is_saved = False
             self.checkpoints.poll()
@@ -112,118 +278,25 @@ class PPOTrainer(TrainingLoop):
                 self.save_unless_saved()
         self.consumed_samples = 0
 
-    def generate_experience(self, offset: int | None = None, stream: int = 0) -> tuple[Experience, dict[str, float]]:
-        """Refit, generate (or take what was generated beside training), score, compute log-probs and advantages.
-
-        Args:
-            offset: training samples to skip; by default those consumed so far.
-            stream: distinguishes random streams of rounds that belong to the same step.
-
-        Returns:
-            The experience, and the metrics that were logged about it.
-        """
-        start = self.consumed_samples if offset is None else offset
-        epoch = self.epoch
-        with self.timer("rollout_time"):
-            rollouts, scores, logprobs, init_logprobs = self._rollouts(self.train_prompts, start, stream, True)
-        self.consumed_samples = start + len(rollouts)
-        experience, metrics = make_experience(
-            rollouts, scores, logprobs, init_logprobs, self.settings.advantages, self.ppo_optimization_step
-        )
-        if self.settings.takes_engine_logprobs:
-            metrics = _without(metrics, _OF_TWO_POLICIES)
-        if self.metrics.rank == 0 and (reason := why_nothing_is_learnt(rollouts, experience, self.settings.advantages)):
-            logger.warning("step %d: %s", self.step + 1, reason)
-        metrics |= {"consumed_samples": self.consumed_samples, "epoch": epoch + 1}
-        self._log(metrics, "train_rollouts/")
-        self._log_samples("table/train_rollouts", rollouts, scores)
-        return experience, metrics
-
-    def _rollouts(
-        self, prompts: PromptSource, start: int, stream: int, is_training: bool
-    ) -> tuple[RolloutBatch, Scores, torch.Tensor, torch.Tensor | None]:
-        with self.timer("offload"):
-            self.actor.optimizer.offload_states()
-        version = self.ppo_optimization_step
-        pending = self.schedule.generate(prompts, start, self.step, stream, version)
-        if is_training:
-            self._log(pending.generation_metrics, "generation/")
-        if is_training and stream == 0 and self.step + 1 < self.settings.max_steps:
-            self.schedule.start_ahead(prompts, start + len(pending.rollouts), self.step + 1, version)
-        tokens, mask = pending.rollouts.tokens, pending.rollouts.response_mask()
-        # The critic job scores while this one computes log-probs.
-        self.run_control.check()
-        logprobs = pending.rollouts.engine_logprobs
-        if is_training and not self.settings.takes_engine_logprobs:
-            with self.timer("logprobs"):
-                is_one_update = stream == 0 and len(tokens) == self.settings.global_batch_size
-                logprobs = self.actor.logprobs(tokens, mask, is_trained=is_one_update)
-        self.run_control.check()
-        init_logprobs = None
-        if is_training and self.actor.initial_policy is not None:
-            with self.timer("init_logprobs"):
-                init_logprobs = self.actor.initial_logprobs(tokens, mask)
-        with self.timer("critic_wait"):
-            scores = pending.wait_for_scores()
-        self.run_control.check(ahead="training" if is_training else None)
-        prompts.observe(pending.rollouts)  # changes the state, so after the last point that can abandon the step
-        return leave_out_nonfinite(pending.rollouts, scores, logprobs, init_logprobs, self.settings.nonfinite)
-
-    def train(self, experience: Experience) -> None:
-        """Train policy and critic, side by side. Once the critic has its batch the step must be completed."""
-        with self.run_control.section("training"):
-            critic_training = self.critic.start_training(experience)
-            self.train_policy(experience)
-            self.wait_for_critic(critic_training)
-
-    def train_policy(self, experience: Experience) -> None:
-        """Minibatch updates over the experience, in an order that depends on seed, step and epoch alone."""
-        first, size, epochs = self.ppo_optimization_step, self.settings.global_batch_size, self.settings.num_ppo_epochs
-        updates = -(-len(experience) // size) * epochs
-        counting = activity.counting("updates", lambda: (self.ppo_optimization_step - first, updates))
-        with self.timer("train_time"), counting:
-            for epoch in range(epochs):
-                for minibatch in self._minibatches(len(experience), epoch):
-                    origin = f"samples {minibatch.tolist()} (prompts {experience.prompt_ids[minibatch].tolist()})"
-                    metrics = self.actor.update(self._policy_batch(experience, minibatch), origin)
-                    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-                    metrics["optim_step"] = self.ppo_optimization_step
-                    self.metrics.log_metrics(metrics, self.ppo_optimization_step, "train_optim/")
-                    self.ppo_optimization_step += 1
-
-    def _minibatches(self, num_samples: int, epoch: int) -> Iterator[torch.Tensor]:
-        """The samples of each global minibatch, int64 [global_batch_size]."""
-        generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "minibatches", self.step, epoch))
-        order = torch.randperm(num_samples, generator=generator)
-        yield from order.split(self.settings.global_batch_size)
-
-    @staticmethod
-    def _policy_batch(experience: Experience, index: torch.Tensor) -> PolicyBatch:
-        chosen = rows(experience, index)
-        return PolicyBatch(
-            tokens=chosen.tokens,
-            mask=chosen.policy_mask,
-            old_logprobs=chosen.logprobs,
-            advantages=chosen.advantages,
-            importance_weights=chosen.importance_weights,
-        )
-
-    def wait_for_critic(self, training: CriticTraining) -> None:
-        """Wait for the critic to finish its update, log its loss."""
-        with self.timer("critic_train_wait"):
-            loss = training.result()
-        self._log({"critic_loss": loss}, "train_critic/")
+    # ---- validations and saves --------------------------------------------------------------
 
     def validate(self) -> dict[str, float]:
         """Generate and score responses to the validation prompts; return the metrics that were logged about them."""
         if self.val_prompts is None:
             return {}
-        with self.timer("validation_time"):
-            rollouts, scores, logprobs, _ = self._rollouts(self.val_prompts, 0, -1, False)
         version = self.ppo_optimization_step
-        _, metrics = make_experience(rollouts, scores, logprobs, None, self.settings.advantages, version)
-        # Without the initial policy's log-probs these lack the KL penalty.
-        metrics = _without(metrics, ("advantages", "returns", "init_policy", "rewards_with_kl", *_OF_TWO_POLICIES))
+        with self.timer("validation_time"):
+            with self.timer("offload"):
+                self.actor.optimizer.offload_states()
+            collected, _ = self.schedule.generate(self.val_prompts, 0, self.step, version, stream=-1)
+            self.schedule.unload()
+            rollouts = self.deal(collected)
+            with self.timer("critic_wait"):
+                scores = collected.wait_for_rewards()
+        self.run_control.check()
+        self.val_prompts.observe(rollouts)
+        rollouts, _ = leave_out_nonfinite(rollouts, scores, {}, self.settings.nonfinite)
+        metrics = rollout_metrics(rollouts, scores, version)
         self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
         self._log_samples("table/val_rollouts", rollouts, scores)
         return metrics
@@ -233,16 +306,19 @@ class PPOTrainer(TrainingLoop):
 
         Copies of both states are taken now; they are written while the next steps are made (`save_pair_ended`).
         """
+        if self.critic is None:
+            return super().begin_save()
         critic_save = self.critic.start_save()
         return critic_save.wait, functools.partial(self.save_pair_ended, critic_save)
 
-    def save_pair_ended(self, critic_save: CriticSave, times: WorkTimes) -> None:
+    def save_pair_ended(self, critic_save: Save, times: WorkTimes) -> None:
         """Note that the critic's checkpoint and this job's are both whole on disk."""
+        assert self.critic is not None
         self.critic.confirm_save(critic_save)
         self.save_ended(times)
 
     def close(self) -> None:
-        """Close the connections to the critic and to the work queue."""
+        """Close the connections to services and to the work queue."""
         self.collector.close()
 
     # ---- counters, logs, state --------------------------------------------------------------
@@ -274,7 +350,7 @@ class PPOTrainer(TrainingLoop):
         shown = ("train_rewards", "train_init_policy_kl", "train_generation_length", "val_rewards")
         return {name: self._last_metrics[name] for name in shown if name in self._last_metrics}
 
-    def _log_samples(self, key: str, rollouts: RolloutBatch, scores: Scores) -> None:
+    def _log_samples(self, key: str, rollouts: Rollouts, scores: Scores) -> None:
         table = self.collector.sample_table(rollouts, scores, self.settings.num_table_rows)
         prefix, number = self._where_to_log()
         self.metrics.log_table(prefix + key, ("prompt", "response", "reward"), table, number)
@@ -286,7 +362,7 @@ class PPOTrainer(TrainingLoop):
             "ppo_optimization_step": self.ppo_optimization_step,
             "warm_up_rounds": self.warm_up_rounds,
             "generation": self.schedule.state_dict(self.step),
-            "critic": self.critic.state_dict(),
+            "critic": None if self.critic is None else self.critic.state_dict(),
             "train_prompts": self.train_prompts.state_dict(),
             "val_prompts": None if self.val_prompts is None else self.val_prompts.state_dict(),
         }
@@ -299,11 +375,13 @@ class PPOTrainer(TrainingLoop):
         self.consumed_samples = place.consumed_samples
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
         if self.step > 0:  # before that, consumed_samples counts the warm-up's prompts
-            minibatches = self.train_prompts.batch_size // self.settings.global_batch_size
+            prompts = self.train_prompts
+            minibatches = prompts.batch_size * prompts.samples_per_prompt // self.settings.global_batch_size
             steps_left = place.batches_until(self.settings.max_epochs)
             self.bound_steps(steps_left, self.ppo_optimization_step, minibatches * self.settings.num_ppo_epochs)
         self.warm_up_rounds = int(state["warm_up_rounds"])
-        self.critic.load_state_dict(state["critic"])
+        if self.critic is not None and state["critic"] is not None:
+            self.critic.load_state_dict(state["critic"])
         self.train_prompts.load_state_dict(state["train_prompts"])
         if self.val_prompts is not None and state["val_prompts"] is not None:
             self.val_prompts.load_state_dict(state["val_prompts"])

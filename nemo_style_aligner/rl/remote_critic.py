@@ -1,4 +1,7 @@
-"""The critic as the PPO loop sees it: training beside the policy's, saving, and its position in a checkpoint."""
+"""The critic in a job of its own, behind HTTP: a value source, and a reward source where its job has a reward model.
+
+Training, saves and what recovers from a loss of either job are rank 0's; scores are asked for by every rank.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,18 @@ import concurrent.futures
 import dataclasses
 import logging
 import uuid
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
+import torch
+
+from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
-from nemo_style_aligner.rl.rollouts.batch import Experience
-from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
+from nemo_style_aligner.rl.rewards import Reward
+from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.values import ValueBatch
+from nemo_style_aligner.servers.client import CriticClient, Scores, SequenceConflictError, SequencesToScore
 from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
 from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.telemetry import activity
@@ -19,6 +28,7 @@ from nemo_style_aligner.telemetry import activity
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 TrainedCritic = Literal["refuse", "keep"]
 # The critic keeps what belongs to the actor's newest two checkpoints, and goes back to an earlier one if it is damaged.
@@ -56,6 +66,20 @@ def _wait_for(future: concurrent.futures.Future[T] | None) -> T:
     return result_on_every_rank(future, met=activity.progress)
 
 
+def then(future: concurrent.futures.Future[T], change: Callable[[T], U]) -> concurrent.futures.Future[U]:
+    """What ``change`` makes of a future's result, as a future."""
+    changed: concurrent.futures.Future[U] = concurrent.futures.Future()
+
+    def done(first: concurrent.futures.Future[T]) -> None:
+        try:
+            changed.set_result(change(first.result()))
+        except BaseException as error:
+            changed.set_exception(error)
+
+    future.add_done_callback(done)
+    return changed
+
+
 class CriticTraining:
     """A training request that is under way in the critic job."""
 
@@ -71,7 +95,9 @@ class CriticTraining:
 
 
 class RemoteCritic:
-    """The critic service, trained and saved by rank 0; the other ranks follow its position and request scores only.
+    """The critic service: a `ValueSource` and, with the rewards of its answers, a `RewardSource`.
+
+    It is trained and saved by rank 0; the other ranks follow its position and request scores only.
 
     Nothing here waits longer than the client's limits, which come from ``remote_critic_rm.timeouts``.
 
@@ -80,15 +106,62 @@ class RemoteCritic:
         journal: rank 0's journal; None on the other ranks.
         trained_critic: what a new run does with a critic that has been trained before
             (``remote_critic_rm.trained_critic``): refuse it, or keep its weights.
+        ready_seconds: how long to wait for it at the start.
     """
 
-    def __init__(self, client: CriticClient, journal: CriticJournal | None, trained_critic: TrainedCritic) -> None:
+    def __init__(
+        self, client: CriticClient, journal: CriticJournal | None, trained_critic: TrainedCritic, ready_seconds: float
+    ) -> None:
         self.client = client
+        self._ready_seconds = ready_seconds
         self._journal = journal
         self._trained_critic = trained_critic
         self._resumed: CriticPosition | None = None
         self._saved_numbers: list[int] = []  # next_number at the last saves of both jobs
         self._published_history: str | None = None  # the critic's, at this job's newest checkpoint
+        self._asked: tuple[Sequence[Sample], concurrent.futures.Future[Scores]] | None = None  # the newest request
+
+    # ---- scores -----------------------------------------------------------------------------
+
+    part_names: Sequence[str] = ()
+
+    @property
+    def last_progress(self) -> float:
+        """See `ValueSource`."""
+        return self.client.last_progress
+
+    def values(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]]:
+        """See `ValueSource.values`."""
+
+        def of_responses(scores: Scores) -> list[torch.Tensor]:
+            # Position t of an answer belongs to the step that chooses token t + 1.
+            places = ((sample.prompt_length - 1, len(sample.token_ids) - 1) for sample in samples)
+            return [row[begin:end] for row, (begin, end) in zip(scores.values, places, strict=True)]
+
+        return then(self._ask(samples), of_responses)
+
+    def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
+        """See `RewardSource.score`."""
+        return then(self._ask(samples), lambda scores: [Reward(reward) for reward in scores.rewards.tolist()])
+
+    def _ask(self, samples: Sequence[Sample]) -> concurrent.futures.Future[Scores]:
+        """One request for both values and rewards."""
+        if self._asked is None or self._asked[0] is not samples:
+            sequences = [sample.token_ids for sample in samples]
+            answer = self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences))
+            self._asked = samples, answer
+        return self._asked[1]
+
+    def wait_until_ready(self, sequences: SequencesToScore) -> None:
+        """See `ValueSource.wait_until_ready`."""
+        with activity.phase("waiting for the critic"), activity.bounded(self._ready_seconds):
+            self.client.wait_until_ready(self._ready_seconds, sequences=sequences)
+
+    def close(self) -> None:
+        """Close the connections; call it on all ranks together."""
+        self.client.close()
+
+    # ---- the run ----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Bring the critic to where this run is. Collective; call it once, after `load_state_dict` if that is called.
@@ -136,12 +209,12 @@ class RemoteCritic:
         journal.begin_run(position)
         self._published_history = position.history
 
-    def start_training(self, experience: Experience) -> CriticTraining:
-        """Send the critic its training batch and return at once."""
+    def start_training(self, batch: ValueBatch | None) -> CriticTraining:
+        """Send the critic its training batch, which rank 0 has, and return at once."""
         if self._journal is None:
             return CriticTraining(self, None)
-        future = self.client.train_async(experience.tokens, experience.returns, experience.values, experience.mask)
-        return CriticTraining(self, future)
+        assert batch is not None
+        return CriticTraining(self, self.client.train_async(batch.tokens, batch.returns, batch.values, batch.mask))
 
     def start_save(self) -> CriticSave:
         """Have the critic write a checkpoint of its present state, and return at once. No training may be under way.

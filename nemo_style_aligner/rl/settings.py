@@ -1,4 +1,4 @@
-"""The settings of a PPO run, read from the actor job's config."""
+"""The settings of a run, read from the actor job's config."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.jobs.training_loop import LoopSettings, step_limit
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
+from nemo_style_aligner.rl.estimators import find_estimator
 from nemo_style_aligner.rl.experience import AdvantageSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class PPOSettings(LoopSettings):
-    """`LoopSettings` and those of PPO (config keys of ``trainer.ppo``, other ones in brackets).
+class RLSettings(LoopSettings):
+    """`LoopSettings` and those of an algorithm's step (config keys of ``trainer.ppo``, other ones in brackets).
 
     Attributes:
         critic_warmup_steps: rounds in which only the critic learns, before the first step.
@@ -24,6 +25,8 @@ class PPOSettings(LoopSettings):
         unload_engine: give the engine's memory back while training [trt_llm.unload_engine_train].
         staleness: steps by which the weights that generate rollouts are behind those that train on them.
         takes_engine_logprobs: the policy's log-probs are those that the engine reported [policy_logprobs].
+        sampling_rounds: how often prompts are drawn for a step, at most, until enough groups have rewards that differ
+            [dynamic_sampling]; 1: once, whatever the rewards.
         advantages: how rewards become advantages.
         nonfinite: what to do about NaN and Inf [on_nonfinite].
     """
@@ -36,14 +39,17 @@ class PPOSettings(LoopSettings):
     unload_engine: bool
     staleness: int
     takes_engine_logprobs: bool
+    sampling_rounds: int
     advantages: AdvantageSettings
     nonfinite: NonFinitePolicy
 
     @classmethod
-    def from_config(cls, cfg: DictConfig, steps_per_epoch: int) -> PPOSettings:
-        """Read a job's config; ``steps_per_epoch``: PPO steps in one pass over the prompts."""
+    def from_config(cls, cfg: DictConfig, steps_per_epoch: int) -> RLSettings:
+        """Read a job's config; ``steps_per_epoch``: steps in one pass over the prompts."""
         ppo = cfg.trainer.ppo
-        bounds = ppo.importance_sequence_bounds
+        bounds, drawing = ppo.importance_sequence_bounds, ppo.dynamic_sampling
+        estimator = find_estimator(ppo.estimator)
+        normalize = estimator.whitens if ppo.normalize_advantages is None else bool(ppo.normalize_advantages)
         max_epochs, last_step = int(ppo.max_epochs), step_limit(ppo)
         return cls(
             max_steps=min(steps_per_epoch * max_epochs, last_step),
@@ -59,17 +65,22 @@ class PPOSettings(LoopSettings):
             unload_engine=bool(ppo.trt_llm.unload_engine_train),
             staleness=int(ppo.staleness),
             takes_engine_logprobs=ppo.policy_logprobs == "engine",
+            sampling_rounds=int(drawing.max_rounds) if drawing.enable else 1,
             advantages=AdvantageSettings(
-                kl_coef=float(ppo.initial_policy_kl_penalty),
+                estimator=estimator,
+                kl_coef=float(ppo.initial_policy_kl_penalty) if ppo.kl_in == "reward" else 0.0,
                 kl_estimator=ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1"),
                 kl_clamp=ppo.kl_clamp,
                 gamma=float(ppo.discount_factor),
                 lam=float(ppo.gae_lambda),
-                normalize=bool(ppo.normalize_advantages),
+                normalize=normalize,
                 unbiased=bool(ppo.advantage_whitening_unbiased),
                 mask_truncated=bool(ppo.mask_truncated),
                 importance_weight_cap=ppo.importance_weight_cap,
                 importance_sequence_bounds=None if bounds is None else (float(bounds[0]), float(bounds[1])),
+                max_length=int(cfg.model.ppo.length_params.max_length),
+                overlong_buffer=int(ppo.overlong.buffer_tokens),
+                overlong_penalty=float(ppo.overlong.penalty),
             ),
             nonfinite=NonFinitePolicy.from_config(ppo),
         )

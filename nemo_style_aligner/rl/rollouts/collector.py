@@ -1,66 +1,188 @@
-"""Prompts in, scored rollouts out: responses are scored while others are generated."""
+"""Prompts in, scored samples out: responses are scored while others are generated, then dealt to those that train."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationResult
+from nemo_style_aligner.models.packing import shares
 from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
-from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
-from nemo_style_aligner.rl.rollouts.batch import RolloutBatch
+from nemo_style_aligner.parallel.exchange import exchange_rows
+from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, current_layout, device
 from nemo_style_aligner.rl.rollouts.generator import Generator, Round
 from nemo_style_aligner.rl.rollouts.intake import ScoredResponses
-from nemo_style_aligner.rl.rollouts.prompts import Prompt
-from nemo_style_aligner.servers.client import CriticClient, Scores
+from nemo_style_aligner.rl.sample import Prompt, Rollouts, Sample
+from nemo_style_aligner.rl.scoring import Scorer, Scores
 from nemo_style_aligner.telemetry import activity
+
+Minibatches = Sequence[Sequence[int]]
+"""The samples of each update, in order."""
 
 
 @dataclasses.dataclass(frozen=True)
-class PendingRollouts:
-    """Rollouts whose scores may still be on their way.
+class _Part:
+    """A round's responses on this rank, and the places of those that are kept among the step's samples."""
+
+    responses: ScoredResponses
+    places: Mapping[int, int]
+
+
+class Collected:
+    """The samples of one or several rounds, on the ranks that generated them. Their scores may be on their way.
 
     Attributes:
-        rollouts: complete, the same on every rank.
-        generation_metrics: see `Round.metrics`.
+        prompts: of each of the N samples; the same on every rank.
+        groups: int64 [N].
     """
 
-    rollouts: RolloutBatch
-    generation_metrics: dict[str, float]
-    _responses: ScoredResponses  # this rank's
-    _order: torch.Tensor  # places of the samples among the responses of all ranks
+    def __init__(self, prompts: Sequence[Prompt], groups: torch.Tensor, parts: Sequence[_Part]) -> None:
+        self.prompts = prompts
+        self.groups = groups
+        self._parts = parts
 
-    def wait_for_scores(self) -> Scores:
-        """Wait for the rewards and values of all rollouts, in their order, on every rank. Collective.
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def only(self, samples: Sequence[int]) -> Collected:
+        """Of these samples alone, in their order."""
+        chosen = {sample: place for place, sample in enumerate(samples)}
+        parts = [
+            _Part(part.responses, {id_: chosen[place] for id_, place in part.places.items() if place in chosen})
+            for part in self._parts
+        ]
+        return Collected([self.prompts[sample] for sample in samples], self.groups[list(samples)], parts)
+
+    def followed_by(self, other: Collected) -> Collected:
+        """Both together; the groups of ``other`` get numbers of their own."""
+        first = 1 + int(self.groups.max()) if len(self) else 0
+        groups = torch.cat([self.groups, other.groups + first])
+        moved = [
+            _Part(part.responses, {id_: place + len(self) for id_, place in part.places.items()})
+            for part in other._parts
+        ]
+        return Collected([*self.prompts, *other.prompts], groups, [*self._parts, *moved])
+
+    def _own(self) -> list[tuple[int, GenerationResult]]:
+        """This rank's responses, with their places."""
+        return [
+            (part.places[result.request_id], result)
+            for part in self._parts
+            for result in part.responses.results
+            if result.request_id in part.places
+        ]
+
+    # ---- scores -----------------------------------------------------------------------------
+
+    def wait_for_rewards(self) -> Scores:
+        """Wait for the scores of all samples; return the rewards. Collective.
 
         Raises:
-            StopEarlyError: as `RolloutCollector.finish`.
+            StopEarlyError: as `RolloutCollector.collect`.
         """
-        width, where = self.rollouts.tokens.shape[1], device()
-        rewards, values = [torch.empty(0)], [torch.empty(0, width - 1)]
-        with activity.counting("responses scored", self._responses.progress):
-            self._await_scores()
-        for served in self._responses.scores():
-            rewards.append(served.rewards)
-            values.append(torch.nn.functional.pad(served.values, (0, width - 1 - served.values.shape[1])))
-        return Scores(
-            rewards=all_gather_rows(torch.cat(rewards).to(where)).cpu()[self._order],
-            values=all_gather_rows(torch.cat(values).to(where)).cpu()[self._order],
+        for part in self._parts:
+            with activity.counting("responses scored", part.responses.progress):
+                _await_scores(part.responses)
+        own = [
+            (part.places[id_], reward)
+            for part in self._parts
+            for id_, reward, _ in part.responses.scores()
+            if id_ in part.places
+        ]
+        return Scores.gathered(len(self), own, self._parts[0].responses.part_names)
+
+    def values_of(self, samples: Rollouts) -> torch.Tensor:
+        """The values of a share's response tokens, fp32 [R]; once the scores are there. Collective."""
+        own = [
+            (part.places[id_], values)
+            for part in self._parts
+            for id_, _, values in part.responses.scores()
+            if id_ in part.places and values is not None
+        ]
+        return _exchanged([place for place, _ in own], [values for _, values in own], torch.float32, samples.own)
+
+    # ---- shares -----------------------------------------------------------------------------
+
+    def dealt(self, minibatches: Minibatches, work: Callable[[int, int], int]) -> Rollouts:
+        """Give each data-parallel rank its share of the samples. Collective.
+
+        Args:
+            minibatches: samples that are trained on together: each is divided evenly.
+            work: of a sequence of so many tokens, of which so many are the response's, in any unit.
+        """
+        own = self._own()
+        places, results = [place for place, _ in own], [result for _, result in own]
+        facts = torch.zeros(len(own), 4, dtype=torch.int64)
+        for row, (place, result) in enumerate(own):
+            facts[row] = torch.tensor(
+                [place, len(result.token_ids), result.finish_reason == "stop", result.weight_version]
+            )
+        facts = all_gather_rows(facts.to(device())).cpu()
+        facts = facts[facts[:, 0].argsort()]
+        if facts[:, 0].tolist() != list(range(len(self))):
+            missing = sorted(set(range(len(self))) - set(facts[:, 0].tolist()))
+            raise RuntimeError(f"the rollouts are not one per sample: {len(facts)} results, missing {missing[:20]}")
+        prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in self.prompts], dtype=torch.int64)
+        responses = facts[:, 1]
+        lengths = prompt_lengths + responses
+        share = deal([work(*row) for row in zip(lengths.tolist(), responses.tolist(), strict=True)], minibatches)
+        tokens = [torch.tensor(r.prompt_token_ids + r.token_ids, dtype=torch.int32) for r in results]
+        logprobs = [torch.tensor(r.logprobs, dtype=torch.float32) for r in results]
+        return Rollouts(
+            prompt_ids=torch.tensor([prompt.prompt_id for prompt in self.prompts], dtype=torch.int64),
+            groups=self.groups,
+            prompt_lengths=prompt_lengths,
+            lengths=lengths,
+            ended=facts[:, 2].bool(),
+            weight_versions=facts[:, 3],
+            counts=torch.ones(len(self), dtype=torch.bool),
+            own=share,
+            tokens=_exchanged(places, tokens, torch.int32, share),
+            engine_logprobs=_exchanged(places, logprobs, torch.float32, share),
         )
 
-    def _await_scores(self) -> None:
-        is_missing = True
-        while is_missing:  # scoring may outlast a collective's timeout: no rank waits for it in one
-            activity.progress()  # for the watchdog: `are_scored` has a limit of its own
-            with stop_signals.interruptible():
-                is_missing = not self._responses.are_scored(PATIENCE_SECONDS)
-            stop_points.check()
-            is_missing = bool(all_reduce_max(int(is_missing)))
+
+def _exchanged(
+    places: Sequence[int], rows: Sequence[torch.Tensor], dtype: torch.dtype, wanted: torch.Tensor
+) -> torch.Tensor:
+    """This rank's rows, each with its place among the samples, for those at the places that it wants."""
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    values = torch.cat([torch.empty(0, dtype=dtype), *rows])
+    return exchange_rows(values, lengths, torch.tensor(places, dtype=torch.int64), wanted.tolist())
+
+
+def _await_scores(responses: ScoredResponses) -> None:
+    is_missing = True
+    while is_missing:  # scoring may outlast a collective's timeout: no rank waits for it in one
+        activity.progress()  # for the watchdog: `are_scored` has a limit of its own
+        with stop_signals.interruptible():
+            is_missing = not responses.are_scored(PATIENCE_SECONDS)
+        stop_points.check()
+        is_missing = bool(all_reduce_max(int(is_missing)))
+
+
+def deal(work: Sequence[int], minibatches: Minibatches) -> torch.Tensor:
+    """The samples of this rank's share, int64 [n], ascending.
+
+    Each minibatch is divided evenly, and its largest part goes to the rank that has had the least work so far: otherwise
+    the small differences of many updates would add up.
+    """
+    layout = current_layout()
+    loads = [0] * layout.dp_size
+    mine: list[int] = []
+    for minibatch in minibatches:
+        parts = shares([work[sample] for sample in minibatch], layout.dp_size)
+        parts = [[minibatch[row] for row in part] for part in parts]
+        sums = [sum(work[sample] for sample in part) for part in parts]
+        largest_first = sorted(range(len(parts)), key=lambda part: -sums[part])
+        for rank, part in zip(sorted(range(len(loads)), key=loads.__getitem__), largest_first, strict=True):
+            loads[rank] += sums[part]
+            mine += parts[part] if rank == layout.dp_rank else []
+    return torch.tensor(sorted(mine), dtype=torch.int64)
 
 
 class RolloutCollector:
@@ -68,80 +190,67 @@ class RolloutCollector:
 
     Args:
         generator: makes the responses.
-        scorer: client of the critic and reward service.
+        scorer: gives rewards and values.
         tokenizer: decodes the texts of `sample_table`.
-        scoring_batch_size: responses per scoring request, at most.
-        scoring_seconds: time limit of a scoring request, over all tries.
+        decode: a response's text from its tokens, without what ended it.
+        scoring_batch_size: responses that are given to the scorer together, at most.
     """
 
     def __init__(
         self,
         generator: Generator,
-        scorer: CriticClient,
+        scorer: Scorer,
         tokenizer: Tokenizer,
+        decode: Callable[[Sequence[int]], str],
         *,
         scoring_batch_size: int,
-        scoring_seconds: float,
     ) -> None:
         self.generator = generator
         self.scorer = scorer
         self.tokenizer = tokenizer
+        self.decode = decode
         self.scoring_batch_size = scoring_batch_size
-        self.scoring_seconds = scoring_seconds
 
-    def finish(self, generation: Round) -> PendingRollouts:
-        """Run a round, send its responses to be scored in batches as they finish, and gather the rollouts. Collective.
+    def collect(self, generation: Round, group_size: int) -> Collected:
+        """Run a round and have its responses scored, in batches as they finish. Collective.
+
+        Args:
+            group_size: of each prompt, so many samples follow each other.
 
         Raises:
             StopEarlyError: a rank got a stop signal; the rollouts are abandoned on all of them.
         """
-        responses = ScoredResponses(self.scorer, self.scoring_batch_size, self.scoring_seconds)
-        generation.run(responses)
-        rollouts, order = self._gather(responses.results, generation.prompts)
-        return PendingRollouts(rollouts, generation.metrics(), responses, order)
+        prompts = generation.prompts
 
-    def _gather(self, results: list[GenerationResult], prompts: Sequence[Prompt]) -> tuple[RolloutBatch, torch.Tensor]:
-        """Gather all ranks' results on every rank, in sample order; also return which place each sample had."""
-        where = device()
-        sequences = [r.prompt_token_ids + r.token_ids for r in results]
-        s = all_reduce_max(max(map(len, sequences), default=0))
-        # Log-probs belong to the response only: zeros stand at the prompt's positions.
-        logprobs = [[0.0] * (len(r.prompt_token_ids) - 1) + r.logprobs for r in results]
-
-        def column(values: list[int]) -> torch.Tensor:
-            return all_gather_rows(torch.tensor(values, dtype=torch.int64, device=where)).cpu()
-
-        sample_ids = column([r.request_id for r in results])
-        order = sample_ids.argsort()
-        if sample_ids[order].tolist() != list(range(len(prompts))):
-            missing = sorted(set(range(len(prompts))) - set(sample_ids.tolist()))
-            raise RuntimeError(
-                f"the rollouts are not one per sample: {len(sample_ids)} results, missing {missing[:20]}"
+        def sample(result: GenerationResult) -> Sample:
+            return Sample(
+                sample_id=result.request_id,
+                group=result.request_id // group_size,
+                line=prompts[result.request_id].line,
+                token_ids=result.prompt_token_ids + result.token_ids,
+                prompt_length=len(result.prompt_token_ids),
+                ended=result.finish_reason == "stop",
+                decode=self.decode,
             )
-        rollouts = RolloutBatch(
-            sample_ids=sample_ids[order],
-            prompt_ids=torch.tensor([p.prompt_id for p in prompts], dtype=torch.int64),
-            tokens=all_gather_rows(pad_rows(sequences, 0, s).to(where)).cpu()[order],
-            prompt_lengths=column([len(r.prompt_token_ids) for r in results])[order],
-            lengths=column([len(sequence) for sequence in sequences])[order],
-            is_end=column([int(r.finish_reason == "stop") for r in results])[order].bool(),
-            engine_logprobs=all_gather_rows(pad_rows(logprobs, 0, s - 1, torch.float32).to(where)).cpu()[order],
-            weight_versions=column([r.weight_version for r in results])[order],
-            is_valid=torch.ones(len(prompts), dtype=torch.bool),
-        )
-        return rollouts, order
+
+        responses = ScoredResponses(self.scorer, self.scoring_batch_size, sample)
+        generation.run(responses)
+        groups = torch.arange(len(prompts)) // group_size
+        return Collected(prompts, groups, [_Part(responses, {i: i for i in range(len(prompts))})])
+
+    def sample_table(self, rollouts: Rollouts, scores: Scores, num_rows: int) -> list[tuple[str, str, float]]:
+        """(prompt, response, reward) of the first samples, decoded, on rank 0; empty elsewhere. Collective."""
+        rows = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths, num_rows)
+        if rows is None:
+            return []
+        starts = rollouts.prompt_lengths.tolist()
+        texts = [
+            (self.tokenizer.ids_to_text(row[:start].tolist()), self.tokenizer.ids_to_text(row[start:].tolist()))
+            for row, start in zip(rows, starts, strict=False)
+        ]
+        return [(*text, reward) for text, reward in zip(texts, scores.rewards.tolist(), strict=False)]
 
     def close(self) -> None:
-        """Close the connections to the service and to the work queue; call it on all ranks together."""
+        """Close the connections to the services and to the work queue; call it on all ranks together."""
         self.scorer.close()
         self.generator.close()
-
-    def sample_table(self, rollouts: RolloutBatch, scores: Scores, num_rows: int) -> list[tuple[str, str, float]]:
-        """(prompt, response, reward) of the first ``num_rows`` samples, decoded."""
-        table = []
-        for i in range(min(num_rows, len(rollouts))):
-            start, end = int(rollouts.prompt_lengths[i]), int(rollouts.lengths[i])
-            tokens = rollouts.tokens[i].tolist()
-            prompt, response = (self.tokenizer.ids_to_text(part) for part in (tokens[:start], tokens[start:end]))
-            table.append((prompt, response, float(scores.rewards[i])))
-        return table

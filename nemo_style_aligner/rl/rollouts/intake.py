@@ -5,13 +5,16 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from nemo_style_aligner.data.datasets import lengths_of, pad_rows
+import torch
+
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.rl.rollouts.work_source import WorkSource
-from nemo_style_aligner.servers.client import CriticClient, Scores
+from nemo_style_aligner.rl.rewards import Reward
+from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.scoring import ScoredBatch, Scorer
 
 
 class ResponseSink(Protocol):
@@ -59,71 +62,77 @@ class AcceptedResponses:
 
 
 class ScoredResponses:
-    """Sends responses to be scored, in batches as they come.
+    """Has responses scored, in batches as they come.
+
+    Args:
+        scorer: scores them.
+        batch_size: responses that are scored together, at most.
+        as_sample: what the scorer gets of a response.
 
     Attributes:
         results: the responses, in the order in which they were added.
-        silence_limit: seconds without any new scores after which `are_scored` gives up.
     """
 
-    def __init__(self, scorer: CriticClient, batch_size: int, scoring_seconds: float) -> None:
+    def __init__(self, scorer: Scorer, batch_size: int, as_sample: Callable[[GenerationResult], Sample]) -> None:
         self.results: list[GenerationResult] = []
         self._scorer = scorer
         self._batch_size = batch_size
-        self.silence_limit = 2 * scoring_seconds
-        self._unsent = 0  # how many of `results`, at its end
-        self._requests: list[tuple[list[int], concurrent.futures.Future[Scores]]] = []
-        self._num_scored = 0  # how many of `_requests`
+        self._as_sample = as_sample
+        self._unsent: list[Sample] = []
+        self._batches: list[ScoredBatch] = []
+        self._num_scored = 0  # of `_batches`
         self._last_heard = time.monotonic()
+
+    @property
+    def part_names(self) -> Sequence[str]:
+        """Names of the parts that each reward has."""
+        return self._scorer.part_names
 
     def add(self, result: GenerationResult) -> None:
         """Take a response; a full batch is sent."""
         self.results.append(result)
-        self._unsent += 1
-        if self._unsent == self._batch_size:
+        self._unsent.append(self._as_sample(result))
+        if len(self._unsent) == self._batch_size:
             self.flush()
 
     def flush(self) -> None:
         """Send the unsent responses, a full batch or not."""
-        if not self._unsent:
-            return
-        batch = self.results[-self._unsent :]
-        self._unsent = 0
-        sequences = [result.prompt_token_ids + result.token_ids for result in batch]
-        scores = self._scorer.infer_async(pad_rows(sequences, 0), lengths_of(sequences))
-        self._requests.append(([r.request_id for r in batch], scores))
-        self._last_heard = time.monotonic()
+        if self._unsent:
+            self._batches.append(self._scorer.score(self._unsent))
+            self._unsent = []
+            self._last_heard = time.monotonic()
 
     def are_scored(self, seconds: float) -> bool:
         """Wait for the scores of `results`, at most ``seconds``; return whether all have come.
 
         Raises:
-            TimeoutError: no scores have come, and no lost critic has got on with catching up, for `silence_limit`.
+            TimeoutError: no scores have come, and no lost critic has got on with catching up, for the scorer's
+                `silence_seconds`.
             Exception: the error of a request that failed.
         """
-        done, missing = concurrent.futures.wait(
-            [scores for _, scores in self._requests], seconds, concurrent.futures.FIRST_EXCEPTION
-        )
+        futures = [future for batch in self._batches for future in batch.futures]
+        done, missing = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION)
         for scores in done:
             scores.result()
         if len(done) > self._num_scored:
             self._num_scored, self._last_heard = len(done), time.monotonic()
-        # Usually the client gives up on a request first, with a more telling error, but the request may have to wait
-        # for a connection before that. A lost critic gives no scores while it trains again on the batches that it lost,
+        # Usually a source gives up on a request first, with a more telling error, but the request may have to wait for
+        # a connection before that. A lost critic gives no scores while it trains again on the batches that it lost,
         # however long that takes; each batch counts as progress.
-        if missing and time.monotonic() - max(self._last_heard, self._scorer.last_progress) > self.silence_limit:
-            late = next(sample_ids for sample_ids, scores in self._requests if scores in missing)
+        limit = self._scorer.silence_seconds
+        if missing and time.monotonic() - max(self._last_heard, self._scorer.last_progress) > limit:
+            late = next(batch for batch in self._batches if not batch.done())
             raise TimeoutError(
-                f"no scores arrived for {self.silence_limit:g} s (twice the sum of total_seconds and restart_seconds "
-                f"of remote_critic_rm.timeouts); those of samples {late[:20]} are missing: check the critic and the "
-                "reward service"
+                f"no scores arrived for {limit:g} s; those of samples {late.sample_ids[:20]} are missing: check "
+                f"{self._scorer.described}"
             )
         return not missing
 
     def progress(self) -> tuple[int, int]:
         """How many responses are scored, and of how many."""
-        return sum(len(ids) for ids, scores in self._requests if scores.done()), len(self.results)
+        return sum(len(batch.sample_ids) for batch in self._batches if batch.done()), len(self.results)
 
-    def scores(self) -> Iterator[Scores]:
-        """The scores of `results`, batch by batch in their order, once they `are_scored`."""
-        return (scores.result() for _, scores in self._requests)
+    def scores(self) -> Iterator[tuple[int, Reward, torch.Tensor | None]]:
+        """Each response's id, its reward and its values fp32 [response tokens]; once all `are_scored`."""
+        for batch in self._batches:
+            yield from batch.result()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,37 +15,23 @@ from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.text_format import TextFormat, joined
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.rl.rollouts.batch import RolloutBatch
 from nemo_style_aligner.rl.rollouts.response_lengths import ResponseLengths
+from nemo_style_aligner.rl.sample import Prompt, Rollouts
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """A tokenized prompt.
-
-    Attributes:
-        prompt_id: its index in the dataset.
-        expected_length: expected tokens of a response; 0 if nothing is known. Only orders the work.
-    """
-
-    prompt_id: int
-    token_ids: list[int]
-    expected_length: float = 0.0
-
-
 class PromptSource:
-    """Batches of prompts for rollouts, the same on every rank, addressed by the number of samples consumed before.
+    """Batches of prompts for rollouts, the same on every rank, addressed by the number of prompts consumed before.
 
     Args:
         dataset: the prompts.
-        batch_size: rollouts per step.
+        batch_size: prompts per step.
         seed: of the shuffling; each epoch has an order of its own.
         shuffle: for training; validation takes the prompts in the dataset's order.
-
         written: how the prompts' texts are written.
+        samples_per_prompt: responses to each prompt in a step.
 
     Attributes:
         response_lengths: expected lengths of responses; `observe` updates them.
@@ -59,7 +44,9 @@ class PromptSource:
         seed: int,
         shuffle: bool,
         written: TextFormat | None = None,
+        samples_per_prompt: int = 1,
     ) -> None:
+        self.samples_per_prompt = samples_per_prompt
         self._dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
@@ -78,19 +65,19 @@ class PromptSource:
         return max(len(self._dataset[i].token_ids) for i in range(len(self._dataset)))
 
     def batch(self, consumed_samples: int) -> list[Prompt]:
-        """The next ``batch_size`` prompts after ``consumed_samples``."""
-        return [self._prompt(index) for index in next(iter(self.sampler(consumed_samples)))]
+        """The next ``batch_size`` prompts after ``consumed_samples``, each as often as it has samples."""
+        prompts = map(self._prompt, next(iter(self.sampler(consumed_samples))))
+        return [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
 
     def sampler(self, consumed_samples: int) -> EpochSampler:
         """A sampler of prompt indices that continues after ``consumed_samples``."""
         size = len(self._dataset)
         return EpochSampler(size, self.batch_size, self._seed, self._shuffle, True, consumed_samples)
 
-    def observe(self, rollouts: RolloutBatch) -> None:
+    def observe(self, rollouts: Rollouts) -> None:
         """Learn how long the responses are, for the order of work in later steps."""
-        responses = rollouts.lengths - rollouts.prompt_lengths
         self.response_lengths.observe(
-            rollouts.prompt_ids.tolist(), rollouts.prompt_lengths.tolist(), responses.tolist()
+            rollouts.prompt_ids.tolist(), rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,8 +89,9 @@ class PromptSource:
         self.response_lengths.load_state_dict(state["response_lengths"])
 
     def _prompt(self, index: int) -> Prompt:
-        tokens = self._dataset[index].token_ids
-        return Prompt(index, tokens, self.response_lengths.expect(index, len(tokens)))
+        item = self._dataset[index]
+        expected = self.response_lengths.expect(index, len(item.token_ids))
+        return Prompt(index, item.token_ids, expected, {"text": item.text, **item.extra})
 
 
 def prompt_dataset(cfg: DictConfig, source: DataSource, tokenizer: Tokenizer) -> tuple[Dataset[PromptItem], TextFormat]:
@@ -148,7 +136,8 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
         )
 
     def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
-        return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, written)
+        several = int(cfg.trainer.ppo.num_rollouts_per_prompt) if shuffle else 1  # validation compares policies
+        return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, written, several)
 
     validation = None
     if prefix.validation is not None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import all_gather_rows, device
-from nemo_style_aligner.rl.rollouts.collector import PendingRollouts, RolloutCollector
+from nemo_style_aligner.rl.rollouts.collector import Collected, RolloutCollector
 from nemo_style_aligner.rl.rollouts.generator import KeptRound, Round
 from nemo_style_aligner.rl.rollouts.prompts import PromptSource
 from nemo_style_aligner.rl.rollouts.wire import pack_results, unpack_results
@@ -55,36 +55,47 @@ class GenerationSchedule:
         self._unload_engine = unload_engine
         self._rounds: dict[int, Round] = {}  # by the step that trains on them
 
-    def generate(self, prompts: PromptSource, start: int, step: int, stream: int, version: int) -> PendingRollouts:
+    def generate(
+        self, prompts: PromptSource, start: int, step: int, version: int, *, stream: int = 0, draw: int = 0
+    ) -> tuple[Collected, dict[str, float]]:
         """Generate the rollouts of a step, or take those that were started ahead, and have them scored.
 
         Args:
-            start: samples of ``prompts`` to skip.
-            stream: of the step's random streams; 0 is for its own rollouts, others for warm-up and validation.
+            start: prompts to skip.
             version: of the policy's present weights.
+            stream: of the step's random streams; 0 is for its own rollouts, others for warm-up and validation.
+            draw: rounds that were generated before for the same step.
+
+        Returns:
+            The samples and, where they were generated now, metrics of the engines.
 
         Raises:
-            StopEarlyError: as `RolloutCollector.finish`.
+            StopEarlyError: as `RolloutCollector.collect`.
         """
         generator = self._collector.generator
-        if stream == 0 and step in self._rounds:
+        if stream == draw == 0 and step in self._rounds:
             with self._timer("rollout_wait"):
-                return self._collector.finish(self._rounds[step])
+                return self._collected(prompts, self._rounds[step])
         self.refit(version)
         with self._timer("generate"):
-            generation = generator.start(prompts.batch(start), self._sampling_seed(step, stream))
-            pending = self._collector.finish(generation)
+            round_ = generator.start(prompts.batch(start), self._sampling_seed(step, stream, draw))
+            return self._collected(prompts, round_)
+
+    def _collected(self, prompts: PromptSource, generation: Round) -> tuple[Collected, dict[str, float]]:
+        return self._collector.collect(generation, prompts.samples_per_prompt), generation.metrics()
+
+    def unload(self) -> None:
+        """Give the engine's memory back, if the settings want it; all rounds of the step are complete."""
         if self._unload_engine:
             with self._timer("unload"):
-                generator.unload()
-        return pending
+                self._collector.generator.unload()
 
     def start_ahead(self, prompts: PromptSource, start: int, step: int, version: int) -> None:
         """Start generating the rollouts of a coming step with the present weights, if ``staleness`` allows it."""
         if self._staleness == 0:
             return
         self.refit(version)
-        self._rounds[step] = self._collector.generator.start(prompts.batch(start), self._sampling_seed(step, 0))
+        self._rounds[step] = self._collector.generator.start(prompts.batch(start), self._sampling_seed(step, stream=0))
 
     def refit(self, version: int) -> None:
         """Give the engine the policy's present weights, unless it has them already (after a validation, say)."""
@@ -103,8 +114,8 @@ class GenerationSchedule:
         """Forget the rollouts of a step that is complete."""
         self._rounds.pop(step, None)
 
-    def _sampling_seed(self, step: int, stream: int) -> int:
-        return derive_seed(self._seed, "rollouts", step, stream)
+    def _sampling_seed(self, step: int, stream: int, draw: int = 0) -> int:
+        return derive_seed(self._seed, "rollouts", step, stream, *((draw,) if draw else ()))
 
     # ---- state ------------------------------------------------------------------------------
 

@@ -1,8 +1,6 @@
-"""Builds the rollout phase of the actor job from its config: work source, scorer, what makes the responses."""
+"""Builds what makes responses from the actor job's config: sampling, work source, generator."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -14,11 +12,9 @@ from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParam
 from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import worlds
-from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.parallel.groups import broadcast_object, control_group
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
 from nemo_style_aligner.parallel.worlds import Link
-from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.engine_setup import build_embedded_engine, build_engine
 from nemo_style_aligner.rl.rollouts.generator import Generator, LocalGenerator
 from nemo_style_aligner.rl.rollouts.remote import RemoteGenerator
@@ -27,14 +23,11 @@ from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueCl
 from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
 from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
 from nemo_style_aligner.rl.rollouts.work_source import StaticPartition, WorkSource
-from nemo_style_aligner.servers.client import CriticClient
-from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.secret import resolve_token
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.wording import unescaped
 
 _WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on that workers elsewhere cannot connect to
-_INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted
 
 
 def sampling_params(cfg: DictConfig, tokenizer: Tokenizer | None = None) -> SamplingParams:
@@ -86,7 +79,7 @@ def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:
         WorkQueue(float(section.lease_seconds)),
         host=section.host or _reachable_address(),
         port=int(section.port),
-        token=_token(cfg),
+        token=shared_token(cfg),
         section="trainer.ppo.batch_iterator",
     )
 
@@ -97,7 +90,7 @@ def build_work_source(
     """A client of the queue that `open_work_queue` started; a fixed partition without ``use_flask``. Collective."""
     section = cfg.trainer.ppo.batch_iterator
     if not section.use_flask:
-        return StaticPartition(group.index, group.count)
+        return StaticPartition(group.index, group.count, int(cfg.trainer.ppo.num_rollouts_per_prompt))
     address = None
     if queue is not None:
         queue.queue.workers = group.count
@@ -112,7 +105,7 @@ def build_work_source(
         host,
         port,
         limits,
-        token=_token(cfg),
+        token=shared_token(cfg),
         server=queue,
         slots=engine.num_slots,
         progress=lambda: activity.current().progress,  # what the watchdog looks at, too
@@ -125,30 +118,8 @@ def _reachable_address() -> str:
     return "127.0.0.1" if is_on_one_machine() else own_address()
 
 
-def _token(cfg: DictConfig) -> str | None:
+def shared_token(cfg: DictConfig) -> str | None:
     return resolve_token(cfg.remote_critic_rm.token, "remote_critic_rm.token")
-
-
-def build_scorer(cfg: DictConfig) -> CriticClient:
-    """This rank's client of the critic and reward service."""
-    section = cfg.remote_critic_rm
-    timeouts = section.timeouts
-    limits = ClientLimits(
-        connect_s=float(timeouts.connect_seconds),
-        read_s=float(timeouts.read_seconds),
-        total_s=float(timeouts.total_seconds),
-        away_s=float(timeouts.restart_seconds),
-        internal_errors=_INTERNAL_ERRORS,
-    )
-    training = float(timeouts.training_seconds)
-    train_limits = dataclasses.replace(
-        limits,
-        read_s=training / 2,
-        total_s=training,
-        too_slow="give it more ranks, or both sides more time for training and saving (the service's "
-        "command_timeout_seconds, and remote_critic_rm.timeouts.training_seconds here)",
-    )
-    return CriticClient(section, token=_token(cfg), infer_limits=limits, train_limits=train_limits, on_lost=fail_job)
 
 
 def build_generator(
@@ -197,21 +168,3 @@ def _local_generator(
         minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
         meeting = control_group(dist.get_world_size(), minutes)
     return LocalGenerator(engine, work, sampling_params(cfg, tokenizer), group, meeting)
-
-
-def build_collector(
-    cfg: DictConfig,
-    model: MegatronModel,
-    tokenizer: Tokenizer,
-    scorer: CriticClient,
-    max_sequence_length: int,
-    queue: WorkQueueServer | None,
-) -> RolloutCollector:
-    """Build the whole rollout phase; ``queue`` is what `open_work_queue` returned. Collective."""
-    return RolloutCollector(
-        build_generator(cfg, model, tokenizer, max_sequence_length, queue),
-        scorer,
-        tokenizer,
-        scoring_batch_size=int(cfg.model.ppo.rollout_micro_batch_size),
-        scoring_seconds=sum(float(cfg.remote_critic_rm.timeouts[key]) for key in ("total_seconds", "restart_seconds")),
-    )

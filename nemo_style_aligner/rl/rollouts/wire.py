@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from nemo_style_aligner.generation.engine import GenerationResult
-from nemo_style_aligner.rl.rollouts.prompts import Prompt
+from nemo_style_aligner.rl.sample import Prompt
 
 
 def pack_results(results: Sequence[GenerationResult]) -> bytes:

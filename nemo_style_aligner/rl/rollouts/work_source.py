@@ -37,12 +37,17 @@ class StaticPartition:
     """A `WorkSource` without a server: a fixed share for each of ``count`` engines, of which this is number ``index``.
 
     It is every ``count``-th id from position ``index`` on, in the given order, or, with expected lengths, longest
-    first, so that all engines get a similar mix.
+    first, so that all engines get a similar mix. Samples of one prompt stay together where the shares come out even:
+    an engine computes their prompt once.
+
+    Args:
+        samples_per_prompt: so many ids in a row are of one prompt.
     """
 
-    def __init__(self, index: int, count: int) -> None:
+    def __init__(self, index: int, count: int, samples_per_prompt: int = 1) -> None:
         self._index = index
         self._count = count
+        self._samples_per_prompt = samples_per_prompt
         self._ids: list[int] = []
         self._done = self._total = 0
 
@@ -50,10 +55,12 @@ class StaticPartition:
         self, round_number: int, ids: Sequence[int], expected_lengths: Sequence[float] | None = None
     ) -> None:
         """Take this engine's share."""
-        positions = list(range(len(ids)))
+        size = self._samples_per_prompt if len(ids) % (self._samples_per_prompt * self._count) == 0 else 1
+        positions = list(range(0, len(ids), size))
         if expected_lengths is not None:
             positions.sort(key=lambda position: -expected_lengths[position])
-        self._ids = [ids[position] for position in positions[self._index :: self._count]]
+        mine = positions[self._index :: self._count]
+        self._ids = [each for position in mine for each in ids[position : position + size]]
         self._done, self._total = 0, len(self._ids)
 
     def lease(self, n: int, wait: bool = False) -> list[int]:

@@ -1,0 +1,158 @@
+"""Samples: a prompt with one response, and all that is known of it; the samples of a step, each rank with its share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from nemo_style_aligner import functional
+from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.parallel.exchange import exchange_rows
+from nemo_style_aligner.parallel.groups import current_layout, device
+
+Rows = Sequence[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A tokenized prompt.
+
+    Attributes:
+        prompt_id: its index in the dataset.
+        expected_length: expected tokens of a response; 0 if nothing is known. Only orders the work.
+        line: its whole line in the data file, with a right answer, say.
+    """
+
+    prompt_id: int
+    token_ids: list[int]
+    expected_length: float = 0.0
+    line: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A finished response, on the rank that generated it: what reward and value sources get.
+
+    Attributes:
+        sample_id: its place in the step.
+        group: samples of one prompt have the same number.
+        line: the prompt's whole line in the data file; ``text`` is the prompt.
+        token_ids: prompt and response, stop token included.
+        prompt_length: how many of these are the prompt's.
+        ended: a stop token or stop string ended the response, not the length limit.
+        decode: gives the response's text.
+    """
+
+    sample_id: int
+    group: int
+    line: Mapping[str, Any]
+    token_ids: list[int]
+    prompt_length: int
+    ended: bool
+    decode: Callable[[Sequence[int]], str]
+
+    @property
+    def prompt(self) -> Any:
+        """The prompt, as its line has it: a text, or the turns of a conversation."""
+        return self.line.get("text", "")
+
+    @functools.cached_property
+    def response(self) -> str:
+        """The response's text, without what ended it."""
+        return self.decode(self.token_ids[self.prompt_length :])
+
+
+@dataclasses.dataclass
+class Rollouts:
+    """The N samples of a step: a few numbers of each on every rank, tokens only of the n samples of a rank's share.
+
+    Data-parallel ranks have different shares; the ranks of a model-parallel group have the same one.
+
+    Attributes:
+        prompt_ids: int64 [N], the prompt's index in its dataset.
+        groups: int64 [N]; samples of one prompt have the same number.
+        prompt_lengths, lengths: int64 [N], tokens of the prompt, and of prompt and response, stop token included.
+        ended: bool [N], whether a stop token or stop string ended the response (not the length limit).
+        weight_versions: int64 [N], version of the weights that each response was made with.
+        counts: bool [N], False if rewards, values or log-probs are NaN or Inf: left out of losses and statistics.
+        own: int64 [n], ascending: the samples of this rank's share.
+        tokens: int32 [T], prompts and responses of the share, one after the other.
+        engine_logprobs: fp32 [R], the engine's log-probs of the share's response tokens.
+    """
+
+    prompt_ids: torch.Tensor
+    groups: torch.Tensor
+    prompt_lengths: torch.Tensor
+    lengths: torch.Tensor
+    ended: torch.Tensor
+    weight_versions: torch.Tensor
+    counts: torch.Tensor
+    own: torch.Tensor
+    tokens: torch.Tensor
+    engine_logprobs: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def response_lengths(self) -> torch.Tensor:
+        """int64 [N], tokens of each response."""
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def own_responses(self) -> torch.Tensor:
+        """int64 [n], tokens of the responses of this rank's share."""
+        return self.response_lengths[self.own]
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums over the tokens of each sample, fp64 [N] on every rank. Collective. ``x``: [R], of the share."""
+        return self.everywhere(functional.segment_sum(x.double(), self.own_responses))
+
+    def everywhere(self, own: torch.Tensor) -> torch.Tensor:
+        """Numbers of the share's samples [n, ...] as those of all samples [N, ...], fp64, on every rank. Collective.
+
+        What is summed up from these does not depend on who has which sample.
+        """
+        every = torch.zeros(len(self), *own.shape[1:], dtype=torch.float64)
+        every[self.own] = own.double()
+        if parallel_state.get_data_parallel_world_size() == 1:
+            return every
+        every = every.to(device())
+        dist.all_reduce(every, group=parallel_state.get_data_parallel_group())
+        return every.cpu()
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """A number of each of the N samples, repeated for the response tokens of the share: [R]."""
+        return functional.spread(x[self.own], self.own_responses)
+
+    def batch(self, wanted: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> RaggedBatch:
+        """The share as the models take it. ``wanted``: bool [N], samples that are computed."""
+        own = self.own
+        return RaggedBatch(self.tokens, self.lengths[own], self.prompt_lengths[own], dict(columns), wanted[own])
+
+    # ---- to other ranks ---------------------------------------------------------------------
+
+    def dealt(self, share: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The rows of ``x`` for another share of the samples on each rank. Collective.
+
+        Args:
+            share: int64 [m], the samples that this rank wants; may be none.
+            x: this rank's rows, one after the other.
+            lengths: int64 [N], of all samples' rows.
+        """
+        layout = current_layout()
+        has = self.own if layout.tp_rank == layout.pp_rank == 0 else self.own[:0]  # of equal ranks, one sends
+        return exchange_rows(x if len(has) else x[:0], lengths[has], has, share.tolist())
+
+    def on_first_rank(self, x: torch.Tensor, lengths: torch.Tensor, num_samples: int | None = None) -> Rows | None:
+        """The rows of the first samples (of all by default) on rank 0; None elsewhere. Collective; see `dealt`."""
+        is_first = dist.get_rank() == 0
+        count = (len(self) if num_samples is None else min(num_samples, len(self))) if is_first else 0
+        rows = self.dealt(torch.arange(count), x, lengths).split(lengths[:count].tolist())
+        return rows if is_first else None

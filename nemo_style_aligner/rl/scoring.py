@@ -1,0 +1,139 @@
+"""Rewards and values of finished samples: asked for on the rank that generated them, known on every rank."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
+from nemo_style_aligner.rl.rewards import Reward, RewardSource
+from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.values import ValueSource
+from nemo_style_aligner.servers.client import SequencesToScore
+
+_TOLD = 5  # failed rewards of a rank whose reasons are passed on
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredBatch:
+    """Samples whose scores are on their way."""
+
+    samples: Sequence[Sample]
+    rewards: concurrent.futures.Future[list[Reward]]
+    values: concurrent.futures.Future[list[torch.Tensor]] | None
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """Ids of the samples, in order."""
+        return [sample.sample_id for sample in self.samples]
+
+    @property
+    def futures(self) -> list[concurrent.futures.Future[Any]]:
+        """What is waited for."""
+        return [self.rewards] if self.values is None else [self.rewards, self.values]
+
+    def done(self) -> bool:
+        """Whether all scores are there."""
+        return all(future.done() for future in self.futures)
+
+    def result(self) -> Iterator[tuple[int, Reward, torch.Tensor | None]]:
+        """Each sample's id, its reward and its values fp32 [response tokens]."""
+        rewards = self.rewards.result()
+        values = [None] * len(self.samples) if self.values is None else self.values.result()
+        yield from zip(self.sample_ids, rewards, values, strict=True)
+
+
+class Scorer:
+    """The reward source and, if the estimator needs values, the value source of a job.
+
+    Args:
+        rewards: gives rewards.
+        values: gives values; None where no values are needed.
+        silence_seconds: after so long without any score a rank gives up.
+        described: names what to check then.
+    """
+
+    def __init__(
+        self, rewards: RewardSource, values: ValueSource | None, silence_seconds: float, described: str
+    ) -> None:
+        self.rewards = rewards
+        self.values = values
+        self.silence_seconds = silence_seconds
+        self.described = described
+
+    @property
+    def part_names(self) -> Sequence[str]:
+        """Names of the parts of rewards."""
+        return self.rewards.part_names
+
+    @property
+    def last_progress(self) -> float:
+        """When a source that is being brought up to date was last seen to have moved, by `time.monotonic()`."""
+        return -math.inf if self.values is None else self.values.last_progress
+
+    def score(self, samples: Sequence[Sample]) -> ScoredBatch:
+        """Have samples scored; returns at once."""
+        values = None if self.values is None else self.values.values(samples)
+        return ScoredBatch(samples, self.rewards.score(samples), values)
+
+    def wait_until_ready(self, sequences: SequencesToScore) -> None:
+        """Wait until the services that are used are there, and fit this job. Collective.
+
+        Raises:
+            ServerUnavailableError: one is not there in time.
+            UnfitServiceError: one does not fit.
+        """
+        for source in dict.fromkeys((self.rewards, self.values)):
+            if source is not None:
+                source.wait_until_ready(sequences)
+
+    def close(self) -> None:
+        """Close connections, abandon what is under way."""
+        self.rewards.close()
+        if self.values is not None:
+            self.values.close()
+
+
+@dataclasses.dataclass
+class Scores:
+    """The rewards of a step's N samples, on every rank.
+
+    Attributes:
+        rewards: fp64 [N]; NaN where a source failed.
+        parts: of each reward, by name, fp64 [N]; NaN in samples that have no such part.
+        problems: why rewards are NaN, as far as that is known; some of them.
+    """
+
+    rewards: torch.Tensor
+    parts: dict[str, torch.Tensor]
+    problems: list[str]
+
+    @classmethod
+    def gathered(cls, num_samples: int, own: Sequence[tuple[int, Reward]], part_names: Sequence[str]) -> Scores:
+        """From the places and rewards of this rank's samples. Collective."""
+        table = torch.full((len(own), 2 + len(part_names)), math.nan, dtype=torch.float64)
+        for row, (place, reward) in enumerate(own):
+            numbers = [reward.parts.get(name, math.nan) for name in part_names]
+            table[row] = torch.tensor([place, reward.value, *numbers], dtype=torch.float64)
+        table = all_gather_rows(table.to(device())).cpu()
+        columns = torch.full((num_samples, 1 + len(part_names)), math.nan, dtype=torch.float64)
+        columns[table[:, 0].long()] = table[:, 1:]
+        problems = [f"sample {place}: {reward.problem}" for place, reward in own if reward.problem is not None]
+        return cls(
+            columns[:, 0], dict(zip(part_names, columns[:, 1:].unbind(1), strict=True)), _everyones(problems[:_TOLD])
+        )
+
+
+def _everyones(lines: list[str]) -> list[str]:
+    """The lines of all ranks. Collective."""
+    if not all_reduce_max(len(lines)) or dist.get_world_size() == 1:
+        return lines
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, lines)
+    return [line for part in gathered for line in part]
