@@ -70,6 +70,38 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, unbiased: bool) -> torch.Tensor:
     return zero_where_masked((values - mean) * torch.rsqrt(variance + 1e-8), mask).to(x.dtype)
 
 
+# ---- segments: flat tensors of one number per token, sequence after sequence ---------------------
+
+
+def segment_sum(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The sum over each sequence's tokens, added in fp64; 0 where a sequence has none.
+
+    Args:
+        x: [R], the sequences' tokens one after the other.
+        lengths: int64 [n], tokens of each sequence; their sum is R.
+
+    Returns:
+        [n] in x's dtype.
+    """
+    sums = torch.zeros(len(lengths), dtype=torch.float64, device=x.device)
+    return sums.index_add(0, _segments(lengths, x.device), x.double()).to(x.dtype)
+
+
+def segment_mean(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The mean over each sequence's tokens; see `segment_sum`."""
+    return (segment_sum(x.double(), lengths) / lengths.to(x.device).clamp(min=1)).to(x.dtype)
+
+
+def spread(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Each sequence's number, repeated over its tokens: [n] and lengths int64 [n] to [R]."""
+    return x[_segments(lengths, x.device)]
+
+
+def _segments(lengths: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The sequence that each token belongs to, int64 [R] on ``device``."""
+    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths).to(device)
+
+
 # ---- KL penalty, rewards, advantages ----------------------------------------------------------
 
 
