@@ -1,21 +1,23 @@
 """The formulas of RLHF as pure tensor functions: no process groups, no configuration, no state.
 
-Shapes: ``b`` sequences, ``s`` tokens, ``v`` vocabulary entries. Everything per token has shape
-``[b, s-1]``: **position t belongs to the prediction of token t+1**, so the log-prob, value, KL and
-advantage of token t+1 sit at index t. A mask is 1 (or True) where a position counts and 0 elsewhere;
-the value at a masked position, even inf or NaN, never reaches a result or a gradient.
+Shapes: ``b`` sequences, ``s`` tokens, ``v`` vocabulary entries. What is per token has one of two shapes. Padded,
+``[b, s-1]``: **position t belongs to the prediction of token t+1**, so the log-prob, value, KL and advantage of token
+t+1 sit at index t; a mask is 1 (or True) where a position counts and 0 elsewhere, and the value at a masked position,
+even inf or NaN, never reaches a result or a gradient. Flat, ``[R]``: the tokens of all responses, one response after
+the other, whose lengths ``[n]`` say where each ends.
 
-Losses are *sums* over the mask. The caller divides by the count over all micro batches and ranks,
-which makes the loss the same whatever the micro batch or the data-parallel size. No function
-returns NaN for a batch in which everything is masked.
+Losses are *sums*. The caller divides by the count over all micro batches and ranks, which makes the loss the same
+whatever the micro batch or the data-parallel size. No function returns NaN for a batch in which everything is masked.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
+
+from nemo_style_aligner.transfers import moved
 
 KLEstimator = Literal["abs", "k1", "k2", "k3"]
 
@@ -89,7 +91,7 @@ def segment_sum(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 def segment_mean(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The mean over each sequence's tokens; see `segment_sum`."""
-    return (segment_sum(x.double(), lengths) / lengths.to(x.device).clamp(min=1)).to(x.dtype)
+    return (segment_sum(x.double(), lengths) / moved(lengths, x.device).clamp(min=1)).to(x.dtype)
 
 
 def spread(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -99,7 +101,7 @@ def spread(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 def _segments(lengths: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The sequence that each token belongs to, int64 [R] on ``device``."""
-    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths).to(device)
+    return moved(torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths), device)
 
 
 # ---- KL penalty, rewards, advantages ----------------------------------------------------------
@@ -155,7 +157,7 @@ def token_rewards(rewards: torch.Tensor, kl: torch.Tensor, lengths: torch.Tensor
 
 
 def generalized_advantage_estimation(
-    values: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+    values: torch.Tensor, rewards: torch.Tensor, lengths: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """GAE(gamma, lambda), arXiv:1506.02438 eq. 16, with V = 0 after the last token.
 
@@ -163,70 +165,29 @@ def generalized_advantage_estimation(
     ``returns_t = A_t + V_t``.
 
     Args:
-        values, rewards, mask: [b, s-1].
+        values, rewards: [R], sequence after sequence.
+        lengths: int64 [n], tokens of each sequence.
 
     Returns:
-        (advantages, returns), each [b, s-1] and zero where masked.
+        (advantages, returns), each [R].
     """
-    values, rewards = zero_where_masked(values, mask), zero_where_masked(rewards, mask)
-    deltas = rewards + gamma * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values
+    ends = lengths.cumsum(0)
+    following = torch.nn.functional.pad(values[1:], (0, 1))
+    following[ends[lengths > 0] - 1] = 0
+    deltas = rewards + gamma * following - values
     advantages = torch.empty_like(deltas)
-    running = torch.zeros_like(deltas[:, 0])
-    for position in reversed(range(deltas.shape[1])):
-        running = deltas[:, position] + gamma * lam * running
-        advantages[:, position] = running
-    advantages = zero_where_masked(advantages, mask)
+    # From all sequences' last tokens backwards, the longest sequences first: the others end one after the other.
+    ends = ends[lengths.argsort(descending=True)]
+    longer_than = len(lengths) - torch.bincount(lengths).cumsum(0)[:-1]
+    running = torch.zeros(len(lengths), dtype=deltas.dtype)
+    for back, count in enumerate(longer_than.tolist(), start=1):
+        tokens = ends[:count] - back
+        running = deltas[tokens] + gamma * lam * running[:count]
+        advantages[tokens] = running
     return advantages, advantages + values
 
 
-# ---- PPO losses -------------------------------------------------------------------------------
-
-
-class PolicyLossSums(NamedTuple):
-    """Sums over the masked-in tokens, detached scalars; for means, divide by the mask's sum (over all ranks)."""
-
-    ratio: torch.Tensor  # probability ratios, new policy to old
-    clipped_ratio: torch.Tensor  # the same after clamping to [1 - eps, 1 + eps]
-    clipped: torch.Tensor  # tokens whose clipped objective was the one in force
-    approximate_kl: torch.Tensor  # k3 estimate of KL(old policy || new policy)
-
-
-def clipped_policy_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    ratio_eps: float,
-    importance_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, PolicyLossSums]:
-    """PPO's clipped surrogate, arXiv:1707.06347 eq. 7, negated to be minimised, summed over tokens.
-
-    ``sum_t w_t * max(-A_t * rho_t, -A_t * clip(rho_t, 1 - eps, 1 + eps))``, ``rho = exp(new - old)``.
-
-    Args:
-        logprobs: [b, s-1], of the policy in training (the only input that gets a gradient).
-        old_logprobs, advantages, mask: [b, s-1].
-        importance_weights: [b, s-1], see `truncated_importance_weights`; None means 1.
-
-    Returns:
-        (scalar sum, statistics).
-    """
-    log_ratio = zero_where_masked(logprobs - old_logprobs, mask)
-    advantages = zero_where_masked(advantages, mask)
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1.0 - ratio_eps, 1.0 + ratio_eps)
-    unclipped_loss, clipped_loss = -advantages * ratio, -advantages * clipped_ratio
-    loss = torch.maximum(unclipped_loss, clipped_loss)
-    if importance_weights is not None:
-        loss = loss * importance_weights
-    with torch.no_grad():
-        sums = PolicyLossSums(
-            ratio=zero_where_masked(ratio, mask).sum(),
-            clipped_ratio=zero_where_masked(clipped_ratio, mask).sum(),
-            clipped=zero_where_masked((clipped_loss > unclipped_loss).to(loss.dtype), mask).sum(),
-            approximate_kl=(torch.expm1(log_ratio) - log_ratio).sum(),
-        )
-    return zero_where_masked(loss, mask).sum(), sums
+# ---- importance weights, the critic's loss -----------------------------------------------------
 
 
 def truncated_importance_weights(
@@ -242,14 +203,20 @@ def truncated_importance_weights(
     return zero_where_masked(difference.clamp(max=math.log(cap)).exp(), mask)
 
 
-def sequence_ratios(trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``exp(mean_t log(p_trainer / p_engine))``, the geometric mean of each sequence's token ratios.
+def sequence_ratios(logprobs: torch.Tensor, old_logprobs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """``exp(mean_t log(p / p_old))``, the geometric mean of each sequence's token ratios.
 
     That is the sequence's probability ratio to the power of one over its length, as in GSPO (arXiv:2507.18071):
-    ratios of sequences of different lengths are comparable. Inputs [b, s-1], result [b], 1 where all is masked.
+    ratios of sequences of different lengths are comparable.
+
+    Args:
+        logprobs, old_logprobs: [R], sequence after sequence.
+        lengths: int64 [n], tokens of each sequence.
+
+    Returns:
+        [n], 1 for a sequence without tokens.
     """
-    difference = zero_where_masked((trainer_logprobs - engine_logprobs).detach(), mask)
-    return masked_mean(difference, mask, dim=-1).exp()
+    return segment_mean(logprobs - old_logprobs, lengths).exp()
 
 
 def effective_sample_share(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nemo_style_aligner import functional as F
+from nemo_style_aligner.models.policy_losses import LossInput, LossSettings, policy_objective
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_ppo.json").read_text())
 TOLERANCE = {"rtol": 0, "atol": 1e-12}
@@ -40,7 +41,14 @@ class Golden:
         return F.token_rewards(self.rewards, self.kl("k1"), self.lengths, self.beta)
 
     def advantages_and_returns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return F.generalized_advantage_estimation(self.values, self.token_rewards(), self.mask, self.gamma, self.lam)
+        values, rewards = self.flat(self.values), self.flat(self.token_rewards())
+        flat = F.generalized_advantage_estimation(values, rewards, self.lengths - 1, self.gamma, self.lam)
+        advantages, returns = (torch.zeros_like(self.mask).masked_scatter(self.mask != 0, x) for x in flat)
+        return advantages, returns
+
+    def flat(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T] to one number per response token."""
+        return x[self.mask != 0]
 
 
 @pytest.fixture
@@ -77,8 +85,10 @@ def test_golden_whitening(golden: Golden, unbiased: bool, name: str) -> None:
 
 def test_golden_policy_loss(golden: Golden) -> None:
     advantages = F.whiten(golden.advantages_and_returns()[0], golden.mask, unbiased=True)
-    loss, _ = F.clipped_policy_loss(golden.new_logprobs, golden.logprobs, advantages, golden.mask, golden.clip)
-    assert (loss / golden.mask.sum()).item() == pytest.approx(GOLDEN["pg_loss_token_mean"], abs=1e-12)
+    new, old, advantages = (golden.flat(x) for x in (golden.new_logprobs, golden.logprobs, advantages))
+    given = LossInput(new, old, advantages, golden.lengths - 1)
+    loss, count, _ = policy_objective(given, LossSettings(clip_low=golden.clip, clip_high=golden.clip))
+    assert (loss / count).item() == pytest.approx(GOLDEN["pg_loss_token_mean"], abs=1e-12)
 
 
 def test_golden_value_loss(golden: Golden) -> None:
@@ -128,34 +138,58 @@ def test_reward_sits_where_the_last_token_is_predicted() -> None:
     assert shortest.tolist() == [[1.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
 
 
+def random_segments(seed: int = 0, n: int = 5) -> torch.Tensor:
+    """Lengths of responses, int64 [n], one of them empty."""
+    lengths = torch.randint(1, 7, (n,), generator=torch.Generator().manual_seed(seed))
+    lengths[seed % n] = 0
+    return lengths
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
 def test_gae_is_the_sum_of_discounted_deltas(seed: int, gamma: float, lam: float) -> None:
-    prompts, lengths, mask = random_batch(seed)
-    values, rewards = torch.randn(2, *mask.shape, dtype=torch.float64)
-    advantages, returns = F.generalized_advantage_estimation(values, rewards, mask, gamma, lam)
-    for i in range(len(prompts)):
-        first, end = int(prompts[i]) - 1, int(lengths[i]) - 1
-        v = values[i, first:end].tolist() + [0.0]
-        r = rewards[i, first:end].tolist()
-        deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+    lengths = random_segments(seed)
+    values, rewards = torch.randn(2, int(lengths.sum()), dtype=torch.float64)
+    advantages, returns = F.generalized_advantage_estimation(values, rewards, lengths, gamma, lam)
+    parts = [x.split(lengths.tolist()) for x in (values, rewards, advantages, returns)]
+    for v, r, got, got_returns in zip(*parts, strict=True):
+        following = [*v.tolist()[1:], 0.0]
+        deltas = [r[t].item() + gamma * following[t] - v[t].item() for t in range(len(r))]
         for t in range(len(r)):
             want = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
-            assert advantages[i, first + t].item() == pytest.approx(want, abs=1e-12)
-            assert returns[i, first + t].item() == pytest.approx(want + v[t], abs=1e-12)
-    assert torch.all(advantages[mask == 0] == 0) and torch.all(returns[mask == 0] == 0)
+            assert got[t].item() == pytest.approx(want, abs=1e-12)
+            assert got_returns[t].item() == pytest.approx(want + v[t].item(), abs=1e-12)
 
 
-def test_gae_does_not_depend_on_padding() -> None:
-    _, _, mask = random_batch()
-    values, rewards = torch.randn(2, *mask.shape)
-    short = F.generalized_advantage_estimation(values, rewards, mask, 0.99, 0.95)
-    pad = torch.nn.functional.pad
-    long = F.generalized_advantage_estimation(
-        pad(values, (0, 4), value=7.0), pad(rewards, (0, 4), value=7.0), pad(mask, (0, 4)), 0.99, 0.95
-    )
-    for a, b in zip(short, long, strict=True):
-        assert torch.equal(a, b[:, :-4])
+def test_gae_of_a_sequence_does_not_depend_on_the_others() -> None:
+    """Neither on their lengths nor on values that are no numbers, and to the bit."""
+    lengths = random_segments()
+    values, rewards = torch.randn(2, int(lengths.sum()))
+    together = F.generalized_advantage_estimation(values, rewards, lengths, 0.99, 0.95)
+    others = torch.full((9,), math.nan)
+    pieces = [x.split(lengths.tolist()) for x in (values, rewards, *together)]
+    for v, r, *expected in zip(*pieces, strict=True):
+        more = torch.tensor([2, len(v), 7])
+        longer = [torch.cat([others[:2], x, others[2:]]) for x in (v, r)]
+        alone = F.generalized_advantage_estimation(*longer, more, 0.99, 0.95)
+        for got, want in zip(alone, expected, strict=True):
+            assert torch.equal(got.split(more.tolist())[1], want)
+    nothing = torch.zeros(0)
+    assert F.generalized_advantage_estimation(nothing, nothing, torch.zeros(0).long(), 1.0, 1.0)[0].shape == (0,)
+    assert F.generalized_advantage_estimation(nothing, nothing, torch.zeros(3).long(), 1.0, 1.0)[0].shape == (0,)
+
+
+def test_sums_and_means_of_segments() -> None:
+    """Of fp32 as exact as fp32 is, however long a segment; one's NaN is not another's."""
+    x, lengths = torch.tensor([1.0, 2.0, 4.0, math.nan]), torch.tensor([2, 0, 1, 1])
+    assert F.segment_sum(x, lengths).tolist()[:3] == [3.0, 0.0, 4.0]
+    assert F.segment_mean(x, lengths).tolist()[:3] == [1.5, 0.0, 4.0]
+    assert F.spread(torch.tensor([5, 6, 7, 8]), lengths).tolist() == [5, 5, 7, 8]
+    many = torch.full((2**18,), 0.1)
+    mean = F.segment_mean(many.requires_grad_(), torch.tensor([2**18]))
+    assert mean.dtype == torch.float32 and mean.item() == many[0].item()
+    mean.sum().backward()
+    torch.testing.assert_close(many.grad, torch.full_like(many, 2**-18))
 
 
 @pytest.mark.parametrize("unbiased", [True, False])
@@ -166,41 +200,6 @@ def test_whitening_equals_torch_var_and_survives_a_large_mean(unbiased: bool) ->
     kept = x[mask == 1].double()
     want = (kept - kept.mean()) / torch.sqrt(kept.var(unbiased=unbiased) + 1e-8)
     torch.testing.assert_close(got[mask == 1].double(), want, rtol=1e-6, atol=1e-6)
-
-
-def test_policy_loss_against_a_loop() -> None:
-    _, _, mask = random_batch()
-    new, old, advantages, weights = torch.randn(4, *mask.shape, dtype=torch.float64) * 0.5
-    weights = weights.exp()
-    loss, sums = F.clipped_policy_loss(new, old, advantages, mask, 0.2, weights)
-    want = ratio_sum = clipped_sum = clipped = kl = 0.0
-    for i, t in mask.nonzero().tolist():
-        a, rho = advantages[i, t].item(), math.exp(new[i, t] - old[i, t])
-        limited = min(max(rho, 0.8), 1.2)
-        want += weights[i, t].item() * max(-a * rho, -a * limited)
-        ratio_sum, clipped_sum = ratio_sum + rho, clipped_sum + limited
-        clipped += -a * limited > -a * rho
-        kl += rho - 1 - math.log(rho)
-    assert loss.item() == pytest.approx(want, abs=1e-10)
-    assert [s.item() for s in sums] == pytest.approx([ratio_sum, clipped_sum, clipped, kl], abs=1e-10)
-
-
-def test_policy_gradient_at_ratio_one_is_minus_advantage_times_weight() -> None:
-    _, _, mask = random_batch()
-    logprobs = torch.randn(mask.shape, requires_grad=True)
-    advantages, weights = torch.randn(mask.shape), torch.rand(mask.shape)
-    loss, _ = F.clipped_policy_loss(logprobs, logprobs.detach(), advantages, mask, 0.2, weights)
-    loss.backward()
-    torch.testing.assert_close(logprobs.grad, -advantages * weights * mask)
-
-
-def test_losses_are_sums_over_any_micro_batch_split() -> None:
-    _, _, mask = random_batch()
-    new, old, advantages = torch.randn(3, *mask.shape, dtype=torch.float64)
-    whole, _ = F.clipped_policy_loss(new, old, advantages, mask, 0.2)
-    parts = sum(F.clipped_policy_loss(*rows, 0.2)[0] for rows in zip(
-        *(x.split(2) for x in (new, old, advantages, mask)), strict=True))  # fmt: skip
-    torch.testing.assert_close(whole, parts, **TOLERANCE)
 
 
 def test_value_loss_against_a_loop_and_clip_zero_disables() -> None:
@@ -266,12 +265,10 @@ def test_masked_positions_reach_neither_loss_nor_gradient(junk: float, all_maske
     def everything(x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         new = x[0].clone().requires_grad_()
         weights = F.truncated_importance_weights(x[1], x[2], mask, 2.0)
-        policy, sums = F.clipped_policy_loss(new, x[1], x[2], mask, 0.2, weights)
         value = F.clipped_value_loss(new, x[1], x[2], mask, 0.2)
-        outputs = [policy, value, *sums, weights, F.masked_mean(x[0], mask), F.masked_mean(x[0], mask, dim=1)]
+        outputs = [value, weights, F.masked_mean(x[0], mask), F.masked_mean(x[0], mask, dim=1)]
         outputs += [F.whiten(x[3], mask, unbiased) for unbiased in (True, False)]
-        outputs += list(F.generalized_advantage_estimation(x[1], x[2], mask, 1.0, 0.95))
-        (policy + value).backward()
+        value.backward()
         return outputs, new.grad
 
     (got, got_grad), (want, want_grad) = everything(dirty), everything(clean)
@@ -301,13 +298,11 @@ def test_importance_weights_are_capped_ratios_without_gradient() -> None:
 
 
 def test_sequences_of_all_lengths_are_measured_by_one_rule() -> None:
-    trainer = torch.tensor([[-1.0, -1.0, -1.0, math.nan], [-1.0, -9.0, -9.0, -9.0], [-1.0] * 4], requires_grad=True)
-    engine = torch.tensor([[-2.0, -3.0, -1.0, 0.0], [-0.5, 0.0, 0.0, 0.0], [0.0] * 4])
-    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0] * 4])
-    ratios = F.sequence_ratios(trainer, engine, mask)
+    trainer = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    engine = torch.tensor([-2.0, -3.0, -1.0, -0.5])
+    ratios = F.sequence_ratios(trainer, engine, torch.tensor([3, 1, 0]))
     # The geometric mean of e, e^2 and 1 is e; of one token it is its own ratio; nothing says nothing.
     assert ratios.tolist() == pytest.approx([math.e, math.exp(-0.5), 1.0], rel=1e-6)
-    assert not ratios.requires_grad
 
 
 def test_effective_sample_share() -> None:

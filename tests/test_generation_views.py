@@ -16,10 +16,12 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
-from nemo_style_aligner.models.actor import Actor, PolicyBatch
+from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.policy_losses import LossSettings
+from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.weights.stream import export_weights, lendable_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -44,14 +46,15 @@ def trained_model(name: str, dtype: torch.dtype, optim: str = "distributed_fused
     optimizer = Optimizer(model, cfg["optim"], Schedule(lr=1e-2, name="constant"), clip_grad=1.0)
     batching = MicroBatching(num_rows=4)
     actor = Actor(model, optimizer, None, training_batching=batching, forward_batching=batching,
-                  temperature=1.0, ratio_eps=0.2, entropy_bonus=0.0)  # fmt: skip
+                  temperature=1.0, loss=LossSettings())  # fmt: skip
     return model, actor
 
 
 def update(actor: Actor) -> None:
-    tokens = torch.arange(4 * 10).view(4, 10) * 7 % VOCAB
-    ones = torch.ones(4, 9)
-    actor.update(PolicyBatch(tokens, ones, torch.full((4, 9), -3.0), torch.linspace(-1, 1, 36).view(4, 9), ones))
+    tokens = torch.arange(4 * 10, dtype=torch.int32) * 7 % VOCAB
+    columns = {"old_logprobs": torch.full((36,), -3.0), "advantages": torch.linspace(-1, 1, 36)}
+    prompts = torch.ones(4, dtype=torch.int64)
+    actor.update(RaggedBatch(tokens, 10 * prompts, prompts, columns, prompts.bool()))
 
 
 def engine_of(model: MegatronModel, *, lends: bool, step: StepChoice = "torch", **options: Any) -> EmbeddedEngine:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from test_jobs import actor_flags, check_actor_log, check_exact_log, ppo_jobs
 
 from nemo_style_aligner.models.attention import CausalAttention
-from nemo_style_aligner.models.packing import PackedSequences, pack_row
+from nemo_style_aligner.models.packing import PackedSequences, Sequences, pack_row
 from nemo_style_aligner.models.pipeline import to_device
 from nemo_style_aligner.models.varlen_attention import has_varlen_attention
 from nemo_style_aligner.telemetry.metrics import read_metrics
@@ -112,7 +112,7 @@ def test_attention_of_packed_rows(heads: int, groups: int, channels: int) -> Non
     """In one call of torch's varlen attention: outputs and gradients are those of fp32 on a CPU, up to rounding."""
     lengths = (5, 1, 700, 130)
     wanted = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    packed = pack_row(torch.zeros(wanted.shape, dtype=torch.int64), wanted, 1).sequences
+    packed = pack_row(Sequences.padded(torch.zeros(wanted.shape, dtype=torch.int64), wanted), 1).sequences
     attention = CausalAttention.__new__(CausalAttention)
     torch.nn.Module.__init__(attention)
     attention.dropout = 0.0

@@ -20,7 +20,7 @@ from nemo_style_aligner.models import layer_kernels
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.layer_kernels import LayerKernels, best_kernels, load
 from nemo_style_aligner.models.logprobs import Prediction
-from nemo_style_aligner.models.packing import pack_row
+from nemo_style_aligner.models.packing import Sequences, pack_row
 from nemo_style_aligner.native.compilation import AMX, DOT, KERNELS, NativeUnavailable, usable_kernels
 from nemo_style_aligner.parallel.groups import single_process
 
@@ -379,7 +379,7 @@ def test_models_compute_the_same_with_and_without(
     """Log-probs of packed rows and the gradients of all weights."""
     tokens = torch.randint(0, 50, (3, 24), generator=torch.Generator().manual_seed(5))
     wanted = torch.arange(24) < torch.tensor([[24], [9], [17]])
-    packed = pack_row(tokens, wanted, 1)
+    packed = pack_row(Sequences.padded(tokens, wanted), 1)
     targets = packed.tokens[0].roll(-1)[packed.outputs]
     found = []
     with single_process():

@@ -43,7 +43,7 @@ from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models import kept_passes as kept_passes_module
 from nemo_style_aligner.models import layer_kernels, layers, main_grads, pipeline, products
 from nemo_style_aligner.models import logprobs as logprobs_module
-from nemo_style_aligner.models.actor import Actor, PolicyBatch
+from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision, transformer_config
@@ -58,12 +58,16 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import (
     AttentionBlocks,
     MicroBatching,
+    Padding,
+    Sequences,
     micro_batches,
     pack_row,
     shares,
     used_lengths,
 )
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
+from nemo_style_aligner.models.policy_losses import LossSettings
+from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.models.recompute import computed_again, not_keeping
 from nemo_style_aligner.models.restore import lay_over, open_base_model
 from nemo_style_aligner.models.supervised_losses import (
@@ -525,7 +529,7 @@ def test_a_layer_as_one_function_changes_no_bit(
 def test_a_layer_as_one_function_has_gradients_only_once() -> None:
     """It keeps no second copy of what it overwrites, and says so."""
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
-    packed = pack_row(tokens(), torch.ones(5, 12, dtype=torch.bool), 1)
+    packed = pack_row(Sequences.padded(tokens(), torch.ones(5, 12, dtype=torch.bool)), 1)
     out = whole_layer(model.gpt.decoder.layers[0], torch.ones(60, 1, 32), torch.ones(128, 1, 1, 8), packed.sequences)
     assert out is not None
     out.sum().backward(retain_graph=True)
@@ -545,7 +549,7 @@ def test_other_layers_are_computed_module_by_module(name: str, monkeypatch: pyte
         patch.setattr(layers, "whole_layer", refuse)
         logprobs(model, tokens())
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM, "hidden_dropout": 0.5}, torch.float32)
-    packed = pack_row(tokens(), torch.ones(5, 12, dtype=torch.bool), 1)
+    packed = pack_row(Sequences.padded(tokens(), torch.ones(5, 12, dtype=torch.bool)), 1)
     hidden, angles = torch.ones(60, 1, 32), torch.ones(128, 1, 1, 8)
     layer = model.gpt.decoder.layers[0]
     assert whole_layer(layer.train(), hidden, angles, packed.sequences) is None
@@ -573,7 +577,7 @@ def test_gradients_of_matrices_are_added_where_they_belong(
     """Over micro batches, as autograd's own from a model without DDP; none of them comes by as a tensor of its own."""
     multiply(monkeypatch, has_bf16)
     ids, config = tokens(), {"make_vocab_size_divisible_by": 64, "optim": OPTIM}
-    packed = pack_row(ids, torch.ones(5, 12, dtype=torch.bool), 1)
+    packed = pack_row(Sequences.padded(ids, torch.ones(5, 12, dtype=torch.bool)), 1)
     model = build_model(ARCHITECTURES[name], config, dtype, head=head)
     plain = build_model(ARCHITECTURES[name], config, dtype, head=head, trainable=False)
     import_weights(plain, TensorSource(dict(export_weights(model))))
@@ -699,7 +703,7 @@ def saved_bytes(
             return x
 
         ids = tokens(rows=num_sequences, width=64)
-        packed = pack_row(ids, torch.ones_like(ids, dtype=torch.bool), 1)
+        packed = pack_row(Sequences.padded(ids, torch.ones_like(ids, dtype=torch.bool)), 1)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             model.gpt(packed.tokens, packed.sequences.positions, None, packed_seq_params=packed.sequences)
         sizes.append(sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in weights))
@@ -739,16 +743,18 @@ def test_micro_batches_and_shares_of_a_few_rows() -> None:
 def test_a_packed_row_has_what_is_needed_and_is_filled_up() -> None:
     ids = torch.arange(1, 13).view(3, 4)
     wanted = torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 1]]).bool()
-    packed = pack_row(ids, wanted, multiple=4)
+    asked = Sequences.padded(ids, wanted)
+    packed = pack_row(asked, multiple=4)
     assert packed.tokens.tolist() == [[1, 2, 9, 10, 11, 0, 0, 0]] and packed.sequences.lengths == (2, 3, 3)
     assert packed.sequences.positions.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
     assert packed.sequences.cu_seqlens_q.tolist() == packed.sequences.cu_seqlens_kv.tolist() == [0, 2, 5, 8]
     assert packed.sequences.max_seqlen_q == packed.sequences.max_seqlen_kv == 3
     assert packed.sequences.qkv_format == "thd"
     assert packed.outputs.tolist() == [1, 2, 4]
-    assert packed.unpack(torch.tensor([7, 8, 9])).tolist() == [[0, 7, 0], [0, 0, 0], [8, 0, 9]]
-    assert pack_row(ids, wanted, multiple=5).sequences.lengths == (2, 3)
-    nothing = pack_row(ids, torch.zeros_like(wanted), multiple=2)
+    assert asked.targets().tolist() == [3, 10, 12]
+    assert Padding.of(asked, 3).pad(torch.tensor([7, 8, 9])).tolist() == [[0, 7, 0], [0, 0, 0], [8, 0, 9]]
+    assert pack_row(asked, multiple=5).sequences.lengths == (2, 3)
+    nothing = pack_row(Sequences.padded(ids, torch.zeros_like(wanted)), multiple=2)
     assert nothing.tokens.tolist() == [[0, 0]] and nothing.sequences.lengths == (2,) and not len(nothing.outputs)
     assert used_lengths(torch.ones(3, 0)) == [0, 0, 0]
 
@@ -946,9 +952,9 @@ def test_frozen_weights_come_and_go_without_a_trace(placement: Any, dtype: torch
     moved = logprobs(model, ids)
     assert not torch.equal(moved, first)
     for _ in range(2):
-        assert torch.equal(actor.initial_logprobs(ids, everywhere(ids)), first)
+        assert torch.equal(actor.reference_logprobs(policy_batch(ids)), first.flatten())
         assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
-        assert torch.equal(actor.logprobs(ids, everywhere(ids)), moved)
+        assert torch.equal(actor.logprobs(policy_batch(ids)), moved.flatten())
     with pytest.raises(KeyboardInterrupt), frozen.active():
         raise KeyboardInterrupt
     assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
@@ -959,7 +965,7 @@ def test_frozen_weights_come_and_go_without_a_trace(placement: Any, dtype: torch
 def test_no_initial_policy() -> None:
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
     with pytest.raises(RuntimeError, match="initial_policy_kl_penalty is 0"):
-        make_actor(model, None).initial_logprobs(tokens(), everywhere(tokens()))
+        make_actor(model, None).reference_logprobs(policy_batch(tokens()))
 
 
 # ---- updates ------------------------------------------------------------------------------------
@@ -971,19 +977,19 @@ def make_actor(
     optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), clip, nonfinite)
     return Actor(
         model, optimizer, frozen, training_batching=MicroBatching(5), forward_batching=MicroBatching(2),
-        temperature=1.0, ratio_eps=0.2, entropy_bonus=0.01,
+        temperature=1.0, loss=LossSettings(entropy_bonus=0.01),
     )  # fmt: skip
 
 
-def everywhere(ids: torch.Tensor) -> torch.Tensor:
-    return torch.ones(ids.shape[0], ids.shape[1] - 1)
-
-
-def policy_batch(ids: torch.Tensor, mask: float = 1.0, advantage: float = 1.0) -> PolicyBatch:
-    shape = (ids.shape[0], ids.shape[1] - 1)
-    generator = torch.Generator().manual_seed(9)
-    advantages = advantage * torch.randn(shape, generator=generator)
-    return PolicyBatch(ids, torch.full(shape, mask), torch.full(shape, -4.0), advantages, torch.ones(shape))
+def policy_batch(ids: torch.Tensor, advantage: float = 1.0) -> RaggedBatch:
+    """Prompts of one token, responses of all others."""
+    n, s = ids.shape
+    advantages = advantage * torch.randn(n * (s - 1), generator=torch.Generator().manual_seed(9))
+    return RaggedBatch(
+        ids.flatten().int(), torch.full((n,), s), torch.ones(n, dtype=torch.int64),
+        {"old_logprobs": torch.full_like(advantages, -4.0), "advantages": advantages},
+        torch.ones(n, dtype=torch.bool),
+    )  # fmt: skip
 
 
 def test_a_batch_without_tokens_changes_nothing() -> None:
@@ -994,7 +1000,7 @@ def test_a_batch_without_tokens_changes_nothing() -> None:
     actor.update(policy_batch(tokens()))
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    report = actor.update(policy_batch(tokens(), mask=0.0))
+    report = actor.update(dataclasses.replace(policy_batch(tokens()), wanted=torch.zeros(5, dtype=torch.bool)))
     assert report.keys() == {"loss", "lr", "skipped_updates"} and report["loss"] == 0.0  # nothing is a mean of nothing
     assert actor.optimizer.step_count == 1
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -1005,17 +1011,17 @@ def test_log_probs_and_ratios_are_of_the_distribution_sampled_from() -> None:
     model, ids = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32), tokens()
     actor = make_actor(model, None)
     actor.temperature = 0.5
-    for actor.entropy_bonus in (0.0, 0.01):
-        own = actor.logprobs(ids, everywhere(ids))
-        torch.testing.assert_close(own, logprobs(model, ids, 0.5))
-        batch = dataclasses.replace(policy_batch(ids), old_logprobs=own)
+    for bonus in (0.0, 0.01):
+        actor.loss, batch = LossSettings(entropy_bonus=bonus), policy_batch(ids)
+        own = batch.columns["old_logprobs"] = actor.logprobs(batch)
+        torch.testing.assert_close(own, logprobs(model, ids, 0.5).flatten())
         assert actor.update(batch)["ppo_ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_an_entropy_bonus_flattens_the_distribution() -> None:
     model, ids = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32), tokens()
     actor = make_actor(model, None)
-    actor.entropy_bonus = 1.0
+    actor.loss = LossSettings(entropy_bonus=1.0)
 
     def entropy() -> torch.Tensor:
         return score(model, ids, Scoring(entropy=True))[..., 1].mean()
@@ -1070,16 +1076,14 @@ def same_start(*models: MegatronModel) -> None:
 def test_a_step_that_was_abandoned_leaves_nothing_to_the_next() -> None:
     kept, fresh = keeping_actor("always"), keeping_actor("never")
     same_start(kept.model, fresh.model)
-    kept.logprobs(tokens(seed=1), everywhere(tokens()), is_trained=True)
-    torch.testing.assert_close(
-        kept.logprobs(tokens(seed=2), everywhere(tokens()), is_trained=True),
-        kept.logprobs(tokens(seed=2), everywhere(tokens())),
-    )
+    kept.logprobs(policy_batch(tokens(seed=1)), is_trained=True)
+    batch = policy_batch(tokens(seed=2))
+    torch.testing.assert_close(kept.logprobs(batch, is_trained=True), kept.logprobs(batch))
     with counted_passes(kept.model) as passes:
-        reports = [actor.update(policy_batch(tokens(seed=2))) for actor in (kept, fresh)]
+        reports = [actor.update(batch) for actor in (kept, fresh)]
         assert passes == [] and reports[0] == reports[1]
         assert all(torch.equal(p, weights_of(fresh.model)[name]) for name, p in weights_of(kept.model).items())
-        kept.update(policy_batch(tokens(seed=2)))  # with other weights, nothing is known of it
+        kept.update(batch)  # with other weights, nothing is known of it
         assert sum(passes) == 5 * 11
 
 
@@ -1087,10 +1091,10 @@ def test_outputs_that_were_not_wanted_are_computed_for_training() -> None:
     """The same tokens, but the pass was asked for fewer of their log-probs."""
     kept, fresh = keeping_actor("always"), keeping_actor("never")
     same_start(kept.model, fresh.model)
-    wanted = everywhere(tokens())
-    wanted[3, :4] = 0
-    kept.logprobs(tokens(), wanted, is_trained=True)
-    reports = [actor.update(policy_batch(tokens())) for actor in (kept, fresh)]
+    batch = policy_batch(tokens())
+    asked = dataclasses.replace(batch, prompt_lengths=torch.tensor([1, 1, 1, 5, 1]), columns={})
+    kept.logprobs(asked, is_trained=True)
+    reports = [actor.update(batch) for actor in (kept, fresh)]
     assert reports[0] == reports[1]
 
 
@@ -1109,7 +1113,7 @@ def test_logits_of_kept_passes_are_kept_and_counted(monkeypatch: pytest.MonkeyPa
     assert actor.kept_passes is not None
     actor.kept_passes._free_bytes = lambda: 1e9  # type: ignore[method-assign]
     ids, (_, h) = tokens(), actor.model.gpt.shared_embedding_or_output_weight().shape
-    actor.logprobs(ids, everywhere(ids), is_trained=True)
+    actor.logprobs(policy_batch(ids), is_trained=True)
     per_token = activation_bytes(ARCHITECTURES["llama"], 2) + 2 * VOCAB
     assert actor.kept_passes._held() == 5 * 11 * per_token
     assert sum(rows for rows, width in made if width == VOCAB) == 5 * 11
@@ -1144,7 +1148,7 @@ def test_passes_are_kept_in_memory_that_the_process_has_anyway(
     monkeypatch.setattr(kept_passes_module, "unused_memory", lambda: int(unused * of_all))
     for at_hand in (2.0, free):
         passes._free_bytes = lambda at_hand=at_hand: at_hand * of_all  # type: ignore[method-assign,misc]
-        actor.logprobs(ids, everywhere(ids), is_trained=True)
+        actor.logprobs(policy_batch(ids), is_trained=True)
         held = passes._held()
         actor.update(policy_batch(ids))
     assert held == of_all * is_kept
@@ -1157,10 +1161,10 @@ def test_sequences_that_differ_in_their_last_token_alone_are_told_apart() -> Non
     ids, order = tokens().clone(), torch.tensor([3, 0, 4, 1, 2])
     ids[3, :-1] = ids[1, :-1]
     ids[3, -1] = (ids[1, -1] + 1) % VOCAB
-    kept.logprobs(ids, everywhere(ids), is_trained=True)
     batch = policy_batch(ids)
-    batch.advantages[3] *= -2.0
-    batch = pipeline.rows(batch, order)
+    kept.logprobs(batch, is_trained=True)
+    batch.columns["advantages"].view(5, 11)[3] *= -2.0
+    batch = batch.rows(order)
     with counted_passes(kept.model) as passes:
         reports = [kept.update(batch), fresh.update(batch)]
         assert passes == []
@@ -1175,8 +1179,9 @@ def test_equal_sequences_are_told_apart_by_what_was_wanted_of_them() -> None:
     ids = tokens().clone()
     ids[3] = ids[1]
     batch = policy_batch(ids)
-    batch.mask[1, :6] = 0
-    kept.logprobs(ids, batch.mask, is_trained=True)
+    batch.prompt_lengths[1] += 6
+    batch.columns = {name: torch.cat([x[:11], x[17:]]) for name, x in batch.columns.items()}
+    kept.logprobs(batch, is_trained=True)
     with counted_passes(kept.model) as passes:
         assert kept.update(batch) == fresh.update(batch)
         assert passes == []
@@ -1251,11 +1256,12 @@ def test_finding_kept_passes_takes_little_memory() -> None:
     lengths = torch.linspace(300, 1024, 256).long()
     wanted = torch.arange(1023)[None] < lengths[:, None] - 1
     for row in range(0, 256, 2):
-        kept.add(0, ids[row : row + 2], wanted[row : row + 2])
+        kept.add(0, Sequences.padded(ids[row : row + 2], wanted[row : row + 2]))
     wanted[1::2] = False
+    asked = Sequences.padded(ids, wanted)
     tracemalloc.start()
     try:
-        taken = kept.take(ids, wanted)
+        taken = kept.take(asked)
         assert tracemalloc.get_traced_memory()[1] < ids.nbytes
     finally:
         tracemalloc.stop()

@@ -24,7 +24,7 @@ from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.layers import uses_torch_attention, uses_transformer_engine
 from nemo_style_aligner.models.logprobs import Prediction
-from nemo_style_aligner.models.packing import PackedRow, used_lengths
+from nemo_style_aligner.models.packing import PackedRow, Sequences
 from nemo_style_aligner.models.products import widened
 from nemo_style_aligner.parallel.allocator import keep_freed_memory, unused_memory
 from nemo_style_aligner.parallel.groups import device
@@ -89,18 +89,14 @@ class KeptMicroBatch:
 
     Attributes:
         rank: data-parallel rank that computed it.
-        lengths: of each of the b sequences, the number of tokens that went through the model.
-        sequences: for each of them, int64 [length + 1], these tokens and the next one, which the last of them predicts.
-        wanted: bool [b, w], positions whose outputs were computed.
+        sequences: b sequences, and the positions whose outputs were computed.
         rows: the sequences' rows in the training batch, in order; set by `KeptPasses.take`.
         packed, prediction: the model's input; None for another rank's. A reward head has no ``prediction``.
         output: the model's output with its autograd graph; None: memory had no room, so it is computed again.
     """
 
     rank: int
-    lengths: list[int]
-    sequences: list[torch.Tensor]
-    wanted: torch.Tensor
+    sequences: Sequences
     rows: list[int] = dataclasses.field(default_factory=list)
     packed: PackedRow | None = None
     prediction: Prediction | None = None
@@ -109,15 +105,21 @@ class KeptMicroBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens of the sequences, without those that fill up the packed row."""
-        return sum(self.lengths)
+        return sum(self.sequences.used)
+
+    def contents(self) -> list[bytes]:
+        """What identifies each sequence: the tokens that went through the model and the one that the last predicts."""
+        of_each = zip(self.sequences.tokens, self.sequences.used, strict=True)
+        return [_content(row[: length + 1]) for row, length in of_each]
 
 
 class KeptPasses:
     """Forward passes since the weights last changed, kept until they are trained on.
 
-    All data-parallel ranks pass the same sequences in the same order, so all know which sequences were computed
-    together and by which rank. Each rank decides for itself whether it keeps the activations (tensor-parallel ranks
-    agree on it): the micro batches are the same either way, and with them the numbers.
+    Where data-parallel ranks share a batch that all of them hold, all know which sequences were computed together and
+    by which rank; of ragged batches a rank knows its own passes. Each rank decides for itself whether it keeps the
+    activations (tensor-parallel ranks agree on it): the micro batches are the same either way, and with them the
+    numbers.
 
     Args:
         model: the model whose passes are kept; see `why_not_kept` for the models that cannot have any.
@@ -199,17 +201,10 @@ class KeptPasses:
             self._work[rank] += sums[part]
         return by_rank
 
-    def add(self, rank: int, tokens: torch.Tensor, wanted: torch.Tensor) -> KeptMicroBatch:
-        """Note a micro batch that ``rank`` computes; for this rank's own, the caller fills in the other fields.
-
-        Args:
-            tokens: int64 [b, s].
-            wanted: bool [b, w]; both on the CPU.
-        """
-        lengths = used_lengths(wanted)
-        sequences = [row[: length + 1] for row, length in zip(tokens, lengths, strict=True)]
-        micro_batch = KeptMicroBatch(rank, lengths, sequences, wanted)
-        if not sequences:
+    def add(self, rank: int, sequences: Sequences) -> KeptMicroBatch:
+        """Note a micro batch that ``rank`` computes; for this rank's own, the caller fills in the other fields."""
+        micro_batch = KeptMicroBatch(rank, sequences)
+        if not len(sequences):
             return micro_batch
         self._micro_batches.append(micro_batch)
         surplus = sum(len(noted.sequences) for noted in self._micro_batches) - self._update_size
@@ -221,12 +216,11 @@ class KeptPasses:
         """Drop a micro batch, so that training computes its sequences again. All ranks must drop the same ones."""
         self._micro_batches = [noted for noted in self._micro_batches if noted is not micro_batch]
 
-    def take(self, tokens: torch.Tensor, wanted: torch.Tensor) -> list[KeptMicroBatch]:
+    def take(self, asked: Sequences) -> list[KeptMicroBatch]:
         """Take the micro batches whose sequences are all in a training batch, with ``rows`` set; forget all others.
 
         Args:
-            tokens: int64 [n, s].
-            wanted: bool [n, w], positions that training depends on; both on the CPU.
+            asked: the batch; wanted are the positions that training depends on.
         """
         if device().type == "cpu" and keep_freed_memory():
             self._retained = max(self._held(), self._retained)
@@ -235,26 +229,26 @@ class KeptPasses:
         lengths = _lengths(known)
         # A row that training leaves out may have any length, but matters only in a micro batch with other sequences.
         lengths_beside = _lengths([micro_batch for micro_batch in known if len(micro_batch.sequences) > 1])
-        contents = [[_content(sequence) for sequence in micro_batch.sequences] for micro_batch in known]
+        contents = [micro_batch.contents() for micro_batch in known]
         by_content: dict[bytes, list[int]] = {content: [] for of_one in contents for content in of_one}
-        for row, used in enumerate(used_lengths(wanted)):
+        for row, used in enumerate(asked.used):
             possible = [used]  # nearly always the pass computed what training needs
             if used not in lengths:
                 possible = [length for length in lengths if length > used] if used else lengths_beside
-            for content in _contents(tokens[row], [length + 1 for length in possible]):
+            for content in _contents(asked.tokens[row], [length + 1 for length in possible]):
                 if content in by_content:
                     by_content[content].append(row)
-        free = set(range(len(tokens)))
+        free = set(range(len(asked)))
         taken = []
         for micro_batch, of_one in zip(known, contents, strict=True):
             rows: list[int] = []
-            for content, has in zip(of_one, micro_batch.wanted, strict=True):
+            for content, has in zip(of_one, micro_batch.sequences.wanted, strict=True):
                 alike = (row for row in by_content[content] if row in free and row not in rows)
-                rows += [row for row in alike if _covers(has, wanted[row])][:1]
+                rows += [row for row in alike if _covers(has, asked.wanted[row])][:1]
             if len(rows) == len(micro_batch.sequences):
                 free.difference_update(rows)
                 micro_batch.rows = rows
-                if wanted[rows].any():
+                if any(asked.used[row] for row in rows):
                     taken.append(micro_batch)
         return taken
 
@@ -337,8 +331,8 @@ def why_not_kept(swaps: bool, pp_size: int, drops_out: bool) -> str | None:
 
 
 def _lengths(micro_batches: Sequence[KeptMicroBatch]) -> list[int]:
-    """The distinct lengths of all sequences, ascending."""
-    return sorted({length for micro_batch in micro_batches for length in micro_batch.lengths})
+    """The distinct numbers of used tokens of all sequences, ascending."""
+    return sorted({length for micro_batch in micro_batches for length in micro_batch.sequences.used})
 
 
 def _content(sequence: torch.Tensor) -> bytes:
@@ -359,6 +353,5 @@ def _contents(row: torch.Tensor, lengths: Sequence[int]) -> Iterator[bytes]:
 
 
 def _covers(has: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether all positions set in ``wanted`` [w'] are set in ``has`` [w]; their widths may differ."""
-    places = wanted.nonzero()[:, 0]
-    return not len(places) or (int(places[-1]) < len(has) and bool(has[places].all()))
+    """Whether all positions set in ``wanted`` [u'] are set in ``has`` [u]."""
+    return len(wanted) <= len(has) and bool(has[: len(wanted)][wanted].all())

@@ -7,6 +7,7 @@ each sequence. A sequence is computed up to its last position whose output is wa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Sequence
 
@@ -133,29 +134,99 @@ def _similar(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """What is asked of a model about some sequences, whether they come from a padded batch or not. On the CPU.
+
+    Attributes:
+        tokens: of each sequence, integers; padding may follow.
+        wanted: of each sequence, bool [u]: u of its tokens go through the model, and where True, the output is wanted.
+            The last of them is True; where nothing is wanted, u is 0.
+    """
+
+    tokens: Sequence[torch.Tensor]
+    wanted: Sequence[torch.Tensor]
+
+    @classmethod
+    def padded(cls, tokens: torch.Tensor, wanted: torch.Tensor) -> Sequences:
+        """The rows of ``tokens`` [n, s]; ``wanted`` bool [n, w], w up to s. Both are moved to the CPU."""
+        wanted = wanted.cpu()
+        used = used_lengths(wanted)
+        return cls(list(tokens.cpu()), [row[:length] for row, length in zip(wanted, used, strict=True)])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self, index: Sequence[int]) -> Sequences:
+        """Some of the sequences."""
+        return Sequences([self.tokens[i] for i in index], [self.wanted[i] for i in index])
+
+    @functools.cached_property
+    def used(self) -> list[int]:
+        """How many tokens of each sequence its wanted outputs depend on."""
+        return [len(row) for row in self.wanted]
+
+    @functools.cached_property
+    def num_outputs(self) -> list[int]:
+        """How many outputs of each sequence are wanted."""
+        return [int(row.count_nonzero()) for row in self.wanted]
+
+    def inputs(self) -> torch.Tensor:
+        """The used tokens, sequence after sequence: int64 [t]."""
+        return _joined([row[:length] for row, length in zip(self.tokens, self.used, strict=True)], torch.int64)
+
+    def targets(self) -> torch.Tensor:
+        """The tokens that follow the wanted positions: int64 [k]."""
+        following = [row[1 : length + 1] for row, length in zip(self.tokens, self.used, strict=True)]
+        return _joined(following, torch.int64)[self.all_wanted()]
+
+    def all_wanted(self) -> torch.Tensor:
+        """``wanted``, sequence after sequence: bool [t]."""
+        return _joined(self.wanted, torch.bool)
+
+
+def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=dtype), *(part.to(dtype) for part in parts)])
+
+
 @dataclasses.dataclass
 class PackedRow:
-    """A micro batch of b sequences of s positions, as one row of t tokens.
+    """A micro batch of sequences as one row of t tokens.
 
     Attributes:
         tokens: int64 [1, t].
         sequences: where each sequence begins and ends.
         outputs: int64 [k], places in the row whose outputs are wanted.
-        places: int64 [k], the same places in the unpacked b * w outputs.
-        shape: (b, w) of the unpacked outputs.
     """
 
     tokens: torch.Tensor
     sequences: PackedSequences
     outputs: torch.Tensor
+
+
+@dataclasses.dataclass
+class Padding:
+    """The way from the outputs that are wanted of a packed row to those of a padded batch.
+
+    Attributes:
+        places: int64 [k], the outputs' places in the b * w padded ones.
+        shape: (b, w).
+    """
+
     places: torch.Tensor
     shape: tuple[int, int]
 
-    def unpack(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Outputs [k, ...] at the wanted places -> [b, w, ...], zero elsewhere. Differentiable."""
+    @classmethod
+    def of(cls, sequences: Sequences, width: int) -> Padding:
+        """For outputs of ``sequences`` in rows of ``width``."""
+        places = [row.nonzero()[:, 0] + width * i for i, row in enumerate(sequences.wanted)]
+        return cls(_joined(places, torch.int64), (len(sequences), width))
+
+    def pad(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs [k, ...] -> [b, w, ...], zero where nothing is wanted. Differentiable."""
         b, w = self.shape
-        unpacked = outputs.new_zeros(b * w, *outputs.shape[1:]).index_copy(0, self.places, outputs)
-        return unpacked.view(b, w, *outputs.shape[1:])
+        padded = outputs.new_zeros(b * w, *outputs.shape[1:]).index_copy(0, self.places, outputs)
+        return padded.view(b, w, *outputs.shape[1:])
 
 
 def used_lengths(wanted: torch.Tensor) -> list[int]:
@@ -164,22 +235,17 @@ def used_lengths(wanted: torch.Tensor) -> list[int]:
     return (wanted * positions).amax(1).tolist() if wanted.numel() else [0] * wanted.shape[0]
 
 
-def pack_row(tokens: torch.Tensor, wanted: torch.Tensor, multiple: int) -> PackedRow:
-    """Pack the rows of a micro batch.
+def pack_row(asked: Sequences, multiple: int) -> PackedRow:
+    """Pack the sequences of a micro batch.
 
     Args:
-        tokens: int64 [b, s], on the CPU like ``wanted`` (see `pipeline`).
-        wanted: bool [b, w], w up to s: the positions whose outputs are wanted.
         multiple: the row is filled up with zeros to a multiple of it (sequence parallelism), and to one token at least.
     """
-    lengths = used_lengths(wanted)
-    limits = torch.tensor(lengths, dtype=torch.int64)
-    present = torch.arange(wanted.shape[1])[None, :] < limits[:, None]
-    num_tokens = sum(lengths)
+    num_tokens = sum(asked.used)
     filling = -num_tokens % multiple if num_tokens else multiple
-    row = torch.nn.functional.pad(tokens[:, : wanted.shape[1]][present], (0, filling))
+    row = torch.nn.functional.pad(asked.inputs(), (0, filling))
     # The filling is a sequence of its own, which no other token sees.
-    lengths = [length for length in (*lengths, filling) if length]
+    lengths = [length for length in (*asked.used, filling) if length]
     ends = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.cat([torch.arange(length) for length in lengths])
     boundaries = ends.to(torch.int32)
@@ -193,13 +259,7 @@ def pack_row(tokens: torch.Tensor, wanted: torch.Tensor, multiple: int) -> Packe
         lengths=tuple(lengths),
         positions=positions,
     )
-    return PackedRow(
-        tokens=row[None],
-        sequences=sequences,
-        outputs=wanted[present].nonzero()[:, 0],
-        places=wanted.reshape(-1).nonzero()[:, 0],
-        shape=(wanted.shape[0], wanted.shape[1]),
-    )
+    return PackedRow(tokens=row[None], sequences=sequences, outputs=asked.all_wanted().nonzero()[:, 0])
 
 
 # ---- who computes what --------------------------------------------------------------------------

@@ -1,9 +1,12 @@
 """Runs batches through megatron-core's pipeline schedules: a training step, its loss alone, or a forward pass.
 
-A batch is a dataclass of tensors that share their first dimension (one row per sequence), with a field
-``tokens`` int64 [n, s]. It belongs on the CPU, where it is packed, and moves to the device micro batch by micro batch.
-Every rank of a model-parallel group passes the same rows. Models compute packed rows without padding
-(`models.packing`); losses and results have the shapes of the batch again, zero where nothing was wanted.
+A batch belongs on the CPU, where it is packed, and moves to the device micro batch by micro batch. Models compute
+packed rows without padding (`models.packing`). There are two kinds:
+
+- A padded batch is a dataclass of tensors that share their first dimension (one row per sequence), with a field
+  ``tokens`` int64 [n, s]. Every rank of a model-parallel group passes the same rows. Outputs have the shapes of the
+  batch again, zero where nothing was wanted.
+- A `RaggedBatch` is a data-parallel rank's own share. Outputs are flat: of its response tokens, row after row.
 """
 
 from __future__ import annotations
@@ -21,14 +24,9 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.kept_passes import KeptMicroBatch, KeptPasses
 from nemo_style_aligner.models.logprobs import Prediction
 from nemo_style_aligner.models.packed_weights import constant_weights
-from nemo_style_aligner.models.packing import (
-    MicroBatching,
-    PackedRow,
-    micro_batches,
-    pack_row,
-    shares,
-    used_lengths,
-)
+from nemo_style_aligner.models.packing import MicroBatching, PackedRow, Padding, Sequences, pack_row
+from nemo_style_aligner.models.pass_plans import ForwardPlan, plan_forward, plan_step, rows_of
+from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.parallel.groups import (
     all_gather_rows,
     all_reduce_sums,
@@ -50,10 +48,11 @@ LossFunction = Callable[[torch.Tensor, Any], LossResult]
 """(outputs, micro batch) -> loss, items and sums."""
 
 OutputFunction = Callable[[torch.Tensor, Any], torch.Tensor]
-"""(outputs, micro batch) -> one row of results per sequence.
+"""(outputs, micro batch) -> one row of results per sequence; of a ragged batch, per response token.
 
 Outputs, here and in `LossFunction`: log-probs [b, s-1] of a language model (with entropies [b, s-1, 2]), or a reward
-head's outputs [b, w, attributes]; zero where they were not wanted.
+head's outputs [b, w, attributes]; zero where they were not wanted. Of a ragged batch, log-probs [k] (with entropies
+[k, 2]) of the k response tokens of the micro batch, which holds none but rows that count.
 """
 
 
@@ -65,7 +64,7 @@ class Tokens:
 
 
 def rows(batch: B, index: slice | torch.Tensor) -> B:
-    """The batch restricted to some rows; fields that are not tensors are kept."""
+    """The padded batch restricted to some rows; fields that are not tensors are kept."""
     fields = {
         f.name: value[index] if isinstance(value := getattr(batch, f.name), torch.Tensor) else value
         for f in dataclasses.fields(batch)
@@ -74,7 +73,12 @@ def rows(batch: B, index: slice | torch.Tensor) -> B:
 
 
 def to_device(value: Any, target: torch.device) -> Any:
-    """A dataclass with its tensors, and those of dataclasses in it, on ``target``; other values are kept."""
+    """A dataclass with its tensors, and those of dataclasses in it, on ``target``; other values are kept.
+
+    Of a ragged batch, see `RaggedBatch.on`.
+    """
+    if isinstance(value, RaggedBatch):
+        return value.on(target)
     if isinstance(value, torch.Tensor):
         return moved(value, target)
     if not dataclasses.is_dataclass(value):
@@ -93,46 +97,73 @@ class Scoring:
 
 @dataclasses.dataclass
 class _MicroBatch:
-    """Some rows of a batch, packed for the model, and its output if it has been computed already."""
+    """Some rows of a batch, packed for the model, and its output if it has been computed already.
+
+    Attributes:
+        chosen: int64, those of the model's outputs that are wanted; None: all of them.
+        padding: how they become the rows of a padded batch again; None: they stay flat.
+    """
 
     batch: Any
     packed: PackedRow
     prediction: Prediction | None
+    padding: Padding | None
+    chosen: torch.Tensor | None = None
     output: torch.Tensor | None = None
+
+    def outputs(self, computed: torch.Tensor) -> torch.Tensor:
+        """What the model computed, [k, ...], as loss and output functions get it. Differentiable."""
+        outputs = computed if self.chosen is None else computed.index_select(0, self.chosen)
+        return outputs if self.padding is None else self.padding.pad(outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """A batch and what is wanted of it; ``width``: of padded outputs, None where they stay flat."""
+
+    batch: Any
+    sequences: Sequences
+    width: int | None
+
+    @classmethod
+    def of(cls, batch: Any, wanted: torch.Tensor | None) -> _Asked:
+        if isinstance(batch, RaggedBatch):
+            return cls(batch, batch.sequences(), None)
+        assert wanted is not None, "a padded batch does not say which of its outputs are wanted"
+        batch = to_device(batch, _CPU)
+        return cls(batch, Sequences.padded(batch.tokens, wanted), wanted.shape[1])
+
+    def micro_batch(self, part: list[int]) -> tuple[Any, Sequences, Padding | None]:
+        """Rows of the batch, without those of a ragged batch that do not count."""
+        sequences = self.sequences.rows(part)
+        if self.width is not None:
+            return rows(self.batch, torch.tensor(part, dtype=torch.int64)), sequences, Padding.of(sequences, self.width)
+        counting = [row for row in part if self.sequences.used[row]]
+        return self.batch.rows(torch.tensor(counting, dtype=torch.int64)), sequences, None
 
 
 def _micro_batches(
-    model: MegatronModel,
-    batch: Any,
-    wanted: torch.Tensor,
-    parts: Sequence[list[int] | KeptMicroBatch],
-    scoring: Scoring | None,
+    model: MegatronModel, asked: _Asked, parts: Sequence[list[int] | KeptMicroBatch], scoring: Scoring | None
 ) -> Iterator[_MicroBatch]:
     """Pack the rows of each part on the CPU and move what the model needs to this rank's device.
-
-    Kept micro batches are packed already; each gives up its output in its turn.
 
     Sizes and positions depend on the data. Reading them from a GPU would make the CPU wait for all queued work, so that
     the GPU would idle while the next micro batch is packed.
     """
-    batch = to_device(batch, _CPU)
     multiple = model.layout.tp_size if model.config.sequence_parallel else 1
     for part in parts:
-        index = torch.tensor(_rows_of(part), dtype=torch.int64)
-        chosen, where = rows(batch, index), wanted[index]
+        batch, sequences, padding = asked.micro_batch(rows_of(part))
         if isinstance(part, KeptMicroBatch):
-            assert part.packed is not None
-            chosen, output, part.output = to_device(chosen, device()), part.output, None
-            yield _MicroBatch(chosen, part.packed, part.prediction, output)
+            yield _kept_micro_batch(part, batch, sequences, padding)
             continue
-        packed = pack_row(chosen.tokens, where, multiple)
+        packed = pack_row(sequences, multiple)
         # Under sequence parallelism each rank has only some of the positions, so the last layer computes all it has.
         # Without wanted outputs it computes the token that fills the row: its kernels need at least one.
         if not model.config.sequence_parallel and len(packed.outputs):
             packed.sequences.outputs = packed.outputs
         prediction, ids = None, packed.tokens.flatten()
         if scoring is not None:
-            targets = chosen.tokens[:, 1:][where]
+            targets = sequences.targets()
             outputs = None if packed.sequences.outputs is not None else packed.outputs
             prediction = Prediction(outputs, targets, scoring.temperature, scoring.entropy)
             ids = torch.cat([ids, targets])  # the last target of a sequence is not among the inputs
@@ -142,11 +173,20 @@ def _micro_batches(
                     f"token {token} is not in the model's vocabulary of {model.architecture.vocab_size}: model and "
                     "tokenizer do not belong together (were tokens added to it?)"
                 )
-        yield to_device(_MicroBatch(chosen, packed, prediction), device())
+        yield to_device(_MicroBatch(batch, packed, prediction, padding), device())
 
 
-def _rows_of(part: list[int] | KeptMicroBatch) -> list[int]:
-    return part.rows if isinstance(part, KeptMicroBatch) else part
+def _kept_micro_batch(kept: KeptMicroBatch, batch: Any, sequences: Sequences, padding: Padding | None) -> _MicroBatch:
+    """A micro batch that is packed already and gives up its output. It may have more outputs than training wants."""
+    assert kept.packed is not None
+    wanted = [
+        torch.nn.functional.pad(now, (0, len(then) - len(now)))[then]
+        for now, then in zip(sequences.wanted, kept.sequences.wanted, strict=True)
+    ]
+    chosen = torch.cat(wanted).nonzero()[:, 0] if not all(row.all() for row in wanted) else None
+    output, kept.output = kept.output, None
+    batch, padding, chosen = (to_device(value, device()) for value in (batch, padding, chosen))
+    return _MicroBatch(batch, kept.packed, kept.prediction, padding, chosen, output)
 
 
 def _call_model(model: MegatronModel, module: torch.nn.Module, micro_batch: _MicroBatch) -> torch.Tensor:
@@ -194,7 +234,7 @@ def _run_schedule(
 def train_step(
     model: MegatronModel,
     batch: Any,
-    wanted: torch.Tensor,
+    wanted: torch.Tensor | None,
     batching: MicroBatching,
     loss_function: LossFunction,
     *,
@@ -210,13 +250,13 @@ def train_step(
     Args:
         batch: the rows.
         wanted: bool [n, w], positions whose outputs the loss depends on: predictions of the token after them [n, s-1]
-            for a language model, else [n, s]. Rows without any are left out.
+            for a language model, else [n, s]. Rows without any are left out. None for a ragged batch.
         batching: how rows are divided into micro batches.
         loss_function: see `LossFunction`; called on the last stage only.
         scoring: what a language model reports; None for a model with a reward head.
         is_whole: every rank passes the same batch, of which each data-parallel rank takes a share of about equal work;
-            otherwise these are this rank's rows.
-        kept_passes: passes that `forward` has kept of a whole batch, with the same weights; emptied.
+            otherwise, and in a ragged batch, these are this rank's rows.
+        kept_passes: passes that `forward` has kept of such a batch, with the same weights; emptied.
 
     Returns:
         ``loss`` and each named sum, divided by the global number of items; ``num_items``; ``padding_efficiency``, the
@@ -224,14 +264,15 @@ def train_step(
         floating-point operations over the largest. The same on every rank. Without items: only ``loss`` and
         ``num_items``, both 0.
     """
-    plan = _plan_step(model, batch, wanted, batching, scoring, is_whole, kept_passes)
-    return _run_step(model, batch, plan, loss_function, scoring, is_training=True)
+    return _run_step(
+        model, _Asked.of(batch, wanted), batching, loss_function, scoring, is_whole, kept_passes, is_training=True
+    )
 
 
 def evaluate_step(
     model: MegatronModel,
     batch: Any,
-    wanted: torch.Tensor,
+    wanted: torch.Tensor | None,
     batching: MicroBatching,
     loss_function: LossFunction,
     *,
@@ -239,67 +280,27 @@ def evaluate_step(
     is_whole: bool = True,
 ) -> dict[str, float]:
     """What `train_step` returns, without gradients."""
-    plan = _plan_step(model, batch, wanted, batching, scoring, is_whole, None)
-    return _run_step(model, batch, plan, loss_function, scoring, is_training=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class _StepPlan:
-    """What this data-parallel rank computes of a batch.
-
-    Attributes:
-        wanted: bool [n, w], on the CPU.
-        parts: its micro batches, sorted by first row: gradients are summed in this order, whichever were kept.
-        num_used: tokens of its rows that the loss depends on.
-        work: floating-point operations of its rows.
-    """
-
-    wanted: torch.Tensor
-    parts: list[list[int] | KeptMicroBatch]
-    num_used: int
-    work: int
-
-
-def _plan_step(
-    model: MegatronModel,
-    batch: Any,
-    wanted: torch.Tensor,
-    batching: MicroBatching,
-    scoring: Scoring | None,
-    is_whole: bool,
-    kept_passes: KeptPasses | None,
-) -> _StepPlan:
-    """Choose this rank's rows, and use kept passes for those that have one. See `train_step`."""
-    wanted = wanted.cpu()
-    used = used_lengths(wanted)
-    work = _work(model, used, wanted, scoring)
-    mine = list(range(len(used)))
-    kept = kept_passes.take(batch.tokens.cpu(), wanted) if kept_passes is not None else []
-    computed = {row for micro_batch in kept for row in micro_batch.rows}
-    if is_whole:
-        to_compute = [0 if row in computed else operations for row, operations in enumerate(work)]
-        mine = shares(to_compute, model.layout.dp_size, batching.group)[model.layout.dp_rank]
-    own_kept = [micro_batch for micro_batch in kept if micro_batch.rank == model.layout.dp_rank]
-    new = _micro_batches_of(mine, used, batching) if mine or not own_kept else []
-    mine += [row for micro_batch in own_kept for row in micro_batch.rows]
-    return _StepPlan(
-        wanted=wanted,
-        parts=sorted([*new, *own_kept], key=lambda part: _rows_of(part)[:1]),
-        num_used=sum(used[row] for row in mine),
-        work=sum(work[row] for row in mine),
+    return _run_step(
+        model, _Asked.of(batch, wanted), batching, loss_function, scoring, is_whole, None, is_training=False
     )
 
 
 def _run_step(
     model: MegatronModel,
-    batch: Any,
-    plan: _StepPlan,
+    asked: _Asked,
+    batching: MicroBatching,
     loss_function: LossFunction,
     scoring: Scoring | None,
+    is_whole: bool,
+    kept_passes: KeptPasses | None,
     *,
     is_training: bool,
 ) -> dict[str, float]:
-    """Run the passes of a plan and combine the results of all ranks. See `train_step`."""
+    """Plan and run the passes of a step, and combine the results of all ranks. See `train_step`."""
+    is_whole = is_whole and asked.width is not None
+    plan = plan_step(
+        model, asked.sequences, batching, predicts=scoring is not None, is_whole=is_whole, kept_passes=kept_passes
+    )
     num_computed = 0
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -309,8 +310,7 @@ def _run_step(
         output = _call_model(model, module, micro_batch)
 
         def loss(output: torch.Tensor) -> LossResult:
-            unpacked = _of_width(micro_batch.packed.unpack(output), plan.wanted.shape[1])
-            loss_sum, count, sums = loss_function(unpacked, micro_batch.batch)
+            loss_sum, count, sums = loss_function(micro_batch.outputs(output), micro_batch.batch)
             # A copy: the schedule changes the loss in place.
             report = {"loss": loss_sum.detach().clone(), "num_items": count.detach().clone()}
             report |= {name: value.detach() for name, value in sums.items()}
@@ -318,7 +318,7 @@ def _run_step(
 
         return output, loss
 
-    packed = _micro_batches(model, batch, plan.wanted, plan.parts, scoring)
+    packed = _micro_batches(model, asked, plan.parts, scoring)
     # Megatron's schedules do not turn autograd off in a forward-only pass.
     with torch.set_grad_enabled(is_training):
         reports = _run_schedule(model, packed, len(plan.parts), forward_step, forward_only=not is_training)
@@ -330,17 +330,6 @@ def _run_step(
     if not means["num_items"]:  # a mean over nothing should not appear in a log
         return {"loss": 0.0, "num_items": 0.0}
     return means | _packing_metrics(model, plan.num_used, num_computed, plan.work)
-
-
-def _of_width(unpacked: torch.Tensor, width: int) -> torch.Tensor:
-    """[b, w, ...] -> [b, width, ...]: cut or zero-pad the end, where nothing is wanted. Differentiable."""
-    return torch.nn.functional.pad(unpacked, (0, 0) * (unpacked.ndim - 2) + (0, width - unpacked.shape[1]))
-
-
-def _work(model: MegatronModel, used: list[int], wanted: torch.Tensor, scoring: Scoring | None) -> list[int]:
-    """Floating-point operations of each row's forward pass. A backward pass takes twice as many."""
-    outputs = [0] * len(used) if scoring is None else wanted.sum(1).tolist()
-    return [model.architecture.forward_operations(*row) for row in zip(used, outputs, strict=True)]
 
 
 def _packing_metrics(model: MegatronModel, num_used: int, num_computed: int, work: int) -> dict[str, float]:
@@ -371,14 +360,14 @@ def _global_means(totals: dict[str, float]) -> dict[str, float]:
 def forward(
     model: MegatronModel,
     batch: Any,
-    wanted: torch.Tensor,
+    wanted: torch.Tensor | None,
     batching: MicroBatching,
     output_function: OutputFunction,
-    row_shape: tuple[int, ...],
+    row_shape: tuple[int, ...] = (),
     scoring: Scoring | None = None,
     keep: KeptPasses | None = None,
 ) -> torch.Tensor:
-    """Forward pass, without gradients, of a batch that every rank holds whole; data-parallel ranks share the work.
+    """Forward pass, without gradients. Data-parallel ranks share the work on a padded batch, which all of them hold.
 
     Args:
         batch: any number of rows.
@@ -388,80 +377,63 @@ def forward(
         keep: keeps the micro batches for training, with their activations as far as memory has room.
 
     Returns:
-        fp32 [n, *row_shape], the same on every rank; zero in rows where nothing is wanted.
+        fp32 [n, *row_shape], the same on every rank; zero in rows where nothing is wanted. Of a ragged batch fp32 [R],
+        of this rank's own response tokens.
     """
-    wanted = wanted.cpu()
-    results = torch.zeros(len(wanted), *row_shape, dtype=torch.float32, device=device())
-    if not wanted.any():
+    asked = _Asked.of(batch, wanted)
+    is_ragged, sequences = asked.width is None, asked.sequences
+    size = int(batch.response_lengths.sum()) if is_ragged else len(sequences)
+    results = torch.zeros(size, *row_shape, dtype=torch.float32, device=device())
+    if not any(sequences.used):
         return results
-    plan = _plan_forward(model, batch, wanted, batching, scoring, keep)
+    plan = plan_forward(model, sequences, batching, predicts=scoring is not None, is_whole=not is_ragged, keep=keep)
+    local = _outputs(model, asked, plan, output_function, scoring, keep, row_shape)
+    if not is_ragged:
+        local = all_gather_rows(local, parallel_state.get_data_parallel_group())
+    chosen = torch.tensor([row for part in plan.parts for row in part])
+    results[moved(batch.response_places(chosen) if is_ragged else chosen, results.device)] = local
+    if keep is not None:
+        # Training leaves out rows with NaN or Inf, but a backward pass through them gives NaN even from zero gradients.
+        finite = results.isfinite()
+        of_rows = finite.cpu().split(batch.response_lengths.tolist()) if is_ragged else finite.flatten(1).cpu()
+        is_finite = [bool(row.all()) for row in of_rows]
+        for note, part in zip(plan.notes, plan.parts, strict=True):
+            if not all(is_finite[row] for row in part):
+                keep.forget(note)
+    return results
+
+
+def _outputs(
+    model: MegatronModel,
+    asked: _Asked,
+    plan: ForwardPlan,
+    output_function: OutputFunction,
+    scoring: Scoring | None,
+    keep: KeptPasses | None,
+    row_shape: tuple[int, ...],
+) -> torch.Tensor:
+    """Run this rank's passes of a plan: the results of its micro batches, one after the other, on every stage."""
     notes = iter([note for note in plan.notes if note.rank == model.layout.dp_rank])
 
     def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
         output = _call_and_keep(model, module, micro_batch, keep, next(notes, None))
         return output.detach(), lambda output, non_loss_data: output_function(
-            micro_batch.packed.unpack(output), micro_batch.batch
+            micro_batch.outputs(output), micro_batch.batch
         )
 
     was_training = model.module.training
     model.module.train(keep is not None)  # activations are recomputed in training mode only
-    own = plan.by_rank[model.layout.dp_rank]
-    packed = _micro_batches(model, batch, wanted, own, scoring)
+    packed = _micro_batches(model, asked, plan.own, scoring)
     try:
-        outputs = _run_schedule(model, packed, len(own), forward_step, forward_only=True, collect_non_loss_data=True)
+        outputs = _run_schedule(
+            model, packed, len(plan.own), forward_step, forward_only=True, collect_non_loss_data=True
+        )
     finally:
         model.module.train(was_training)
-    local = torch.cat(outputs).float() if outputs else None
-    local = broadcast_from_last_stage(local, (sum(map(len, own)), *row_shape), torch.float32)
-    gathered = all_gather_rows(local, parallel_state.get_data_parallel_group())
-    parts = [part for rank in plan.by_rank for part in rank]
-    results[torch.tensor([row for part in parts for row in part], device=results.device)] = gathered
-    if keep is not None:
-        # Training leaves out rows with NaN or Inf, but a backward pass through them gives NaN even from zero gradients.
-        is_finite = results.flatten(1).isfinite().all(1).tolist()
-        for note, part in zip(plan.notes, parts, strict=True):
-            if not all(is_finite[row] for row in part):
-                keep.forget(note)
-    return results
-
-
-@dataclasses.dataclass(frozen=True)
-class _ForwardPlan:
-    """Which data-parallel rank computes what of a batch.
-
-    Attributes:
-        by_rank: each rank's micro batches, as lists of rows.
-        notes: the kept micro batch for each of these, in the same order; empty where passes are not kept.
-    """
-
-    by_rank: list[list[list[int]]]
-    notes: list[KeptMicroBatch]
-
-
-def _plan_forward(
-    model: MegatronModel,
-    batch: Any,
-    wanted: torch.Tensor,
-    batching: MicroBatching,
-    scoring: Scoring | None,
-    keep: KeptPasses | None,
-) -> _ForwardPlan:
-    """Choose each rank's rows, and note them where they are kept. See `forward`; ``wanted`` is on the CPU."""
-    used = used_lengths(wanted)
-    work = _work(model, used, wanted, scoring)
-    by_rank = shares(work, model.layout.dp_size, batching.group)
-    if keep is not None:
-        by_rank = keep.dealt(by_rank, work)
-    parts_by_rank = [_micro_batches_of(rank, used, batching) for rank in by_rank]
-    notes: list[KeptMicroBatch] = []
-    if keep is not None:
-        tokens = batch.tokens.cpu()
-        notes = [
-            keep.add(rank, tokens[part], wanted[part]) for rank, parts in enumerate(parts_by_rank) for part in parts
-        ]
-        keep.begin()
-    return _ForwardPlan(parts_by_rank, notes)
+    own = [row for part in plan.own for row in part]
+    size = len(own) if asked.width is not None else sum(asked.sequences.num_outputs[row] for row in own)
+    return broadcast_from_last_stage(torch.cat(outputs).float() if outputs else None, (size, *row_shape), torch.float32)
 
 
 def _call_and_keep(
@@ -483,8 +455,3 @@ def _call_and_keep(
     if is_kept:
         note.output = output
     return output
-
-
-def _micro_batches_of(chosen: list[int], used: list[int], batching: MicroBatching) -> list[list[int]]:
-    """Divide the rows ``chosen`` from a batch into micro batches; ``used`` is of all rows of the batch."""
-    return [[chosen[i] for i in part] for part in micro_batches([used[i] for i in chosen], batching)]

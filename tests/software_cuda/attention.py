@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_style_aligner.models import varlen_attention
 from nemo_style_aligner.models.attention import CausalAttention
-from nemo_style_aligner.models.packing import PackedSequences, pack_row
+from nemo_style_aligner.models.packing import PackedSequences, Sequences, pack_row
 from nemo_style_aligner.models.pipeline import to_device
 
 config = TransformerConfig(
@@ -53,7 +53,8 @@ LENGTHS = (5, 1, 200, 130)
 def packed_outputs(device: str, dtype: torch.dtype, dropout: float = 0.0) -> list[torch.Tensor]:
     """As `outputs`, of one row of sequences."""
     wanted = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    row = to_device(pack_row(torch.zeros(wanted.shape, dtype=torch.int64), wanted, 1).sequences, torch.device(device))
+    asked = Sequences.padded(torch.zeros(wanted.shape, dtype=torch.int64), wanted)
+    row = to_device(pack_row(asked, 1).sequences, torch.device(device))
     assert isinstance(row, PackedSequences)
     draw = torch.Generator().manual_seed(1)
     parts = [torch.randn(sum(LENGTHS), n, 8, generator=draw).to(dtype).to(device).requires_grad_() for n in (4, 2, 2)]

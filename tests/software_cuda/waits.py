@@ -9,12 +9,14 @@ from software_tensors import Transfers
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models import pipeline
-from nemo_style_aligner.models.actor import Actor, PolicyBatch
+from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.policy_losses import LossSettings
+from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.parallel.groups import single_process
 
 SHAPE = ModelArchitecture(
@@ -48,9 +50,14 @@ def passes(rows: int) -> list[int]:
     options = {"training_batching": MicroBatching(rows), "forward_batching": MicroBatching(rows)}
     model = build_model(SHAPE, {"optim": OPTIM}, torch.bfloat16)
     optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0)
-    actor = Actor(model, optimizer, None, **options, temperature=0.7, ratio_eps=0.2, entropy_bonus=0.01)
-    actor.logprobs(ids, ones)
-    actor.update(PolicyBatch(ids, ones, -ones, ones, ones))
+    loss = LossSettings("gspo", aggregation="sequence_mean", kl_coef=0.1, entropy_bonus=0.01)
+    actor = Actor(model, optimizer, None, **options, temperature=0.7, loss=loss)
+    flat = torch.ones(int((lengths - 2).sum()))
+    columns = {"old_logprobs": -flat, "reference_logprobs": -flat, "advantages": flat, "importance_weights": flat}
+    tokens = torch.cat([row[:length] for row, length in zip(ids, lengths, strict=True)]).int()
+    batch = RaggedBatch(tokens, lengths, torch.full((ROWS,), 2), columns, lengths > 0)
+    actor.logprobs(batch)
+    actor.update(batch)
 
     head = RewardHeadConfig(num_attributes=2, merge_attributes=True, pooling="average")
     model = build_model(SHAPE, {"optim": OPTIM}, torch.bfloat16, head=head)
