@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition, batch_digest
 from nemo_style_aligner.servers.jobs import InferJob, Job, RestoreJob, SaveJob, TrainJob
 from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError, is_int
@@ -175,7 +176,10 @@ class Endpoint(abc.ABC):
 
 
 class InferEndpoint(Endpoint):
-    """Values, rewards or both for a batch of sequences, given as token ids or as text."""
+    """Values, rewards or both for a batch of sequences, given as token ids or as text.
+
+    With ``takes_prompts`` a request may also say what each sequence is a response to.
+    """
 
     def __init__(
         self,
@@ -183,6 +187,8 @@ class InferEndpoint(Endpoint):
         outputs: Sequence[TensorSpec],
         limits: ModelLimits,
         tokenize: Callable[[str], Sequence[int]] | None = None,
+        *,
+        takes_prompts: bool = False,
     ) -> None:
         inputs = [
             TensorSpec("tokens", "INT64", (-1,), optional=True),
@@ -190,6 +196,8 @@ class InferEndpoint(Endpoint):
         ]
         if tokenize is not None:
             inputs.insert(0, TensorSpec("sentences", "BYTES", (1,), optional=True))
+        if takes_prompts:
+            inputs += [LINES, PROMPT_LENGTHS]
         super().__init__(name, inputs, outputs, batched=True, limits=limits)
         self._tokenize = tokenize
 
@@ -214,7 +222,29 @@ class InferEndpoint(Endpoint):
         self._check_length(int(lengths.max()))
         # What lies behind a row's true length is padding of the caller's choice and never reaches the model.
         self._check_tokens(np.where(np.arange(width) < lengths[:, None], tokens, 0))
-        return InferJob(tokens=tokens, lengths=lengths, position=self._position(request.parameters))
+        job = InferJob(tokens=tokens, lengths=lengths, position=self._position(request.parameters))
+        if LINES.name in arrays or PROMPT_LENGTHS.name in arrays:
+            self._add_prompts(job, arrays)
+        return job
+
+    def _add_prompts(self, job: InferJob, arrays: Mapping[str, np.ndarray]) -> None:
+        if not {LINES.name, PROMPT_LENGTHS.name, "tokens"} <= arrays.keys():
+            raise self._refuse("'lines' and 'prompt_lengths' are needed together, and with 'tokens'")
+        lines, job.prompt_lengths = arrays[LINES.name][:, 0], arrays[PROMPT_LENGTHS.name][:, 0]
+        if not len(lines) == len(job.prompt_lengths) == job.rows:
+            raise self._refuse(f"{job.rows} rows of 'tokens', but not as many of 'lines' and 'prompt_lengths'")
+        if (job.prompt_lengths < 1).any() or (job.prompt_lengths > job.lengths).any():
+            raise self._refuse("'prompt_lengths' must be from 1 to the row's 'sequence_lengths'")
+        job.lines = [self._line(row, text) for row, text in enumerate(lines)]
+
+    def _line(self, row: int, text: bytes) -> dict[str, Any]:
+        try:
+            line = parse_json(text.decode())
+        except ValueError as error:
+            raise self._refuse(f"'lines' row {row} is not JSON: {error}") from error
+        if not isinstance(line, dict) or not isinstance(line.get("text"), str):
+            raise self._refuse(f"'lines' row {row} must be an object whose 'text' is the prompt")
+        return line
 
     def _from_sentences(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         assert self._tokenize is not None  # the input exists only with a tokenizer
@@ -312,6 +342,8 @@ class RestoreEndpoint(Endpoint):
 
 
 VALUES = TensorSpec("values", "FP32", (-1,))
+LINES = TensorSpec("lines", "BYTES", (1,), optional=True)
+PROMPT_LENGTHS = TensorSpec("prompt_lengths", "INT64", (1,), optional=True)
 
 
 def rewards_spec(num_attributes: int = 1) -> TensorSpec:
@@ -341,6 +373,8 @@ def reward_endpoint(
     name: str = "reward_model",
     num_attributes: int = 1,
     tokenize: Callable[[str], Sequence[int]] | None = None,
+    takes_prompts: bool = False,
 ) -> list[Endpoint]:
-    """The endpoint of a separate reward model service."""
-    return [InferEndpoint(name, [rewards_spec(num_attributes)], limits, tokenize)]
+    """The endpoint of a separate reward service."""
+    outputs = [rewards_spec(num_attributes)]
+    return [InferEndpoint(name, outputs, limits, tokenize, takes_prompts=takes_prompts)]

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
@@ -42,12 +43,15 @@ class Job:
 class InferJob(Job):
     """tokens: int64 [b, s]; lengths: int64 [b], true length of each row, 1 <= length <= s.
 
-    ``position``: where the critic must be to answer; None: anywhere.
+    ``position``: where the critic must be to answer; None: anywhere. ``lines``: each row's prompt with all keys of its
+    line, ``prompt_lengths``: int64 [b], its tokens; None where the request does not say.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     position: CriticPosition | None = None
+    lines: list[dict[str, Any]] | None = None
+    prompt_lengths: np.ndarray | None = None
 
     @property
     def rows(self) -> int:

@@ -33,6 +33,7 @@ from nemo_style_aligner.servers.http_client import (
     ServerUnavailableError,
 )
 from nemo_style_aligner.servers.protocol import READY_PATH, ProtocolError
+from nemo_style_aligner.servers.reward_client import PROGRESS_SECONDS, output
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ Call = Callable[[str, Mapping[str, np.ndarray], Mapping[str, Any]], dict[str, np
 
 RESTORE_MODEL = "critic_restore"
 MAX_ATTEMPTS = 10
-PROGRESS_SECONDS = 10.0  # between log lines about the same wait
 _WATCH_SECONDS = 1.0
 # For the main thread to fail by itself, which gives a checkpoint that is being written a minute to complete.
 _GIVE_UP_SECONDS = 65.0
@@ -331,10 +331,3 @@ class CriticWatch:
 def _is_final(failure: Exception) -> bool:
     """Whether trying again would not bring the critic level."""
     return not isinstance(failure, RequestRefusedError) or failure.status < 500
-
-
-def output(answer: Mapping[str, np.ndarray], name: str, model: str) -> np.ndarray:
-    """One of the answer's outputs. Raises `ProtocolError` if it is not there."""
-    if name not in answer:
-        raise ProtocolError(500, f"the answer of '{model}' has no output '{name}', only {', '.join(answer)}")
-    return answer[name]
