@@ -9,8 +9,8 @@ end) and its metrics in ``<folder>/logs/<name>``.
 from __future__ import annotations
 
 import concurrent.futures
-import math
 import dataclasses
+import math
 import os
 import signal
 import sys

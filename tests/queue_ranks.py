@@ -7,7 +7,6 @@ In each round rank 1 is in trouble of its own kind. Leaves ``<folder>/rounds.jso
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import json
 import os
 import signal
@@ -32,11 +31,11 @@ from nemo_style_aligner.parallel.groups import broadcast_object, initialize_mode
 from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
-from nemo_style_aligner.rl.sample import Prompt, Sample
-from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
 from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
+from nemo_style_aligner.rl.sample import Prompt, Sample
+from nemo_style_aligner.rl.scoring import Scorer
 
 NUM_SAMPLES, SLOTS = 16, 4
 LEASE_SECONDS, STALL_SECONDS = 3.0, 2.0

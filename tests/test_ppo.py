@@ -330,7 +330,10 @@ def test_policy_and_critic_are_trained_on_what_is_theirs() -> None:
     assert mask.sum(1).tolist() == lengths  # also of the response that was cut off
     of_samples = rollouts.tokens.split(rollouts.lengths.tolist())
     for i in range(len(rollouts)):
-        assert tokens[i, : rollouts.lengths[i]].tolist() == of_samples[i].tolist() and not tokens[i, rollouts.lengths[i] :].any()
+        assert (
+            tokens[i, : rollouts.lengths[i]].tolist() == of_samples[i].tolist()
+            and not tokens[i, rollouts.lengths[i] :].any()
+        )
         begin = int(rollouts.prompt_lengths[i]) - 1
         assert mask[i].nonzero()[:, 0].tolist() == list(range(begin, begin + lengths[i]))
         for sent_column, name in ((returns, "returns"), (values, "values")):

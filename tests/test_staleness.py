@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from job_processes import ROOT, run
-from multirank_staleness import NUM_SAMPLES, STEPS, UPDATES_PER_STEP
+from multirank_staleness import STEPS, UPDATES_PER_STEP
 from safetensors.torch import load_file
 
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.parallel.worlds import Link, Wait
 from nemo_style_aligner.rl.rollouts import remote
-from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.rl.rollouts.schedule import GenerationSchedule
 from nemo_style_aligner.rl.rollouts.wire import pack_request, pack_results, unpack_request, unpack_results
+from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.telemetry.metrics import read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 

@@ -37,12 +37,10 @@ from nemo_style_aligner.parallel import agreement, stop_signals
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import outgoing_address, own_address
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts import generator, intake, setup, work_client, work_server
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
-from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts.intake import AcceptedResponses, ScoredResponses
-from nemo_style_aligner.rl.sample import Prompt, Sample
-from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.rl.rollouts.remote import RemoteRound
 from nemo_style_aligner.rl.rollouts.response_lengths import ResponseLengths
 from nemo_style_aligner.rl.rollouts.setup import build_work_source, open_work_queue
@@ -58,6 +56,8 @@ from nemo_style_aligner.rl.rollouts.work_queue import (
 )
 from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
 from nemo_style_aligner.rl.rollouts.work_source import StaticPartition
+from nemo_style_aligner.rl.sample import Prompt, Sample
+from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.http_client import (
@@ -761,7 +761,9 @@ def test_scores_are_given_up_when_none_comes_for_long(monkeypatch: pytest.Monkey
         responses.add(GenerationResult(request_id, [1], [2], [0.0], "stop", 0))
     responses.flush()
     assert len(critic.answers) == 3 and not responses.are_scored(0.0)
-    values = [[torch.tensor([float(i)]) for i in (2 * number, 2 * number + 1)][: 2 - number // 2] for number in range(3)]
+    values = [
+        [torch.tensor([float(i)]) for i in (2 * number, 2 * number + 1)][: 2 - number // 2] for number in range(3)
+    ]
     for number in (1, 0):  # each one starts the time anew
         clock.now += 0.3
         critic.answers[number].set_result(values[number])
@@ -774,11 +776,15 @@ def test_scores_are_given_up_when_none_comes_for_long(monkeypatch: pytest.Monkey
     clock.now += 0.3
     assert not responses.are_scored(0.0)
     clock.now += 0.2
-    with pytest.raises(TimeoutError, match=r"no scores arrived for 0\.4 s.*samples \[4\] are missing: check the critic"):
+    with pytest.raises(
+        TimeoutError, match=r"no scores arrived for 0\.4 s.*samples \[4\] are missing: check the critic"
+    ):
         responses.are_scored(0.0)
     critic.answers[2].set_result(values[2])
     assert responses.are_scored(5.0)
-    found = [(sample_id, reward.value, float(value)) for sample_id, reward, value in responses.scores() if value is not None]
+    found = [
+        (sample_id, reward.value, float(value)) for sample_id, reward, value in responses.scores() if value is not None
+    ]
     assert found == [(i, 7.0, float(i)) for i in range(5)]
 
 

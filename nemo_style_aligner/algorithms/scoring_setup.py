@@ -38,7 +38,9 @@ def build_critic_client(cfg: DictConfig) -> CriticClient:
         too_slow="give it more ranks, or both sides more time for training and saving (the service's "
         "command_timeout_seconds, and remote_critic_rm.timeouts.training_seconds here)",
     )
-    return CriticClient(section, token=shared_token(cfg), infer_limits=limits, train_limits=train_limits, on_lost=fail_job)
+    return CriticClient(
+        section, token=shared_token(cfg), infer_limits=limits, train_limits=train_limits, on_lost=fail_job
+    )
 
 
 def _ready_seconds(cfg: DictConfig) -> float:

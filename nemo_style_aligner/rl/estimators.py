@@ -218,7 +218,9 @@ def rloo(step: StepRewards) -> Estimate:
 def reinforce_plus_plus(step: StepRewards) -> Estimate:
     """REINFORCE++, arXiv:2501.03262: the discounted rewards to come, KL penalty of each token included, whitened."""
     rewards = step.token_rewards()
-    rewards_to_go, _ = functional.generalized_advantage_estimation(torch.zeros_like(rewards), rewards, step.lengths, step.gamma, lam=1.0)
+    rewards_to_go, _ = functional.generalized_advantage_estimation(
+        torch.zeros_like(rewards), rewards, step.lengths, step.gamma, lam=1.0
+    )
     return rewards_to_go, None
 
 

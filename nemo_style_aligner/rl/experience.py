@@ -109,7 +109,9 @@ class Experience:
         """What a value source learns: all samples on rank 0, None elsewhere. Collective."""
         rollouts = self.rollouts
         tokens = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths)
-        parts = [rollouts.on_first_rank(self.columns[name], rollouts.response_lengths) for name in ("returns", "values")]
+        parts = [
+            rollouts.on_first_rank(self.columns[name], rollouts.response_lengths) for name in ("returns", "values")
+        ]
         if tokens is None:
             return None
         width = max(map(len, tokens))
@@ -326,7 +328,9 @@ def _importance_metrics(
         metrics["importance_weights"] = mean.item()
         metrics["importance_truncated"] = _token_mean(rollouts, is_cut, learns).item()
         # Kish's effective sample size over the number of tokens, 1 for equal weights.
-        metrics["importance_effective_share"] = (mean.square() / square.clamp(min=torch.finfo(torch.float64).tiny)).item()
+        metrics["importance_effective_share"] = (
+            mean.square() / square.clamp(min=torch.finfo(torch.float64).tiny)
+        ).item()
     if settings.importance_sequence_bounds is not None:
         metrics["importance_masked_sequences"] = 1.0 - trusted.double().mean().item()
     return metrics

@@ -163,9 +163,7 @@ class RLTrainer(TrainingLoop):
         self.run_control.check()
         return collected, consumed, metrics
 
-    def _with_useful_groups(
-        self, first: Collected, start: int, stream: int
-    ) -> tuple[Collected, int, dict[str, float]]:
+    def _with_useful_groups(self, first: Collected, start: int, stream: int) -> tuple[Collected, int, dict[str, float]]:
         """`collect`'s dynamic sampling: more prompts are drawn in place of groups whose rewards are all equal.
 
         Where the last round leaves some missing, such groups of the first round take their places.

@@ -14,9 +14,9 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import stop_points, stop_signals, worlds
 from nemo_style_aligner.rl.rollouts.generation_totals import GenerationTotals
 from nemo_style_aligner.rl.rollouts.intake import AcceptedResponses, ResponseSink
-from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.rl.rollouts.supply import RequestSupply
 from nemo_style_aligner.rl.rollouts.work_source import WorkSource
+from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.stream import export_weights
 

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from nemo_style_aligner.generation.engine import GenerationResult
-from nemo_style_aligner.rl.rollouts.work_source import WorkSource
 from nemo_style_aligner.rl.rewards import Reward
+from nemo_style_aligner.rl.rollouts.work_source import WorkSource
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.scoring import ScoredBatch, Scorer
 

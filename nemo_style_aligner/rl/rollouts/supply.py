@@ -10,8 +10,8 @@ from nemo_style_aligner.generation.engine import GenerationRequest
 from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
-from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.rl.rollouts.work_source import WorkSource
+from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.seeds import derive_seed
 
 
