@@ -101,7 +101,8 @@ class LossSettings:
 
 
 Statistics = dict[str, torch.Tensor]
-"""Per token [k], without gradient; the package's losses report ``ppo_ratio``, ``ppo_ratio_clamped``, ``clip_fraction``."""
+"""Per token [k], without gradient: the package's losses report ``ppo_ratio``, ``ppo_ratio_clamped``, ``clip_fraction``.
+"""
 
 PolicyLoss = Callable[[LossInput, LossSettings], tuple[torch.Tensor, Statistics]]
 """(input, settings) -> the loss of each token [k], and what to report the means of."""

@@ -73,7 +73,7 @@ def then(future: concurrent.futures.Future[T], change: Callable[[T], U]) -> conc
     def done(first: concurrent.futures.Future[T]) -> None:
         try:
             changed.set_result(change(first.result()))
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001  (for whoever asks for the result)
             changed.set_exception(error)
 
     future.add_done_callback(done)

@@ -168,8 +168,8 @@ def _await_scores(responses: ScoredResponses) -> None:
 def deal(work: Sequence[int], minibatches: Minibatches) -> torch.Tensor:
     """The samples of this rank's share, int64 [n], ascending.
 
-    Each minibatch is divided evenly, and its largest part goes to the rank that has had the least work so far: otherwise
-    the small differences of many updates would add up.
+    Each minibatch is divided evenly, and its largest part goes to the rank that has had the least work so far:
+    otherwise the small differences of many updates would add up.
     """
     layout = current_layout()
     loads = [0] * layout.dp_size
