@@ -101,8 +101,7 @@ class LossSettings:
 
 
 Statistics = dict[str, torch.Tensor]
-"""Per token [k], without gradient: the package's losses report ``ppo_ratio``, ``ppo_ratio_clamped``, ``clip_fraction``.
-"""
+"""Per token [k], without gradient; the package's: ``ppo_ratio``, ``ppo_ratio_clamped``, ``clip_fraction``."""
 
 PolicyLoss = Callable[[LossInput, LossSettings], tuple[torch.Tensor, Statistics]]
 """(input, settings) -> the loss of each token [k], and what to report the means of."""
@@ -211,11 +210,13 @@ def policy_objective(
     sums = {name: values.sum() for name, values in statistics.items()} | {"num_tokens": num_tokens}
     if settings.aggregation == "token_mean":
         return losses.sum(), num_tokens, sums
-    return (losses * moved(_weights(given.lengths, settings), losses.device)).sum(), num_sequences, sums
+    weights = moved(_weights(given.lengths, settings).to(losses.dtype), losses.device)
+    return (losses * weights).sum(), num_sequences, sums
 
 
 def _weights(lengths: torch.Tensor, settings: LossSettings) -> torch.Tensor:
-    """What each token's loss is multiplied with where the mean is over sequences: fp32 [k] on the CPU."""
-    if settings.aggregation == "sequence_mean":
-        return spread(1.0 / lengths, lengths)
-    return torch.full((int(lengths.sum()),), 1.0 / (settings.constant_length or 1))
+    """What each token's loss is multiplied with where the mean is over sequences: fp64 [k] on the CPU."""
+    divisors = lengths.double()
+    if settings.aggregation == "sequence_sum":
+        divisors = torch.full_like(divisors, settings.constant_length or 1)
+    return spread(1.0 / divisors, lengths)
