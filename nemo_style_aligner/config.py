@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_style_aligner.config_types import ARCHITECTURE_KEYS, wrong_types
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.legacy_keys import COMMON_NAMES, LEGACY_KEYS, LegacyKey
+from nemo_style_aligner.section_names import names_of
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 """The repository's ``conf/``: one YAML file per job."""
@@ -142,7 +143,7 @@ def config_file(job: str) -> Path:
 
 
 def load_defaults(job: str) -> DictConfig:
-    """The contents of the YAML file of a job, with interpolations left in place.
+    """The contents of the YAML file of a job, with interpolations left in place, and the package's section names.
 
     Raises:
         ConfigError: there is no such file.
@@ -150,7 +151,7 @@ def load_defaults(job: str) -> DictConfig:
     register_resolvers()
     config = OmegaConf.load(config_file(job))
     assert isinstance(config, DictConfig)
-    return config
+    return names_of(job).read(config)
 
 
 def required_keys(job: str) -> list[str]:
@@ -161,11 +162,21 @@ def required_keys(job: str) -> list[str]:
 
 
 def complete_config(cfg: DictConfig, job: str) -> DictConfig:
-    """Lay ``cfg`` over the job's defaults: a config file of the user's own may leave keys out."""
+    """Lay ``cfg`` over the job's defaults: a config file of the user's own may leave keys out.
+
+    From here on the sections have the package's names (`section_names`).
+
+    Raises:
+        ConfigError: a section has another job's name.
+    """
+    names = names_of(job)
+    for name, own in names.own.items():
+        if foreign := [key for key in _leaves(cfg) if f"{key}.".startswith(f"{name}.")]:
+            raise ConfigError(f"{', '.join(foreign)}: this section of conf/{job}.yaml is {own}, so write {own}.KEY")
     OmegaConf.set_struct(cfg, False)
     if cfg.get("exp_manager", "") is None:  # in a file, what it means on the command line
         cfg.exp_manager = dict(WITHOUT_EXP_MANAGER)
-    complete = OmegaConf.merge(load_defaults(job), cfg)
+    complete = OmegaConf.merge(load_defaults(job), names.read(cfg))
     assert isinstance(complete, DictConfig)
     return complete
 

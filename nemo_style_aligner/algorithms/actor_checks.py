@@ -7,7 +7,17 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from nemo_style_aligner.algorithms.job_view import GLOBAL_BATCH, LENGTH, PP, ROLLOUT_RANKS, TP, Check, JobView
+from nemo_style_aligner.algorithms.job_view import (
+    GLOBAL_BATCH,
+    LENGTH,
+    PP,
+    RESPONSES,
+    ROLLOUT_RANKS,
+    TP,
+    Check,
+    JobView,
+)
+from nemo_style_aligner.algorithms.rl_checks import RL_CHECKS, needs_critic, uses_reward_service
 from nemo_style_aligner.generation.trtllm.construct import find_trtllm
 from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMMismatch, TensorRTLLMUnavailable
 from nemo_style_aligner.rl.rollouts.engine_setup import engine_size
@@ -16,9 +26,13 @@ _PPO_LENGTH = "model.ppo.length_params.max_length"
 
 
 def _rollout_batches(view: JobView) -> Iterator[str]:
-    samples, total = "model.ppo.num_rollout_samples", view.get(GLOBAL_BATCH)
-    if total and isinstance(view.get(samples), int) and view.get(samples) % total:
-        yield f"{view.said(samples)} is not a multiple of {view.said(GLOBAL_BATCH)}; change one of them"
+    samples, of_each = RESPONSES
+    if not view.get(GLOBAL_BATCH) or view.responses is None or view.responses % view.get(GLOBAL_BATCH) == 0:
+        return
+    responses = view.said(samples)
+    if view.get(of_each) != 1:
+        responses = f"{view.said(*RESPONSES)}: their product, {view.responses},"
+    yield f"{responses} is not a multiple of {view.said(GLOBAL_BATCH)}; change one of them"
 
 
 def _rollout_lengths(view: JobView) -> Iterator[str]:
@@ -125,11 +139,13 @@ def _kl_estimator(view: JobView) -> Iterator[str]:
 
 def _services(view: JobView) -> Iterator[str]:
     critic, reward = "remote_critic_rm.critic", "remote_critic_rm.reward_model"
-    yield from _host(view, f"{critic}.ip")
-    if view.get("remote_critic_rm.combine_rm_and_critic_server"):
+    has_critic = view.get(critic) is not None and needs_critic(view)
+    if has_critic:
+        yield from _host(view, f"{critic}.ip")
+    if not uses_reward_service(view) or (has_critic and view.get("remote_critic_rm.combine_rm_and_critic_server")):
         return
     yield from _host(view, f"{reward}.ip")
-    if all(view.get(f"{critic}.{part}") == view.get(f"{reward}.{part}") for part in ("ip", "port")):
+    if has_critic and all(view.get(f"{critic}.{part}") == view.get(f"{reward}.{part}") for part in ("ip", "port")):
         yield (
             f"{view.said(f'{critic}.port', f'{reward}.port')}: the critic and the reward model cannot share an "
             "address; give the reward model's, or set remote_critic_rm.combine_rm_and_critic_server=True"
@@ -156,5 +172,6 @@ ACTOR_CHECKS: tuple[Check, ...] = (
     _importance,
     _policy_logprobs,
     _kl_estimator,
+    *RL_CHECKS,
     _services,
 )

@@ -60,7 +60,7 @@ def _measured(view: JobView) -> tuple[str, ...]:
     if view.name == "gpt_ppo_critic":
         return ("step",)
     known = ("step", "epoch", "consumed_samples", "val_*", "train_*")
-    return (*known, "ppo_optimization_step") if view.name == "gpt_ppo_actor" else known
+    return (*known, "ppo_optimization_step", "reinforce_optimization_step") if view.is_actor else known
 
 
 def _is_measured(view: JobView, name: str) -> bool:

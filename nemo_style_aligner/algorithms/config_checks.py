@@ -35,6 +35,7 @@ from nemo_style_aligner.algorithms.job_view import (
     MICRO_BATCH,
     POSITIONS,
     PP,
+    RESPONSES,
     ROLLOUT_RANKS,
     TP,
     Check,
@@ -49,6 +50,7 @@ from nemo_style_aligner.algorithms.place_checks import (
     secret_problems,
     sft_data_problems,
 )
+from nemo_style_aligner.algorithms.rl_checks import settings_in_vain
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, keys_without_effect, load_defaults, plain_config
@@ -85,7 +87,7 @@ def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
     problems = find_problems(name, cfg, world_size, rank)
     if problems:
         raise ConfigError("these settings cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
-    for doubt in _doubts(cfg) if rank == 0 else ():
+    for doubt in _doubts(JobView(name, cfg, world_size, None)) if rank == 0 else ():
         logger.warning(doubt)
 
 
@@ -169,7 +171,7 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
         yield from _attempt(lambda: Schedule.from_config(cfg.model.optim, 1))
     if view.name in ("training_rm", "gpt_ppo_critic", "inference_rm"):
         yield from _attempt(lambda: RewardHeadConfig.from_model_config(cfg.model))
-    if view.name == "gpt_ppo_actor":
+    if view.is_actor:
         for problem in _attempt(lambda: sampling_params(cfg)):
             yield f"model.ppo.sampling_params and length_params: {problem}"
 
@@ -218,19 +220,15 @@ def _what_is_there(view: JobView) -> Iterator[str]:
     yield from resume_problems(view.cfg.exp_manager)
     if view.name == "gpt_sft":
         yield from sft_data_problems(view.cfg.model.data)
-    elif view.name in ("training_rm", "gpt_ppo_actor"):
+    elif view.is_actor or view.name == "training_rm":
         yield from data_prefix_problems(view.get("model.data.data_prefix"))
-    token = {
-        "gpt_ppo_actor": "remote_critic_rm.token",
-        "gpt_ppo_critic": "trainer.ppo.token",
-        "inference_rm": "inference.token",
-    }.get(view.name)
-    if token is not None:
+    for token in ("remote_critic_rm.token", "trainer.ppo.token", "inference.token"):  # each in another job
         yield from secret_problems(view.get(token), token)
 
 
-def _doubts(cfg: DictConfig) -> Iterator[str]:
+def _doubts(view: JobView) -> Iterator[str]:
     """Settings that work, but hardly as intended."""
+    cfg = view.cfg
     watchdog, limit = "exp_manager.watchdog_minutes", "trainer.distributed_timeout_minutes"
     minutes, timeout = OmegaConf.select(cfg, watchdog), OmegaConf.select(cfg, limit)
     if minutes is not None and minutes >= timeout:
@@ -246,6 +244,8 @@ def _doubts(cfg: DictConfig) -> Iterator[str]:
         )
     if "data" in cfg.model:
         yield from ranking_doubts(cfg)
+    if view.is_actor:
+        yield from settings_in_vain(view)
     for key in (GLOBAL_BATCH, MICRO_BATCH):
         of_data = key.replace("model.", "model.data.train_ds.")
         size, other = OmegaConf.select(cfg, key), OmegaConf.select(cfg, of_data)
@@ -322,8 +322,7 @@ def _recompute(view: JobView) -> Iterator[str]:
 
 def _keep_activations(view: JobView) -> Iterator[str]:
     """With placement ``auto`` only `keep_passes` can tell, once the model is built, whether weights are swapped."""
-    is_actor = view.name == "gpt_ppo_actor"
-    if is_actor:
+    if view.is_actor:
         key, placement = "model.ppo.keep_activations", "trainer.ppo.reference_policy_placement"
         has_second = (view.get("trainer.ppo.initial_policy_kl_penalty") or 0) > 0
     else:
@@ -333,10 +332,10 @@ def _keep_activations(view: JobView) -> Iterator[str]:
         return
     drops_out = any(view.get(f"model.{name}") for name in ("hidden_dropout", "attention_dropout"))
     reasons = [why_not_kept(has_second and view.get(placement) == "swap", view.pp_size, drops_out)]
-    samples, logprobs = "model.ppo.num_rollout_samples", "trainer.ppo.policy_logprobs"
-    if is_actor and view.get(GLOBAL_BATCH) not in (None, view.get(samples)):
-        reasons.append(f"with {view.said(samples, GLOBAL_BATCH)} a step makes several updates")
-    if is_actor and view.get(logprobs) == "engine":
+    logprobs = "trainer.ppo.policy_logprobs"
+    if view.is_actor and view.get(GLOBAL_BATCH) not in (None, view.responses):
+        reasons.append(f"with {view.said(*RESPONSES, GLOBAL_BATCH)} a step makes several updates")
+    if view.is_actor and view.get(logprobs) == "engine":
         reasons.append(f"with {view.said(logprobs)} there is no log-prob pass to keep")
     yield from (f"{view.said(key)}: {why}; choose auto or never" for why in reasons if why)
 
@@ -404,5 +403,6 @@ _CHECKS: dict[str, tuple[Check, ...]] = {
         _keep_activations,
     ),
     "gpt_ppo_actor": (*_TRAINING, *ACTOR_CHECKS, _keep_activations),
+    "gpt_reinforce_actor": (*_TRAINING, *ACTOR_CHECKS, _keep_activations),
     "inference_rm": (*_COMMON, _attributes, _inference_batch, _model_name),
 }

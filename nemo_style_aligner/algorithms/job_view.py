@@ -15,6 +15,7 @@ TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size
 GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
 LENGTH, POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
 ROLLOUT_RANKS = "trainer.ppo.rollout_devices"
+RESPONSES = ("model.ppo.num_rollout_samples", "trainer.ppo.num_rollouts_per_prompt")  # factors of those of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,17 @@ class JobView:
     def said(self, *keys: str) -> str:
         """``key=value`` of each key, for messages."""
         return ", ".join(f"{key}={self.get(key)}" for key in keys)
+
+    @property
+    def is_actor(self) -> bool:
+        """Whether the job trains a policy by reinforcement learning, whatever the algorithm."""
+        return "remote_critic_rm" in self.cfg
+
+    @property
+    def responses(self) -> int | None:
+        """Responses of a step; None if the config does not say."""
+        prompts, of_each = map(self.get, RESPONSES)
+        return prompts * of_each if isinstance(prompts, int) and isinstance(of_each, int) else None
 
     @property
     def rollout_ranks(self) -> int:

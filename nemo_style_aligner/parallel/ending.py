@@ -26,6 +26,7 @@ from omegaconf.errors import MissingMandatoryValue
 from nemo_style_aligner.errors import OtherRankError, UserError, comes_from
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step, slurm_step
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, is_importing_at_start
+from nemo_style_aligner.section_names import said
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, FAILED_FILE, failed_file_of
 from nemo_style_aligner.trusted_paths import unless_planted
 
@@ -208,7 +209,7 @@ def _report_and_abort(kind: type[BaseException], error: BaseException, trace: Tr
     status = _status_of(error)
     try:
         rank, size, local_rank = _own_rank()
-        is_first = _leave_failure(f"rank {rank} on {socket.gethostname()}: {kind.__name__}: {error}\n")
+        is_first = _leave_failure(said(f"rank {rank} on {socket.gethostname()}: {kind.__name__}: {error}\n"))
         may_be_common = isinstance(error, (*_MISTAKES, OtherRankError)) and not isinstance(error, LaunchError)
         is_told_elsewhere = rank > 0 if may_be_common else not is_first
         if is_told_elsewhere and status != EXIT_INTERRUPTED:
@@ -230,7 +231,7 @@ def _report_and_abort(kind: type[BaseException], error: BaseException, trace: Tr
             lines = "".join(f"[rank {rank}] {line}\n" for line in [header, *text.splitlines()])
         with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone
             _logger.debug("the traceback:", exc_info=(kind, error, trace))
-            sys.stderr.write(lines)  # in one piece: other ranks may be writing too
+            sys.stderr.write(said(lines))  # in one piece: other ranks may be writing too
     finally:
         # Even if reporting fails: an exception from here would leave the process running with its other threads.
         abort_job(status)

@@ -39,6 +39,7 @@ from nemo_style_aligner.parallel.ending import (
 from nemo_style_aligner.parallel.initialization import initialize
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, signal_when_parent_dies, supervise
+from nemo_style_aligner.section_names import speak_as
 from nemo_style_aligner.telemetry.log_lines import LOG_LEVELS, configure_logging
 
 _logger = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ def _run_job(
     name: str, check: str | None, main: Callable[[DictConfig], int | None], composed: Composed, is_service: bool
 ) -> int:
     cfg = composed.cfg
+    speak_as(name)
     info = detect_launch(os.environ)
     configure_logging(info.rank)
     notes = [*composed.notes, *check_config(cfg, name)]

@@ -128,8 +128,7 @@ def check_proof(proof: str, secret: str, challenge: str) -> Signatures:
     if place != dialled:
         raise UnprovenServerError(
             f"the service that answers listens on {place}: connect to that one. If {dialled} leads there on purpose "
-            f"(a tunnel, a container's port mapping), start the service with trainer.ppo.known_as=['{dialled}'], or "
-            f"inference.known_as",
+            f"(a tunnel, a container's port mapping), start the service with its key known_as=['{dialled}']",
             is_final=True,
         )
     return _agreed(secret, number, nonce, place)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from nemo_style_aligner.section_names import said
+
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
 LOG_LEVELS = ("debug", "info", "warning")
@@ -57,6 +59,10 @@ def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 class TextFormatter(logging.Formatter):
     """Records as text, without the package in its loggers' names: nearly every line would repeat it."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its newline, and the traceback if there is one."""
+        return said(super().format(record))
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line's first part, as `logging.Formatter`'s."""
         shown = logging.makeLogRecord(record.__dict__ | {"name": record.name.removeprefix(f"{_PACKAGE}.")})
@@ -82,8 +88,8 @@ class JsonFormatter(logging.Formatter):
             "rank": self._rank,
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": said(record.getMessage()),
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = said(self.formatException(record.exc_info))
         return json.dumps({**getattr(record, _FIELDS, {}), **line}, default=str)

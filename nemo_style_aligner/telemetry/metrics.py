@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import without_secrets
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError, excepthook_kept
+from nemo_style_aligner.section_names import given
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.trusted_paths import unless_planted
 
@@ -169,7 +170,7 @@ class MetricsLogger:
         """
         if not self._enabled:
             return
-        container = without_secrets(config)
+        container = without_secrets(given(config))
         text = OmegaConf.to_yaml(container, resolve=True)
         _write_whole(self.log_dir / HYPERPARAMETERS_FILE, text)
         with self._to_tensorboard():

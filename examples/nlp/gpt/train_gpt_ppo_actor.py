@@ -16,20 +16,9 @@ from nemo_style_aligner.parallel.launch import job
 @job("gpt_ppo_actor", check="nemo_style_aligner.algorithms.config_checks.check_job")
 def main(cfg: DictConfig) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.algorithms.job_setup import register_model, start_run
-    from nemo_style_aligner.algorithms.rl_setup import build_ppo_trainer, serve_rollouts
-    from nemo_style_aligner.models.restore import open_base_model
-    from nemo_style_aligner.parallel.worlds import is_rollout_rank
+    from nemo_style_aligner.algorithms.rl_job import run_actor
 
-    if is_rollout_rank():
-        return serve_rollouts(cfg)
-    run = start_run(cfg)
-    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    register_model(cfg, run, base)
-    trainer = build_ppo_trainer(cfg, run, base)
-    trainer.fit()
-    trainer.close()
-    return run.close()
+    return run_actor(cfg)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,25 @@
+"""The REINFORCE actor: python train_gpt_reinforce_actor.py pretrained_checkpoint.restore_from_path=sft.nemo ...
+
+The reward service (serve_reward_model.py or serve_reward_function.py) must be running or starting; there is no critic.
+"""
+
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
+from omegaconf import DictConfig
+
+from nemo_style_aligner.parallel.launch import job
+
+
+@job("gpt_reinforce_actor", check="nemo_style_aligner.algorithms.config_checks.check_job")
+def main(cfg: DictConfig) -> int:
+    # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
+    from nemo_style_aligner.algorithms.rl_job import run_actor
+
+    return run_actor(cfg)
+
+
+if __name__ == "__main__":
+    main()
