@@ -39,15 +39,9 @@ def fp64(*numbers: float) -> torch.Tensor:
 def make_step(rewards: torch.Tensor, groups: list[int], lengths: list[int] | None = None, **known: Any) -> StepRewards:
     """One rank's step in fp64; a token's penalty is an equal share of its sample's ``kl``."""
     all_lengths = torch.tensor(lengths or [1] * len(groups))
-    kl = known.pop("kl", torch.zeros_like(rewards))
-    token_kl = functional.spread(kl / all_lengths, all_lengths)
-    common = {
-        "counts": rewards.isfinite(),
-        "ended": torch.ones(len(groups), dtype=torch.bool),
-        "own": torch.arange(len(groups)),
-        "token_kl": token_kl,
-    }
-    return StepRewards(rewards=rewards, groups=torch.tensor(groups), kl=kl, all_lengths=all_lengths, **(common | known))
+    kl = known.get("kl", torch.zeros_like(rewards))
+    known = {"token_kl": functional.spread(kl / all_lengths, all_lengths)} | known
+    return StepRewards.of(rewards, torch.tensor(groups), all_lengths, **known)
 
 
 def some_step(seed: int, *, is_missing: bool = True, num_groups: int = 5, of: int = 4) -> StepRewards:

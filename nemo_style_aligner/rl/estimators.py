@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -57,6 +58,25 @@ class StepRewards(GroupedSamples):
     values: torch.Tensor | None = None
     gamma: float = 1.0
     lam: float = 1.0
+
+    @classmethod
+    def of(cls, rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor, **known: Any) -> StepRewards:
+        """A step of which this rank has all samples, for use as a library: whatever is finite counts, all have ended.
+
+        Args:
+            rewards: fp64 [N].
+            groups: int64 [N].
+            lengths: int64 [N], response tokens.
+            known: more attributes, in place of these, and of a KL penalty of 0.
+        """
+        attributes: dict[str, Any] = {
+            "counts": rewards.isfinite(),
+            "ended": torch.ones(len(rewards), dtype=torch.bool),
+            "kl": torch.zeros(len(rewards), dtype=torch.float64),
+            "own": torch.arange(len(rewards)),
+            "token_kl": torch.zeros(int(lengths.sum())),
+        }
+        return cls(rewards=rewards, groups=groups, all_lengths=lengths, **(attributes | known))
 
     @property
     def lengths(self) -> torch.Tensor:

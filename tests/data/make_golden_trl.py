@@ -85,6 +85,7 @@ def main() -> None:
             "group": GROUP,
             "rewards": REWARDS,
             "grpo": advantages(trl.GRPOTrainer, trl.GRPOConfig, folder, scale_rewards="group"),
+            "step_scaled": advantages(trl.GRPOTrainer, trl.GRPOConfig, folder, scale_rewards="batch"),
             "dr_grpo": advantages(trl.GRPOTrainer, trl.GRPOConfig, folder, scale_rewards="none"),
             "rloo": advantages(trl.RLOOTrainer, trl.RLOOConfig, folder, normalize_advantages=False),
         }

@@ -1,0 +1,140 @@
+"""Reinforcement learning of a language model on one page: a model that knows nothing learns to add.
+
+    python examples/rl_on_one_page.py
+
+Nobody shows it an answer. It guesses, a function says which guesses were right, and what was right becomes likelier.
+It takes less than a minute on a CPU. The parts are those of the training jobs, here used as a library; jobs add many
+ranks, large models, checkpoints and services (examples/nlp/gpt/train_gpt_ppo_actor.py).
+"""
+
+import argparse
+import random
+
+import torch
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.models.actor import Actor
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.policy_losses import LossSettings
+from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.rl.estimators import StepRewards, grpo
+from nemo_style_aligner.weights.stream import export_weights
+
+# ---- The task. A token is a character here; "." ends a response.
+
+CHARACTERS = "0123456789+=."
+END = CHARACTERS.index(".")
+LINES = [{"text": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10) if a + b < 10]
+
+
+def reward(prompt: str, response: str, line: dict[str, str]) -> float:
+    """1 for the right answer, else 0. A job takes such a function as it is: trainer.ppo.rewards."""
+    return float(response == line["answer"])
+
+
+def encode(text: str) -> list[int]:
+    return [CHARACTERS.index(character) for character in text]
+
+
+def decode(token_ids: list[int]) -> str:
+    return "".join(CHARACTERS[token_id] for token_id in token_ids)
+
+
+# ---- The policy: a Llama of 80,000 parameters, with random weights, and what trains it.
+
+ARCHITECTURE = ModelArchitecture(
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=4,
+    vocab_size=len(CHARACTERS),
+    max_position_embeddings=16,
+)
+
+
+def build_actor() -> Actor:
+    policy = build_model(ARCHITECTURE, {}, torch.float32)
+    optimizer = Optimizer(policy, {}, Schedule(lr=1e-3, name="constant"), clip_grad=1.0)
+    # PPO's clipped loss. The entropy bonus keeps the policy guessing until it knows.
+    loss = LossSettings(policy_loss="ppo", clip_low=0.2, clip_high=0.2, entropy_bonus=0.01)
+    batching = MicroBatching(num_rows=256)
+    return Actor(
+        policy, optimizer, None, training_batching=batching, forward_batching=batching, temperature=1.0, loss=loss
+    )
+
+
+# ---- The engine: it generates with the policy's weights, many responses at a time, and is built once.
+
+
+def build_engine() -> EmbeddedEngine:
+    engine = EmbeddedEngine(ARCHITECTURE, dtype=torch.float32, num_slots=256, max_sequence_length=16, eos_id=END)
+    engine.build()
+    return engine
+
+
+def respond(engine: EmbeddedEngine, prompts: list[str], seed: int, **sampling: bool) -> list[GenerationResult]:
+    """A response to each prompt. Its random numbers depend on its seed alone, not on what is generated beside it."""
+    requests = (GenerationRequest(i, encode(prompt), seed=i) for i, prompt in enumerate(prompts))
+    results = engine.generate(requests, SamplingParams(max_new_tokens=3, seed=seed, **sampling))
+    return sorted(results, key=lambda result: result.request_id)  # they come as they end
+
+
+def text_of(result: GenerationResult) -> str:
+    """The response without its end; None of them is right that has not ended."""
+    return decode(result.token_ids).removesuffix(".") if result.finish_reason == "stop" else ""
+
+
+# ---- One step of GRPO: generate, score, estimate, update.
+
+GROUP = 16  # responses to each prompt, which are compared with each other
+
+
+def make_step(actor: Actor, engine: EmbeddedEngine, lines: list[dict[str, str]], step: int) -> float:
+    """Returns the mean reward."""
+    engine.refit(export_weights(actor.model), version=step)
+    lines = [line for line in lines for _ in range(GROUP)]
+    samples = respond(engine, [line["text"] for line in lines], seed=step)
+
+    rewards = [reward(line["text"], text_of(sample), line) for line, sample in zip(lines, samples, strict=True)]
+
+    batch = RaggedBatch(  # prompts and responses of different lengths, without padding
+        tokens=torch.tensor([t for s in samples for t in s.prompt_token_ids + s.token_ids], dtype=torch.int32),
+        lengths=torch.tensor([len(s.prompt_token_ids) + len(s.token_ids) for s in samples]),
+        prompt_lengths=torch.tensor([len(s.prompt_token_ids) for s in samples]),
+        columns={},
+        wanted=torch.ones(len(samples), dtype=torch.bool),
+    )
+    # An advantage says by how much better a response was than its group's others, for each of its tokens.
+    groups = torch.arange(len(samples)) // GROUP
+    seen = StepRewards.of(torch.tensor(rewards, dtype=torch.float64), groups, batch.response_lengths)
+    batch.columns["advantages"], _ = grpo(seen)
+    # The loss compares the policy with the one that generated: what was better than others becomes likelier.
+    batch.columns["old_logprobs"] = actor.logprobs(batch)
+    actor.update(batch)
+    return sum(rewards) / len(rewards)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    steps = parser.parse_args().steps
+    random.seed(0)
+    with single_process(seed=1):  # process groups of one rank; jobs have many
+        actor, engine = build_actor(), build_engine()
+        for step in range(1, steps + 1):
+            mean_reward = make_step(actor, engine, random.sample(LINES, 32), step)
+            if step == 1 or step % 10 == 0:
+                print(f"step {step:3}  mean reward {mean_reward:.3f}", flush=True)
+        engine.refit(export_weights(actor.model), version=steps + 1)
+        answers = respond(engine, [line["text"] for line in LINES[::9]], seed=0, use_greedy=True)
+        print(*(line["text"] + text_of(answer) for line, answer in zip(LINES[::9], answers, strict=True)))
+
+
+if __name__ == "__main__":
+    main()
