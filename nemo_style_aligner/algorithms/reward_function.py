@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
+from nemo_style_aligner.data.datasets import PromptDataset
 from nemo_style_aligner.data.jsonl import Record
-from nemo_style_aligner.data.texts import TextEncoder, read_prompts
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_style_aligner.generation.stopping import text_before_end
 from nemo_style_aligner.parallel.ending import fail_job
@@ -73,8 +73,10 @@ class PromptLines:
         self._add_bos = tokenizer.begins_with_bos(add_bos, "--add-bos")
         self._paths = [str(path) for path in paths]
         self._records: dict[bytes, Record] = {}
-        for record, ids in read_prompts(paths, TextEncoder(tokenizer, add_bos, "--add-bos")):
-            known = self._records.setdefault(_as_bytes(ids), record)
+        prompts = PromptDataset(paths, tokenizer, sys.maxsize, add_bos=add_bos, bos_key="--add-bos")
+        for i in range(len(prompts)):
+            record = prompts.record(i)
+            known = self._records.setdefault(_as_bytes(prompts[i].token_ids), record)
             if known.fields != record.fields:
                 record.fail(
                     f"the prompt is the same as that of {known.path}:{known.line}, but the lines differ: there is no "

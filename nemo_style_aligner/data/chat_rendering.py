@@ -17,10 +17,11 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from nemo_style_aligner.data.chat_marks import holds, mark, marked, marked_parts, without_spaces, without_thoughts
 from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, Turn
+from nemo_style_aligner.data.encoding import Notes
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
 from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
@@ -44,16 +45,15 @@ class Segment:
 
 
 class ChatRenderer:
-    """Renders the conversations of data files, and notes what is worth telling of them.
+    """Renders the conversations of data files.
 
     Args:
         tokenizer: its chat template renders them.
         markers: NeMo's, in place of the template; None: those that the model was trained with, without a template.
 
     Attributes:
-        end_strings: what ended the answers that were rendered, except for the tokenizer's stop tokens.
-        num_conversations: those that were rendered.
-        num_split: conversations of which more than one example was made.
+        notes: what is worth telling of them. ``counts``: "conversations", and those "divided" into several examples;
+            ``seen``: "ends" of answers that are no stop tokens of the tokenizer, roles and what they were "read as".
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: ChatPromptTokens | None = None) -> None:
@@ -61,9 +61,7 @@ class ChatRenderer:
         self.markers = markers
         if markers is None and tokenizer.chat_template is None:
             self.markers = tokenizer.format.chat_prompt_tokens
-        self.end_strings: dict[str, None] = {}
-        self.num_conversations = self.num_split = 0
-        self._read_as: dict[Path, dict[str, str]] = {}
+        self.notes = Notes()
         self._openings: dict[str, str | None] = {}
         self._markers_end = None if self.markers is None else self._end_of_markers(self.markers)
 
@@ -76,12 +74,12 @@ class ChatRenderer:
         Raises:
             DataError: a part of the conversation would be left out, or it cannot be rendered.
         """
-        self.num_conversations += 1
+        self.notes.counts["conversations"] += 1
         if self.markers is not None:
             texts = [self._in_markers(record, conversation, self.markers)]
         else:
             texts = _InTemplate(record, conversation, self).examples()
-        self.num_split += len(texts) > 1
+        self.notes.counts["divided"] += len(texts) > 1
         return [[segment for segment in segments if segment.text] for segments in texts]
 
     def prompt_and_answer(self, record: Record, conversation: Conversation) -> tuple[str, str]:
@@ -104,7 +102,7 @@ class ChatRenderer:
         """
         if conversation.turns[-1].kind == "assistant":
             record.fail("the conversation ends with the assistant: a prompt should end with the turn to be answered")
-        self.num_conversations += 1
+        self.notes.counts["conversations"] += 1
         if self.markers is None:
             return _InTemplate(record, conversation, self).prompt()
         segments = self._in_markers(record, conversation, self.markers)
@@ -117,30 +115,31 @@ class ChatRenderer:
             return False
         return self.tokenizer.begins_with_bos(asked, "add_bos")
 
-    def log(self) -> None:
-        """Tell which roles were read as others, per file, how many conversations were divided, and of markers."""
-        if self.markers is not None and self.num_conversations:
+    def log(self, notes: Notes, paths: Sequence[str | Path]) -> None:
+        """Tell which roles were read as others, how many conversations were divided, and of markers."""
+        if self.markers is not None and notes.counts["conversations"]:
             logger.info(
                 "the tokenizer has no chat template: conversations are rendered with model.data.chat_prompt_tokens, %s",
                 json.dumps(dataclasses.asdict(self.markers)),
             )
-        for path, roles in self._read_as.items():
+        if roles := notes.seen.get("read as"):
             read = ", ".join(f"{role!r} as {other!r}" for role, other in roles.items())
-            logger.info("%s: the turns' roles are read as the chat format's: %s", path, read)
-        if self.num_split:
+            files = ", ".join(map(str, paths))
+            logger.info("%s: the turns' roles are read as the chat format's: %s", files, read)
+        if notes.counts["divided"]:
             logger.info(
                 "the chat template renders answers otherwise once other turns follow: each is learnt as it is when it "
                 "is the newest, so that %d conversations are several examples each",
-                self.num_split,
+                notes.counts["divided"],
             )
 
-    def role(self, path: Path, turn: Turn) -> str:
+    def role(self, turn: Turn) -> str:
         """The role of a turn in the chat template: its own if the template names it, else what it means."""
         role = turn.role.lower()
         named = rf"(==|!=|\bin\b)[^%}}]*?[\"']{re.escape(role)}[\"']"
         if role == turn.kind or re.search(named, self.tokenizer.chat_template or ""):
             return role
-        self._read_as.setdefault(path, {})[turn.role] = turn.kind
+        self.notes.see("read as", turn.role, turn.kind)
         return turn.kind
 
     def opening(self, role: str) -> str | None:
@@ -197,7 +196,7 @@ class ChatRenderer:
         for turn in turns:
             segments.append(Segment(tokens.turn_start, after_response))
             label = "" if turn.label is None else f"{tokens.label_start}{turn.label}{tokens.end_of_name}"
-            segments.append(Segment(f"{self._name(record.path, turn)}{tokens.end_of_name}{label}", False))
+            segments.append(Segment(f"{self._name(turn)}{tokens.end_of_name}{label}", False))
             segments.append(Segment(f"{turn.content}{tokens.end_of_turn}", turn.is_target))
             after_response = turn.is_target
         if after_response:
@@ -208,12 +207,12 @@ class ChatRenderer:
         kinds = itertools.groupby(segments, lambda segment: segment.is_target)
         return [Segment("".join(segment.text for segment in group), is_target) for is_target, group in kinds]
 
-    def _name(self, path: Path, turn: Turn) -> str:
+    def _name(self, turn: Turn) -> str:
         """A speaker's name: names in lower case are roles, others are the data's own, as NeMo's ``Guest``."""
         if not turn.role.islower():
             return turn.role
         if turn.role != turn.kind:
-            self._read_as.setdefault(path, {})[turn.role] = turn.kind.capitalize()
+            self.notes.see("read as", turn.role, turn.kind.capitalize())
         return turn.kind.capitalize()
 
     def _end_of_markers(self, tokens: ChatPromptTokens) -> str:
@@ -237,7 +236,7 @@ class ChatRenderer:
     def note_end(self, end: str) -> None:
         """Note what ends an answer."""
         if self.tokenizer.token_to_id(end) not in self.tokenizer.stop_ids:
-            self.end_strings[end] = None
+            self.notes.see("ends", end)
 
 
 def _refuse_beyond_markers(record: Record, conversation: Conversation) -> None:
@@ -260,38 +259,49 @@ class _Text:
     answers: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
+_Form = Literal["prompt", "whole", "marked", "without tools"]
+"""With the generation prompt at the end; as they are; with marks, for the proof; as if there were no tools."""
+
+_Rendering = tuple[_Form, int]
+"""Of the first turns, so many."""
+
+
 class _InTemplate:
     """A conversation in the tokenizer's chat template. An answer is what the template adds to its generation prompt."""
 
     def __init__(self, record: Record, conversation: Conversation, renderer: ChatRenderer) -> None:
         self._record, self._renderer, self._tokenizer = record, renderer, renderer.tokenizer
         self._turns = [turn for turn in conversation.turns if turn.content or turn.kind != "system"]
-        self._messages = [_message(turn, renderer.role(record.path, turn)) for turn in self._turns]
+        self._messages = [_message(turn, renderer.role(turn)) for turn in self._turns]
         self._tools = conversation.tools
-        self._rendered_turns: dict[int, str] = {}
+        self._texts_of: dict[_Rendering, str | TokenizerError] = {}
 
     def examples(self) -> list[list[Segment]]:
         """See `ChatRenderer.examples`."""
-        texts = self._rendered(self._texts)
+        targets = [i for i, turn in enumerate(self._turns) if turn.is_target]
+        texts = self._rendered(self._texts, [n for i in targets for n in (("prompt", i), ("whole", i + 1))])
         return [_segments(text) for text in texts]
 
     def prompt(self) -> str:
         """See `ChatRenderer.prompt`."""
-        return self._rendered(self._prompt)
+        return self._rendered(self._prompt, [("prompt", len(self._turns))])
 
     def _prompt(self) -> str:
-        text = self._render(self._messages, add_generation_prompt=True)
-        self._prove(len(self._messages))
-        return text
+        self._prove(len(self._turns))
+        return self._text("prompt", len(self._turns))
 
-    def _rendered(self, render: Callable[[], T]) -> T:
-        """What ``render`` returns; a template's refusal becomes a `DataError`."""
+    def _rendered(self, render: Callable[[], T], needed: list[_Rendering]) -> T:
+        """What ``render`` returns, which needs these texts; a template's refusal becomes a `DataError`."""
+        needed = [*needed, ("whole", len(self._turns)), ("marked", len(self._turns))]
+        if self._tools:
+            needed.append(("without tools", len(self._turns)))
+        self._render(needed)
         if any(message["content"] is None for message in self._messages):
             with contextlib.suppress(TokenizerError):
                 return render()
             # Beside tool calls, some templates accept null, others only "".
             self._messages = [message | {"content": message["content"] or ""} for message in self._messages]
-            self._rendered_turns.clear()
+            self._render(needed)
         try:
             return render()
         except TokenizerError as error:
@@ -313,7 +323,7 @@ class _InTemplate:
             texts[-1].answers[i] = (start, len(answered))
         length = targets[-1] + 1 if targets else len(self._turns)
         # What follows the last answer is not learnt, but shown.
-        whole = self._first(len(self._turns))
+        whole = self._text("whole", len(self._turns))
         if not texts:
             texts.append(_Text(whole))
         elif whole.startswith(texts[0].text):
@@ -330,8 +340,8 @@ class _InTemplate:
                 f"turn {i + 1} is from {turn.role!r} and is to be learnt, but the chat template prompts for the "
                 'assistant\'s turns only: rename the speaker, or set its "weight" to 0'
             )
-        prompt = self._render(self._messages[:i], add_generation_prompt=True)
-        answered = self._first(i + 1)
+        prompt = self._text("prompt", i)
+        answered = self._text("whole", i + 1)
         if not answered.startswith(prompt):
             same = len(common_start(prompt, answered))
             self._record.fail(
@@ -359,14 +369,24 @@ class _InTemplate:
         eos = tokenizer.ids_to_text([tokenizer.eos_id], keep_special=True)
         return answered + eos, eos
 
-    def _first(self, number: int) -> str:
-        """The first turns, rendered."""
-        if number not in self._rendered_turns:
-            self._rendered_turns[number] = self._render(self._messages[:number])
-        return self._rendered_turns[number]
+    def _text(self, form: _Form, number: int) -> str:
+        """The first turns, rendered. Raises TokenizerError."""
+        if (form, number) not in self._texts_of:
+            self._render([(form, number)])
+        text = self._texts_of[form, number]
+        if isinstance(text, TokenizerError):
+            raise text
+        return text
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt, self._tools)
+    def _render(self, needed: Sequence[_Rendering]) -> None:
+        """Render texts together, which takes less time than one by one."""
+        asked: list[tuple[Sequence[Message], bool, Any]] = []
+        for form, number in (needed := list(dict.fromkeys(needed))):
+            messages = self._messages[:number]
+            if form == "marked":
+                messages = [marked(message, i) for i, message in enumerate(messages)]
+            asked.append((messages, form == "prompt", None if form == "without tools" else self._tools))
+        self._texts_of.update(zip(needed, self._tokenizer.apply_chat_templates(asked), strict=True))
 
     # ---- the proof ----
 
@@ -374,8 +394,7 @@ class _InTemplate:
         """Raise unless the first ``length`` turns are rendered whole; of other answers, thoughts may be missing."""
         if self._tools and self._is_rendered_without_tools(length):
             self._fail_of_key("tools")
-        messages = [marked(message, i) for i, message in enumerate(self._messages[:length])]
-        flat = without_spaces(self._render(messages))
+        flat = without_spaces(self._text("marked", length))
         for i, turn in enumerate(self._turns[:length]):
             is_answer = i in answers
             visible = turn.content if is_answer or turn.kind != "assistant" else without_thoughts(turn.content)
@@ -390,7 +409,7 @@ class _InTemplate:
 
     def _is_rendered_without_tools(self, length: int) -> bool:
         try:
-            return self._tokenizer.apply_chat_template(self._messages[:length], False, None) == self._first(length)
+            return self._text("without tools", length) == self._text("whole", length)
         except TokenizerError:
             return False  # the template needs them
 

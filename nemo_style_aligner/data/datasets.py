@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -20,10 +19,11 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.arguments import may_not_read
-from nemo_style_aligner.data.jsonl import DataError, Record, read_records
+from nemo_style_aligner.data.jsonl import DataError, Record, first_record, read_records
 from nemo_style_aligner.data.line_pairs import warn_of_pairs, warn_of_strangers
-from nemo_style_aligner.data.preferences import read_comparisons
-from nemo_style_aligner.data.texts import ScoredText, TextEncoder, read_prompts, scored_text
+from nemo_style_aligner.data.preferences import ComparisonEncoder
+from nemo_style_aligner.data.texts import LabelledEncoder, PromptEncoder, labels_of, written
+from nemo_style_aligner.data.tokenized import report_dropped, tokenized
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import some_of
@@ -184,41 +184,11 @@ class BlendedDataset(Generic[T]):
         return self._parts[self._part[index]][int(self._index[index])]
 
 
-# ---- tokens -----------------------------------------------------------------------------------
-
-
-class RaggedInts:
-    """Many short integer lists in one array: 4 bytes per number where Python lists take 36."""
-
-    def __init__(self, typecode: str = "i") -> None:
-        self._values = array(typecode)
-        self._ends = array("q", [0])
-
-    def append(self, numbers: Iterable[int]) -> None:
-        """Add a list at the end."""
-        self._values.extend(numbers)
-        self._ends.append(len(self._values))
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __getitem__(self, index: int) -> list[int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self._values[self._ends[index] : self._ends[index + 1]].tolist()
+# ---- samples -----------------------------------------------------------------------------------
 
 
 def _longer_than(limit: int, setting: str = "model.data.seq_length") -> str:
     return f"longer than {limit} tokens ({setting})"
-
-
-def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Sequence[str | Path]) -> None:
-    """Warn of how many samples were dropped; a `DataError` if all were."""
-    files = ", ".join(str(path) for path in paths)
-    if dropped == total:
-        raise DataError(f"{files}: all {total} {what} are {limit}; change the limit or the data")
-    if dropped:
-        warn_for_all_ranks(logger, "%s: dropped %d of %d %s: %s", files, dropped, total, what, limit)
 
 
 def pad_rows(
@@ -270,34 +240,32 @@ class PromptDataset:
         bos_key: str = "add_bos",
     ) -> None:
         """``add_bos``: whether prompts begin with BOS, see `Tokenizer.begins_with_bos`; ``bos_key`` says so."""
-        encoder = TextEncoder(tokenizer, add_bos, bos_key)
-        self._tokens, self._records = RaggedInts(), []
-        self.num_dropped = 0
-        texts = []
-        for record, ids in read_prompts(paths, encoder):
-            if len(ids) <= max_prompt_length:
-                self._tokens.append(ids)
-                self._records.append(record)
-            else:
-                self.num_dropped += 1
-            texts.append(record.text("text"))
-        warn_of_pairs(texts, paths)
+        tokenizer.begins_with_bos(add_bos, bos_key)
+        encoder = PromptEncoder(tokenizer, {"add_bos": add_bos, "append_eod": None, "max_length": max_prompt_length})
+        samples = tokenized(paths, encoder)
+        encoder.chats.log(samples.notes, paths)
+        warn_of_pairs(samples.notes.counts, paths)
+        self._tokens, self._texts = samples.columns["tokens"], samples.columns["text"]
+        self._records = read_records(paths)
+        if len(self._records) != len(self._tokens):
+            raise DataError(f"{some_of(list(map(str, paths)))}: changed while being read: start again")
+        self._kept = [i for i in range(len(self._tokens)) if self._tokens.length(i)]
+        self.num_dropped = len(self._records) - len(self._kept)
         limit = _longer_than(max_prompt_length, limited_by)
-        report_dropped(self.num_dropped, self.num_dropped + len(self._records), "prompts", limit, paths)
-        first = ScoredText(self._records[0], self._records[0].text("text"), "", encoder.chats.num_conversations > 0)
-        self.written = encoder.written(first, self._tokens[0])
+        report_dropped(self.num_dropped, len(self._records), "prompts", limit, paths)
+        self.written = written(encoder.chats, samples.notes, self._tokens[self._kept[0]])
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._kept)
 
     def __getitem__(self, index: int) -> PromptItem:
-        token_ids, record = self._tokens[index], self._records[index]
-        extra = {key: value for key, value in record.fields.items() if key != "text"}
-        return PromptItem(token_ids, record.fields["text"], extra)
+        fields = dict(self.record(index).fields)
+        return PromptItem(self._tokens[self._kept[index]], fields.pop("text"), fields)
 
     def record(self, index: int) -> Record:
-        """The line of a prompt, which can say where it stands."""
-        return self._records[index]
+        """The line of a prompt, which can say where it stands; ``text`` is a conversation's rendering."""
+        record, text = self._records[self._kept[index]], bytes(self._texts[self._kept[index]])
+        return Record(record.path, record.line, {**record.fields, "text": text.decode()}) if text else record
 
 
 # ---- comparisons ------------------------------------------------------------------------------
@@ -331,24 +299,18 @@ class ComparisonDataset:
         append_eod: bool = False,
         add_bos: bool | None = None,
     ) -> None:
-        encoder = TextEncoder(tokenizer, add_bos, append_eod=append_eod)
-        pairs = [pair for path in paths for pair in read_comparisons(path, encoder.chats)]
-        encoder.chats.log()
-        warn_of_strangers([text.text for pair in pairs for text in pair], paths)
-        self._chosen, self._rejected = RaggedInts(), RaggedInts()
-        self.num_dropped = self.num_equal = 0
-        tokens = encoder.encode([text for pair in pairs for text in pair])
-        for chosen, rejected in zip(tokens, tokens, strict=True):
-            if chosen == rejected:
-                self.num_equal += 1
-            elif max(len(chosen), len(rejected)) > seq_length:
-                self.num_dropped += 1
-            else:
-                self._chosen.append(chosen)
-                self._rejected.append(rejected)
-        report_dropped(self.num_equal, len(pairs), "pairs", "of two texts that are the same", paths)
-        report_dropped(self.num_dropped, len(pairs) - self.num_equal, "pairs", _longer_than(seq_length), paths)
-        self.written = encoder.written(pairs[0][0], self._chosen[0], append_eod)
+        tokenizer.begins_with_bos(add_bos, "model.data.add_bos")
+        settings = {"add_bos": add_bos, "append_eod": append_eod, "seq_length": seq_length}
+        encoder = ComparisonEncoder(tokenizer, settings)
+        samples = tokenized(paths, encoder)
+        counts = samples.notes.counts
+        encoder.chats.log(samples.notes, paths)
+        warn_of_strangers(counts, paths)
+        self._chosen, self._rejected = samples.columns["chosen"], samples.columns["rejected"]
+        self.num_equal, self.num_dropped = counts["equal"], counts["long"]
+        report_dropped(self.num_equal, counts["pairs"], "pairs", "of two texts that are the same", paths)
+        report_dropped(self.num_dropped, counts["pairs"] - self.num_equal, "pairs", _longer_than(seq_length), paths)
+        self.written = written(encoder.chats, samples.notes, self._chosen[0], append_eod)
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -390,43 +352,22 @@ class RegressionDataset:
         ignored: float = -100.0,
     ) -> None:
         """``num_attributes``: what the model expects; None takes the first line's."""
-        encoder = TextEncoder(tokenizer, add_bos, append_eod=append_eod)
-        texts = [scored_text(record, encoder.chats) for record in read_records(paths)]
-        encoder.chats.log()
-        self._tokens = RaggedInts()
-        self._labels: list[list[float]] = []
-        self.num_dropped = self.num_unlabelled = 0
-        for text, ids in zip(texts, encoder.encode(texts), strict=True):
-            labels = _labels(text.record)
-            num_attributes = num_attributes or len(labels)
-            if len(labels) != num_attributes:
-                text.record.fail(f"'label' has {len(labels)} attributes where {num_attributes} are expected")
-            if all(label == ignored for label in labels):
-                self.num_unlabelled += 1
-            elif len(ids) > seq_length:
-                self.num_dropped += 1
-            else:
-                self._tokens.append(ids)
-                self._labels.append(labels)
-        report_dropped(self.num_unlabelled, len(texts), "texts", "without any label", paths)
-        report_dropped(self.num_dropped, len(texts) - self.num_unlabelled, "texts", _longer_than(seq_length), paths)
-        self.written = encoder.written(texts[0], self._tokens[0], append_eod)
+        tokenizer.begins_with_bos(add_bos, "model.data.add_bos")
+        settings = {"add_bos": add_bos, "append_eod": append_eod, "seq_length": seq_length, "ignored": ignored}
+        settings["num_attributes"] = num_attributes or len(labels_of(first_record(paths)))
+        encoder = LabelledEncoder(tokenizer, settings)
+        samples = tokenized(paths, encoder)
+        counts = samples.notes.counts
+        encoder.chats.log(samples.notes, paths)
+        self._tokens, self._labels = samples.columns["tokens"], samples.columns["labels"]
+        self.num_unlabelled, self.num_dropped = counts["unlabelled"], counts["long"]
+        report_dropped(self.num_unlabelled, counts["texts"], "texts", "without any label", paths)
+        labelled = counts["texts"] - self.num_unlabelled
+        report_dropped(self.num_dropped, labelled, "texts", _longer_than(seq_length), paths)
+        self.written = written(encoder.chats, samples.notes, self._tokens[0], append_eod)
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def __getitem__(self, index: int) -> RegressionItem:
         return RegressionItem(self._tokens[index], self._labels[index])
-
-
-def _labels(record: Record) -> list[float]:
-    label = record.require("label", (int, float, list), "a number or a list of numbers")
-    values = label if isinstance(label, list) else [label]
-    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    try:
-        is_finite = numeric and all(math.isfinite(value) for value in values)
-    except OverflowError:  # an integer of hundreds of digits
-        is_finite = False
-    if not values or not is_finite:
-        record.fail(f"'label' should be a finite number or a list of them, not {label}")
-    return [float(value) for value in values]

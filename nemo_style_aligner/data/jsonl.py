@@ -8,7 +8,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,18 +67,18 @@ def _excerpt(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_jsonl(path: str | Path) -> list[Record]:
-    """All records of a file, in order; one whose name ends with ``.gz`` is decompressed. Blank lines are skipped.
+def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers; one whose name ends with ``.gz`` is decompressed. Blank ones are skipped.
 
     Raises:
-        DataError: the file is missing, empty, damaged or a pointer of Git LFS, or a line is not a JSON object in UTF-8.
+        DataError: the file is missing, empty, damaged or a pointer of Git LFS, or a line is too long.
     """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if is_lfs_pointer(path):
         raise DataError(f"{path} {LFS_POINTER}")
-    records = []
+    count = 0
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         try:
             for number, raw in enumerate(iter(functools.partial(file.readline, MAX_BYTES + 1), b""), start=1):
@@ -87,12 +87,26 @@ def read_jsonl(path: str | Path) -> list[Record]:
                 if number == 1:  # a byte order mark, which some editors put before the first line, is not data
                     raw = raw.removeprefix(codecs.BOM_UTF8)
                 if raw.strip():
-                    records.append(_parse(path, number, raw))
+                    count += 1
+                    yield number, raw
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}: damaged after line {len(records)}: {error}") from error
-    if not records:
+            raise DataError(f"{path}: damaged after line {count}: {error}") from error
+    if not count:
         raise DataError(f"{path}: the file holds no records")
-    return records
+
+
+def read_jsonl(path: str | Path) -> list[Record]:
+    """All records of a file, in order.
+
+    Raises:
+        DataError: as `read_lines`, or a line is not a JSON object in UTF-8.
+    """
+    return [parse_line(Path(path), number, raw) for number, raw in read_lines(path)]
+
+
+def first_record(paths: Sequence[str | Path]) -> Record:
+    """The first record of the first file. Raises DataError, as `read_jsonl`."""
+    return next(parse_line(Path(paths[0]), number, raw) for number, raw in read_lines(paths[0]))
 
 
 def read_records(paths: Sequence[str | Path]) -> list[Record]:
@@ -100,7 +114,8 @@ def read_records(paths: Sequence[str | Path]) -> list[Record]:
     return [record for path in paths for record in read_jsonl(path)]
 
 
-def _parse(path: Path, number: int, raw: bytes) -> Record:
+def parse_line(path: Path, number: int, raw: bytes) -> Record:
+    """A line of a file as a record. Raises DataError: it is no JSON object in UTF-8."""
     try:
         fields = parse_json(raw.decode().rstrip("\r\n"))  # else the place after its end is column 1
     except UnicodeDecodeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,18 +12,22 @@ from nemo_style_aligner.wording import common_start
 
 logger = logging.getLogger(__name__)
 
-_PAIRS_LOOKED_AT = 1000  # at most, spread over the files: quick
-_FEWEST_PAIRS_LOOKED_AT = 8  # with fewer, the result would be left to chance
+_FEWEST_PAIRS = 8  # with fewer, the result would be left to chance
 
 
-def warn_of_strangers(texts: Sequence[str], paths: Sequence[str | Path]) -> None:
-    """Warn if texts do not look like pairs, the good one before the bad one: a file of prompts, or a line is missing.
+def count_strangers(texts: Sequence[str]) -> Counter[str]:
+    """How many pairs do not look like pairs, the good text before the bad one, for `warn_of_strangers`.
 
     Both texts of a pair begin with its prompt. Since all texts may begin alike, the common start of a pair's texts is
     compared with that of its first text and one of another pair. For texts that are not pairs, it is no longer in about
     half of the comparisons.
     """
-    pairs, strangers = _look_at_pairs(texts, lambda good, bad, other: _start(good, bad) <= _start(good, other))
+    return _count(texts, lambda good, bad, other: _start(good, bad) <= _start(good, other))
+
+
+def warn_of_strangers(counts: Counter[str], paths: Sequence[str | Path]) -> None:
+    """Warn if few texts look like pairs: it is a file of prompts, or a line is missing."""
+    pairs, strangers = counts["pairs looked at"], counts["that are so"]
     if strangers > pairs / 4:
         warn_for_all_ranks(
             logger,
@@ -35,11 +40,16 @@ def warn_of_strangers(texts: Sequence[str], paths: Sequence[str | Path]) -> None
         )
 
 
-def warn_of_pairs(texts: Sequence[str], paths: Sequence[str | Path]) -> None:
-    """Warn if prompts look like comparisons: the two texts of each pair of lines begin alike, and end differently."""
-    pairs, alike = _look_at_pairs(
+def count_pairs(texts: Sequence[str]) -> Counter[str]:
+    """How many pairs of lines look like comparisons: the two texts begin alike, and end differently."""
+    return _count(
         texts, lambda good, bad, other: max(_start(good, other), 1) < _start(good, bad) < min(len(good), len(bad))
     )
+
+
+def warn_of_pairs(counts: Counter[str], paths: Sequence[str | Path]) -> None:
+    """Warn if prompts look like comparisons."""
+    pairs, alike = counts["pairs looked at"], counts["that are so"]
     if alike > 0.9 * pairs:
         warn_for_all_ranks(
             logger,
@@ -51,18 +61,14 @@ def warn_of_pairs(texts: Sequence[str], paths: Sequence[str | Path]) -> None:
         )
 
 
-def _look_at_pairs(texts: Sequence[str], is_so: Callable[[str, str, str], bool]) -> tuple[int, int]:
-    """How many pairs of lines were looked at, and of how many it is so; none where there are too few to tell.
-
-    ``is_so`` is given a pair's two texts, and one of another pair.
-    """
+def _count(texts: Sequence[str], is_so: Callable[[str, str, str], bool]) -> Counter[str]:
+    """``is_so`` is given a pair's two texts, and one of another pair."""
     pairs = len(texts) // 2
-    if pairs < _FEWEST_PAIRS_LOOKED_AT:
-        return 0, 0
-    looked_at = range(0, pairs, -(-pairs // _PAIRS_LOOKED_AT))
-    others = [2 * ((pair + pairs // 2) % pairs) for pair in looked_at]
-    found = [is_so(texts[2 * n], texts[2 * n + 1], texts[m]) for n, m in zip(looked_at, others, strict=True)]
-    return len(found), sum(found)
+    if pairs < _FEWEST_PAIRS:
+        return Counter()
+    others = [2 * ((pair + pairs // 2) % pairs) for pair in range(pairs)]
+    found = [is_so(texts[2 * n], texts[2 * n + 1], texts[m]) for n, m in enumerate(others)]
+    return Counter({"pairs looked at": len(found), "that are so": sum(found)})
 
 
 def _start(one: str, other: str) -> int:

@@ -7,7 +7,6 @@ responses are texts, which are joined as they are, or conversations in OpenAI's 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer
@@ -20,26 +19,61 @@ from nemo_style_aligner.data.chats import (
     read_turn,
     system_turn,
 )
-from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
-from nemo_style_aligner.data.texts import CONTEXT_KEYS, ScoredText, rendered_text, scored_text
+from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
+from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.line_pairs import count_strangers
+from nemo_style_aligner.data.texts import (
+    CONTEXT_KEYS,
+    ScoredText,
+    TextEncoder,
+    rendered_text,
+    scored_text,
+    take_notes,
+)
 
 PREFERENCE_KEYS = ("chosen", "rejected")
 _KINDS = "a string, or a list of messages"
 
 
-def read_comparisons(path: str | Path, chats: ChatRenderer) -> list[tuple[ScoredText, ScoredText]]:
-    """A file's pairs, the good text first.
+class ComparisonEncoder(TextEncoder):
+    """Pairs as columns ``chosen`` and ``rejected``.
+
+    Its settings are those of `TextEncoder`, and ``seq_length``. ``counts``: pairs, of which "equal", or too "long".
+    """
+
+    def encode(self, lines: Lines) -> Samples:
+        """See `LineEncoder`."""
+        pairs = read_comparisons(lines, self.chats)
+        texts = [text for pair in pairs for text in pair]
+        samples = Samples({"chosen": Ragged(), "rejected": Ragged()}, take_notes(self.chats, lines, texts[0].prompt))
+        counts = samples.notes.counts
+        counts.update(count_strangers([text.text for text in texts]))
+        tokens = self.tokenize(texts)
+        for chosen, rejected in zip(tokens, tokens, strict=True):
+            counts["pairs"] += 1
+            if chosen == rejected:
+                counts["equal"] += 1
+            elif max(len(chosen), len(rejected)) > self.settings["seq_length"]:
+                counts["long"] += 1
+            else:
+                samples.columns["chosen"].append(chosen)
+                samples.columns["rejected"].append(rejected)
+        return samples
+
+
+def read_comparisons(lines: Lines, chats: ChatRenderer) -> list[tuple[ScoredText, ScoredText]]:
+    """The pairs of lines, the good text first.
 
     Raises:
-        DataError: the file or a line is not as it should be.
+        DataError: a line is not as it should be.
     """
-    records = read_jsonl(path)
-    if any(key in records[0].fields for key in PREFERENCE_KEYS):
+    records = lines.records()
+    if any(key in lines.first_record().fields for key in PREFERENCE_KEYS):
         return [read_pair(record, chats) for record in records]
     texts = [scored_text(record, chats) for record in records]
     if len(records) % 2:
         records[-1].fail(
-            f"the file holds {len(records)} texts, an odd number; each good response needs "
+            f"the file holds {lines.start + len(records)} texts, an odd number; each good response needs "
             f"its bad one on the next line, and this last one has none"
         )
     return list(zip(texts[::2], texts[1::2], strict=True))

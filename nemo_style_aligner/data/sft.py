@@ -9,21 +9,23 @@ Three kinds of line, told apart by their keys:
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_style_aligner.data.chat_rendering import ChatRenderer, Segment, is_in_chat_template
+from nemo_style_aligner.data.chat_rendering import ChatRenderer, Segment
 from nemo_style_aligner.data.chats import is_conversation, read_conversation
-from nemo_style_aligner.data.datasets import RaggedInts, report_dropped
-from nemo_style_aligner.data.jsonl import DataError, Record, read_records
-from nemo_style_aligner.data.text_format import ChatForm, ChatPromptTokens, TextFormat
-from nemo_style_aligner.data.texts import warn_of_unused_context
+from nemo_style_aligner.data.encoding import LineEncoder, Lines, Ragged, Samples
+from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.text_format import ChatPromptTokens
+from nemo_style_aligner.data.texts import note_unused_context, take_notes, warn_of_unused_context, written
+from nemo_style_aligner.data.tokenized import report_dropped, tokenized
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import unescaped
 
@@ -138,28 +140,18 @@ class SFTDataset:
     """
 
     def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, options: SFTFormat) -> None:
-        self._tokenizer, self._options = tokenizer, options
-        self._begins_with_bos = tokenizer.begins_with_bos(options.add_bos, "model.data.*.add_bos")
-        self._chats = ChatRenderer(tokenizer, options.chat_prompt_tokens)
-        self._tokens, self._targets = RaggedInts(), RaggedInts("b")
-        records = read_records(paths)
-        self.num_shortened = num_samples = without_prompt = without_response = 0
-        for record in records:
-            activity.progress()
-            for item in self.encode(record):
-                num_samples += 1
-                if len(item.token_ids) >= options.min_seq_length and any(item.targets[1:]):
-                    self._tokens.append(item.token_ids)
-                    self._targets.append(item.targets)
-                    self.num_shortened += item.lost_of_prompts + item.lost_of_responses > 0
-                    without_prompt += item.lost_of_prompts > 0
-                    without_response += item.lost_of_responses > 0
-        self._chats.log()
-        warn_of_unused_context(records, options.template_keys, "prompt_template")
-        self.num_dropped = num_samples - len(self._tokens)
+        tokenizer.begins_with_bos(options.add_bos, "model.data.*.add_bos")
+        encoder = SFTEncoder(tokenizer, dataclasses.asdict(options))
+        samples = tokenized(paths, encoder)
+        counts = samples.notes.counts
+        self._tokens, self._targets = samples.columns["tokens"], samples.columns["targets"]
+        encoder.chats.log(samples.notes, paths)
+        warn_of_unused_context(samples.notes, paths, "prompt_template")
+        self.num_dropped = counts["samples"] - len(self._tokens)
         limit = f"shorter than {options.min_seq_length} tokens or without a response within {options.max_seq_length}"
-        report_dropped(self.num_dropped, num_samples, "samples", limit, paths)
-        self.written = self._written(records)
+        report_dropped(self.num_dropped, counts["samples"], "samples", limit, paths)
+        self.written = written(encoder.chats, samples.notes, self._tokens[0])
+        self.num_shortened = counts["shortened"]
         if self.num_shortened:
             warn_for_all_ranks(
                 logger,
@@ -168,11 +160,11 @@ class SFTDataset:
                 "(truncation_method=%s)",
                 ", ".join(map(str, paths)),
                 self.num_shortened,
-                num_samples,
+                counts["samples"],
                 options.max_seq_length,
                 options.truncation_field or "null",
-                without_response,
-                without_prompt,
+                counts["without response"],
+                counts["without prompt"],
                 "end, where most questions stand," if options.truncation_method == "right" else "beginning",
                 options.truncation_method,
             )
@@ -183,12 +175,43 @@ class SFTDataset:
     def __getitem__(self, index: int) -> SFTItem:
         return SFTItem(self._tokens[index], self._targets[index])
 
-    def encode(self, record: Record) -> list[EncodedSample]:
-        """The samples of a line, before any is dropped: one, or several of a chat (`ChatRenderer.examples`).
 
-        Raises:
-            DataError: the line is not as it should be.
-        """
+class SFTEncoder(LineEncoder):
+    """Samples as columns ``tokens`` and ``targets``, without those that are dropped.
+
+    Its settings are those of `SFTFormat`. ``counts``: samples, and those "shortened", "without prompt" or "without
+    response" in part.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+        super().__init__(tokenizer, settings)
+        markers = settings["chat_prompt_tokens"]
+        self._options = SFTFormat(**{**settings, "chat_prompt_tokens": markers and ChatPromptTokens(**markers)})
+        self._begins_with_bos = tokenizer.begins_with_bos(self._options.add_bos, "add_bos")
+        self.chats = ChatRenderer(tokenizer, self._options.chat_prompt_tokens)
+
+    def encode(self, lines: Lines) -> Samples:
+        """See `LineEncoder`."""
+        records = lines.records()
+        columns = {"tokens": Ragged(), "targets": Ragged("b")}
+        counts: Counter[str] = Counter()
+        for record in records:
+            for item in self._samples(record):
+                counts["samples"] += 1
+                if len(item.token_ids) >= self._options.min_seq_length and any(item.targets[1:]):
+                    columns["tokens"].append(item.token_ids)
+                    columns["targets"].append(item.targets)
+                    counts["shortened"] += item.lost_of_prompts + item.lost_of_responses > 0
+                    counts["without prompt"] += item.lost_of_prompts > 0
+                    counts["without response"] += item.lost_of_responses > 0
+        first = "" if is_conversation(records[0]) else self._prompt_and_response(self._fields(records[0]))[0]
+        notes = take_notes(self.chats, lines, first)
+        notes.counts.update(counts)
+        note_unused_context(notes, lines, records, self._options.template_keys)
+        return Samples(columns, notes)
+
+    def _samples(self, record: Record) -> list[EncodedSample]:
+        """The samples of a line, before any is dropped: one, or several of a chat (`ChatRenderer.examples`)."""
         is_chat = is_conversation(record)
         if self._options.chats_only and not is_chat:
             record.fail(
@@ -207,19 +230,10 @@ class SFTDataset:
             item.token_ids[:limit], targets[:limit], item.lost_of_prompts, item.lost_of_responses + lost
         )
 
-    def _written(self, records: Sequence[Record]) -> TextFormat:
-        chat: ChatForm = "markers" if self._chats.markers is not None else "template"
-        if not self._chats.num_conversations:
-            prompt = self._prompt_and_response(self._fields(records[0]))[0]
-            chat = "template" if is_in_chat_template(prompt, self._tokenizer) else "text"
-        begins_with_bos = self._tokens[0][0] == self._tokenizer.bos_id
-        markers = self._chats.markers if chat == "markers" else None
-        return TextFormat(chat, markers, tuple(self._chats.end_strings), begins_with_bos)
-
     # ---- pairs ----
 
     def _encode_pair(self, record: Record) -> EncodedSample:
-        options, tokenizer = self._options, self._tokenizer
+        options, tokenizer = self._options, self.tokenizer
         missing = [key for key in options.template_keys if key not in record.fields]
         if missing:
             record.fail(
@@ -262,17 +276,17 @@ class SFTDataset:
 
     def _shorten(self, text: str, num_tokens: int) -> str:
         """``text`` without about ``num_tokens`` tokens at one end, and at least one character shorter."""
-        ids = self._tokenizer.text_to_ids(text)
+        ids = self.tokenizer.text_to_ids(text)
         left = self._options.truncation_method == "left"
         kept = ids[num_tokens:] if left else ids[: max(0, len(ids) - num_tokens)]
         # A cut inside a character of several tokens leaves a replacement character at the edge.
-        shorter = self._tokenizer.ids_to_text(kept, keep_special=True).strip("\ufffd") if kept else ""
+        shorter = self.tokenizer.ids_to_text(kept, keep_special=True).strip("\ufffd") if kept else ""
         # Without spaces at its edges, as the whole field.
         return (shorter if len(shorter) < len(text) else (text[1:] if left else text[:-1])).strip(" ")
 
     def _tokenize_pair(self, fields: Mapping[str, str]) -> tuple[list[int], list[int]]:
         """Prompt and response, tokenized so that the prompt's ids are those it has at generation."""
-        prompt_token_ids, response_ids = self._tokenizer.parts_to_ids(self._prompt_and_response(fields))
+        prompt_token_ids, response_ids = self.tokenizer.parts_to_ids(self._prompt_and_response(fields))
         return prompt_token_ids, response_ids
 
     def _prompt_and_response(self, fields: Mapping[str, str]) -> tuple[str, str]:
@@ -290,15 +304,15 @@ class SFTDataset:
     # ---- chats ----
 
     def _encode_chat(self, record: Record) -> list[EncodedSample]:
-        return [self._encode_segments(segments) for segments in self._chats.examples(record, read_conversation(record))]
+        return [self._encode_segments(segments) for segments in self.chats.examples(record, read_conversation(record))]
 
     def _encode_segments(self, segments: Sequence[Segment]) -> EncodedSample:
         token_ids: list[int] = []
         targets: list[int] = []
-        encoded = self._tokenizer.parts_to_ids([segment.text for segment in segments])
+        encoded = self.tokenizer.parts_to_ids([segment.text for segment in segments])
         for segment, ids in zip(segments, encoded, strict=True):
             token_ids += ids
             targets += [int(segment.is_target)] * len(ids)
-        with_bos = self._tokenizer.with_bos(token_ids, self._chats.begins_with_bos(self._options.add_bos))
+        with_bos = self.tokenizer.with_bos(token_ids, self.chats.begins_with_bos(self._options.add_bos))
         more = len(with_bos) - len(token_ids)
         return EncodedSample(with_bos, [0] * more + targets[max(0, -more) :])

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer, is_in_chat_template
 from nemo_style_aligner.data.chats import Conversation, is_conversation, read_conversation
-from nemo_style_aligner.data.jsonl import Record, read_records
+from nemo_style_aligner.data.encoding import LineEncoder, Lines, Notes, Ragged, Samples
+from nemo_style_aligner.data.jsonl import Record
+from nemo_style_aligner.data.line_pairs import count_pairs
 from nemo_style_aligner.data.text_format import ChatForm, TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
-
-_TOKENIZE_AT_ONCE = 1024  # texts; bounds memory, and is plenty for the tokenizer's own threads
 
 CONTEXT_KEYS = ("system", "instruction", "question", "query", "prompt", "context", "history", "input")
 """Keys that hold a part of the question in well-known data."""
@@ -68,86 +68,144 @@ def rendered_text(record: Record, what: str, conversation: Conversation, chats: 
     return ScoredText(record, *chats.prompt_and_answer(record, conversation), is_chat=True)
 
 
-def warn_of_unused_context(records: Sequence[Record], used: Sequence[str], setting: str) -> None:
-    """Warn of pairs with a key that holds a part of the question in well-known data, and that no template names."""
-    pairs = [record for record in records if not is_conversation(record)]
-    unused = [key for key in CONTEXT_KEYS if key not in used and any(record.fields.get(key) for record in pairs)]
-    if unused:
+def note_unused_context(notes: Notes, lines: Lines, records: Sequence[Record], used: Sequence[str]) -> None:
+    """Note keys of pairs that hold a part of the question in well-known data, and that no template names."""
+    for record in records:
+        if not is_conversation(record):
+            notes.see("pairs", "first", [lines.file, record.line])
+            for key in CONTEXT_KEYS:
+                if key not in used and record.fields.get(key):
+                    notes.see("unused", key)
+
+
+def warn_of_unused_context(notes: Notes, paths: Sequence[str | Path], setting: str) -> None:
+    """Warn of such keys; ``setting`` is the template."""
+    if unused := notes.seen.get("unused"):
+        file, line = notes.seen["pairs"]["first"]
         warn_for_all_ranks(
             logger,
             "%s:%d: the lines have %s, which %s does not name: it is no part of what is learnt",
-            pairs[0].path,
-            pairs[0].line,
-            " and ".join(map(repr, unused)),
+            paths[file],
+            line,
+            " and ".join(repr(key) for key in CONTEXT_KEYS if key in unused),
             setting,
         )
 
 
-def _tokenize(texts: Sequence[ScoredText], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Ids of texts, many at once; prompt and response of a text apart, as in PPO."""
-    for start in range(0, len(texts), _TOKENIZE_AT_ONCE):
-        activity.progress()
-        chunk = texts[start : start + _TOKENIZE_AT_ONCE]
-        whole = iter(tokenizer.texts_to_ids([text.response for text in chunk if not text.prompt]))
-        for text in chunk:
-            parts = tokenizer.parts_to_ids([text.prompt, text.response]) if text.prompt else [next(whole)]
-            ids = list(itertools.chain.from_iterable(parts))
-            if not ids:
-                text.record.fail("'text' is empty")
-            yield ids
+def take_notes(chats: ChatRenderer, lines: Lines, first_prompt: str) -> Notes:
+    """Notes on lines that have been rendered; the prompt of the first one, if there is one, shows who wrote it."""
+    notes, chats.notes = chats.notes, Notes()
+    if lines.are_first and first_prompt and not notes.counts["conversations"]:
+        chat: ChatForm = "template" if is_in_chat_template(first_prompt, chats.tokenizer) else "text"
+        notes.see("prompts", "chat", chat)
+    return notes
 
 
-class TextEncoder:
-    """Prompts, and texts that a reward model scores, as the tokens that a model gets.
+def written(chats: ChatRenderer, notes: Notes, ids: Sequence[int], append_eod: bool | None = None) -> TextFormat:
+    """How texts are written on which these are all notes; ``ids`` are the tokens of one."""
+    chat: ChatForm | None = notes.seen["prompts"]["chat"] if "prompts" in notes.seen else None
+    if notes.counts["conversations"]:
+        chat = "template" if chats.markers is None else "markers"
+    markers = chats.markers if chat == "markers" else None
+    return TextFormat(chat, markers, tuple(notes.seen.get("ends", ())), ids[0] == chats.tokenizer.bos_id, append_eod)
+
+
+class TextEncoder(LineEncoder):
+    """Makes samples of prompts, or of texts that a reward model scores.
+
+    Its settings are ``add_bos``, whether texts begin with BOS (see `Tokenizer.begins_with_bos`), and ``append_eod``,
+    whether they end with EOS.
 
     Attributes:
         chats: renders those that are conversations.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, add_bos: bool | None, key: str = "model.data.add_bos", append_eod: bool = False
-    ) -> None:
-        """``add_bos``: whether texts begin with BOS, see `Tokenizer.begins_with_bos`; ``append_eod``: end with EOS."""
+    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+        super().__init__(tokenizer, settings)
         self.chats = ChatRenderer(tokenizer)
-        self._tokenizer, self._append_eod = tokenizer, append_eod
-        self._chats_begin, self._texts_begin = (
-            self.chats.begins_with_bos(add_bos),
-            tokenizer.begins_with_bos(add_bos, key),
-        )
+        add_bos = settings["add_bos"]
+        self._begin_with_bos = {
+            True: self.chats.begins_with_bos(add_bos),
+            False: tokenizer.begins_with_bos(add_bos, "add_bos"),
+        }
 
-    def encode(self, texts: Sequence[ScoredText]) -> Iterator[list[int]]:
-        """Ids of each text: with one BOS token, or none, and one end, or none. A chat has its own end."""
-        for text, ids in zip(texts, _tokenize(texts, self._tokenizer), strict=True):
-            ended = self._tokenizer.with_end(ids) if self._append_eod and not text.is_chat else ids
-            yield self._tokenizer.with_bos(ended, self._chats_begin if text.is_chat else self._texts_begin)
+    def tokenize(self, texts: Sequence[ScoredText]) -> Iterator[list[int]]:
+        """Ids of each text: with one BOS token, or none, and one end, or none. A chat has its own end.
 
-    def written(self, text: ScoredText, ids: Sequence[int], append_eod: bool | None = None) -> TextFormat:
-        """The format of texts, of which this is one, encoded."""
-        chat: ChatForm | None = None
-        if text.is_chat:
-            chat = "template" if self.chats.markers is None else "markers"
-        elif text.prompt:
-            chat = "template" if is_in_chat_template(text.prompt, self._tokenizer) else "text"
-        markers = self.chats.markers if chat == "markers" else None
-        return TextFormat(chat, markers, tuple(self.chats.end_strings), ids[0] == self._tokenizer.bos_id, append_eod)
+        Prompt and response are tokenized apart, as in PPO.
+        """
+        whole = iter(self.tokenizer.texts_to_ids([text.response for text in texts if not text.prompt]))
+        for text in texts:
+            parts = self.tokenizer.parts_to_ids([text.prompt, text.response]) if text.prompt else [next(whole)]
+            ids = list(itertools.chain.from_iterable(parts))
+            if not ids:
+                text.record.fail("'text' is empty")
+            ended = self.tokenizer.with_end(ids) if self.settings["append_eod"] and not text.is_chat else ids
+            yield self.tokenizer.with_bos(ended, self._begin_with_bos[text.is_chat])
 
 
-def read_prompts(paths: Sequence[str | Path], encoder: TextEncoder) -> Iterator[tuple[Record, list[int]]]:
-    """The lines of prompt files with their ``text``, to which conversations are rendered, and its tokens.
+class PromptEncoder(TextEncoder):
+    """Prompts as columns ``tokens``, empty for those that are too long, and ``text``, UTF-8, of conversations alone.
 
-    Raises:
-        DataError: a file or a line is not as it should be.
+    Its settings are those of `TextEncoder`, and ``max_length``.
     """
-    records = read_records(paths)
-    texts = [_prompt(record, encoder.chats) for record in records]
-    encoder.chats.log()
-    for text, ids in zip(texts, encoder.encode(texts), strict=True):
-        yield text.record, ids
+
+    def encode(self, lines: Lines) -> Samples:
+        """See `LineEncoder`."""
+        prompts = [_prompt(record, self.chats) for record in lines.records()]
+        notes = take_notes(self.chats, lines, prompts[0].response)
+        notes.counts.update(count_pairs([prompt.response for prompt in prompts]))
+        samples = Samples({"tokens": Ragged(), "text": Ragged("B")}, notes)
+        for prompt, ids in zip(prompts, self.tokenize(prompts), strict=True):
+            samples.columns["tokens"].append(ids if len(ids) <= self.settings["max_length"] else [])
+            samples.columns["text"].append(prompt.response.encode() if prompt.is_chat else b"")
+        return samples
 
 
 def _prompt(record: Record, chats: ChatRenderer) -> ScoredText:
-    is_chat = "text" not in record.fields and is_conversation(record)
-    if is_chat:
-        text = chats.prompt(record, read_conversation(record))
-        record = Record(record.path, record.line, {**record.fields, "text": text})
-    return ScoredText(record, "", record.text("text"), is_chat)
+    if "text" in record.fields or not is_conversation(record):
+        return ScoredText(record, "", record.text("text"))
+    return ScoredText(record, "", chats.prompt(record, read_conversation(record)), is_chat=True)
+
+
+class LabelledEncoder(TextEncoder):
+    """Labelled texts as columns ``tokens`` and ``labels``.
+
+    Its settings are those of `TextEncoder`, and ``seq_length``, ``num_attributes`` and ``ignored``. ``counts``: texts,
+    of which "unlabelled", or too "long".
+    """
+
+    def encode(self, lines: Lines) -> Samples:
+        """See `LineEncoder`."""
+        settings = self.settings
+        texts = [scored_text(record, self.chats) for record in lines.records()]
+        samples = Samples({"tokens": Ragged(), "labels": Ragged("d")}, take_notes(self.chats, lines, texts[0].prompt))
+        counts = samples.notes.counts
+        for text, ids in zip(texts, self.tokenize(texts), strict=True):
+            labels = labels_of(text.record)
+            if len(labels) != settings["num_attributes"]:
+                expected = settings["num_attributes"]
+                text.record.fail(f"'label' has {len(labels)} attributes where {expected} are expected")
+            counts["texts"] += 1
+            if all(label == settings["ignored"] for label in labels):
+                counts["unlabelled"] += 1
+            elif len(ids) > settings["seq_length"]:
+                counts["long"] += 1
+            else:
+                samples.columns["tokens"].append(ids)
+                samples.columns["labels"].append(labels)
+        return samples
+
+
+def labels_of(record: Record) -> list[float]:
+    """A line's ``label``: a number, or one per attribute. Raises DataError."""
+    label = record.require("label", (int, float, list), "a number or a list of numbers")
+    values = label if isinstance(label, list) else [label]
+    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    try:
+        is_finite = numeric and all(math.isfinite(value) for value in values)
+    except OverflowError:  # an integer of hundreds of digits
+        is_finite = False
+    if not values or not is_finite:
+        record.fail(f"'label' should be a finite number or a list of them, not {label}")
+    return [float(value) for value in values]

@@ -103,6 +103,7 @@ class Tokenizer(ABC):
         special_ids: ids that are markup rather than text; left out by `ids_to_text`.
         adds_bos: whether it is set up to put BOS before texts, as servers of its model then do.
         chat_template: Jinja source, or None.
+        files: those that it was loaded from, by name, without the generation config.
         generation_config: the text of the ``generation_config.json`` beside it, or None. Only `stop_ids` reads it; it
             is passed on with the tokenizer from archive to archive, and to exported models.
         format: how the texts were written that its model was trained on.
@@ -118,6 +119,7 @@ class Tokenizer(ABC):
     vocab_size: int
     special_ids: frozenset[int]
     chat_template: str | None
+    files: Mapping[str, bytes]
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -287,26 +289,48 @@ class Tokenizer(ABC):
         Raises:
             TokenizerError: no chat template, or one that refuses these messages.
         """
+        (text,) = self.apply_chat_templates([(messages, add_generation_prompt, tools)])
+        if isinstance(text, TokenizerError):
+            raise text
+        return text
+
+    def apply_chat_templates(
+        self, conversations: Sequence[tuple[Sequence[Message], bool, Sequence[Mapping[str, Any]] | None]]
+    ) -> list[str | TokenizerError]:
+        """`apply_chat_template` of several, faster than one by one; an error takes the place of its text."""
         if self.chat_template is None:
-            raise TokenizerError(
+            missing = (
                 "this tokenizer has no chat template: put a `chat_template.jinja` into its directory, "
                 "or use data whose prompts and responses are text"
             )
-        variables = {
-            "conversations": [[dict(message) for message in messages]],
-            "tools": None if tools is None else [dict(tool) for tool in tools],
-            "add_generation_prompt": add_generation_prompt,
-            "date_string": _DATE,
-        }
+            return [TokenizerError(missing)] * len(conversations)
+        texts = [
+            {
+                "conversations": [[dict(message) for message in messages]],
+                "tools": None if tools is None else [dict(tool) for tool in tools],
+                "add_generation_prompt": add_generation_prompt,
+                "date_string": _DATE,
+                **self._template_variables(),
+            }
+            for messages, add_generation_prompt, tools in conversations
+        ]
+        rendered: Sequence[str | Exception]
         try:
             template = _TODAY.sub(lambda call: repr(_DAY.strftime(call[1][1:-1])), self.chat_template)
-            return chat_templates.render(template, variables | self._template_variables())
+            rendered = chat_templates.render(template, texts)
         except (ValueError, TypeError) as error:  # TypeError: a field of a type that JSON does not have
-            raise TokenizerError(f"the tokenizer's chat template refuses the conversation: {error}") from error
+            rendered = [error] * len(texts)
+        return [text if isinstance(text, str) else _refusal(text) for text in rendered]
 
     def _template_variables(self) -> dict[str, str]:
         """Special tokens by the names that chat templates use for them."""
         return {}
+
+
+def _refusal(error: Exception) -> TokenizerError:
+    refusal = TokenizerError(f"the tokenizer's chat template refuses the conversation: {error}")
+    refusal.__cause__ = error
+    return refusal
 
 
 def _behind(before: list[int], both: list[int]) -> list[int] | None:
@@ -328,7 +352,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 'set "eos_token" in its tokenizer_config.json'
             )
         self._tokenizer = tokenizer
-        self._files = files
+        self.files = files
         self.unk_id = tokenizer.unk_token_id
         self.eos_id = tokenizer.eos_token_id
         self.bos_id = tokenizer.bos_token_id
@@ -369,7 +393,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return found if found is not None and self.ids_to_text([found], keep_special=True) == token else None
 
     def _save(self, directory: Path) -> None:
-        _write_files(directory, self._files)
+        write_files(directory, self.files)
 
     def _template_variables(self) -> dict[str, str]:
         return {name: value for name, value in self._tokenizer.special_tokens_map.items() if isinstance(value, str)}
@@ -381,13 +405,13 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model_file: Path, files: Mapping[str, bytes] | None = None) -> None:
         """``files`` are those of the model's Hugging Face directory, by name; `save` writes them."""
         self._model_file = model_file
-        self._files = dict(files or {})
-        self.chat_template = _chat_template(self._files)
-        self._content = model_file.read_bytes()  # to be saved again, when the file may be gone
+        model_bytes = model_file.read_bytes()
+        self.files = {"tokenizer.model": model_bytes, **(files or {})}  # to be saved again, when these may be gone
+        self.chat_template = _chat_template(self.files)
         try:
-            self._settings = _sentencepiece_settings(model_file.parent, self._files)
+            self._settings = _sentencepiece_settings(model_file.parent, self.files)
             sentencepiece.SentencePieceProcessor(model_file=str(model_file))  # raises where the next one would crash
-            content = with_added_tokens(self._content, self._settings) if self._settings.added else self._content
+            content = with_added_tokens(model_bytes, self._settings) if self._settings.added else model_bytes
             model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (OSError, RuntimeError) as error:
             raise TokenizerError(f"{model_file} is not a sentencepiece model: {error}") from error
@@ -405,7 +429,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise TokenizerError(f"{model_file} has no end-of-sequence token, without which no response can end")
         self.eos_id = eos_id
         self.pad_id = eos_id if pad_id is None else pad_id
-        self.adds_bos = self.bos_id is not None and _adds_bos(self._files)
+        self.adds_bos = self.bos_id is not None and _adds_bos(self.files)
         self.vocab_size = model.get_piece_size()
         special = {model.piece_to_id(token.content) for token in settings.added if token.special}
         self.special_ids = frozenset(special | {i for i in range(self.vocab_size) if model.is_control(i)})
@@ -459,13 +483,13 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _save(self, directory: Path) -> None:
         """Write the model, and for transformers a ``tokenizer.json`` that gives the same ids, if there can be one."""
-        files = {"tokenizer.model": self._content, **self._files}
-        if _BACKEND_KEY not in _config_in(self._files):
+        files = dict(self.files)
+        if _BACKEND_KEY not in _config_in(self.files):
             files |= self._portable_files() | _template_file(self.chat_template)
-        _write_files(directory, files)
+        write_files(directory, files)
 
     def _portable_files(self) -> dict[str, bytes]:
-        config = _config_in(self._files) | {_BACKEND_KEY: "sentencepiece"}
+        config = _config_in(self.files) | {_BACKEND_KEY: "sentencepiece"}
         config.pop("auto_map", None)
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id, "unk_token": self.unk_id}
         config |= {name: self._model.id_to_piece(i) for name, i in ids.items() if i is not None}
@@ -551,7 +575,7 @@ def save_made(tokenizer: transformers.PreTrainedTokenizerFast, directory: str | 
     special = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     config = {"tokenizer_class": _PORTABLE_CLASS, "clean_up_tokenization_spaces": False, **special}
     files = {"tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=False).encode(), _CONFIG: _json_bytes(config)}
-    _write_files(Path(directory), files | _template_file(tokenizer.chat_template))
+    write_files(Path(directory), files | _template_file(tokenizer.chat_template))
 
 
 def save_sentencepiece(model: bytes, directory: Path, config: Mapping[str, Any], chat_template: str | None) -> None:
@@ -562,7 +586,7 @@ def save_sentencepiece(model: bytes, directory: Path, config: Mapping[str, Any],
     """
     whole = {"tokenizer_class": "LlamaTokenizer", "legacy": False, **config}
     files = {"tokenizer.model": model, _CONFIG: _json_bytes(whole)}
-    _write_files(directory, files | _template_file(chat_template))
+    write_files(directory, files | _template_file(chat_template))
 
 
 def _template_file(chat_template: str | None) -> dict[str, bytes]:
@@ -573,7 +597,8 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write files, by their names within a directory."""
     for name, content in files.items():
         file = directory / name
         file.parent.mkdir(parents=True, exist_ok=True)
