@@ -10,6 +10,7 @@ import copy
 import itertools
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
