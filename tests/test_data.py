@@ -134,9 +134,9 @@ def test_long_prompts_are_dropped_with_one_count(
     )
     with caplog.at_level(logging.WARNING):
         prompts = PromptDataset([path], tokenizer, max_prompt_length=4)
-    assert [prompt.text for prompt in (prompts[0], prompts[1])] == ["123", "1234"]
+    assert [prompt.line["text"] for prompt in (prompts[0], prompts[1])] == ["123", "1234"]
     assert len(prompts) == 2 and prompts.num_dropped == 2
-    assert prompts[0].extra == {"answer": "6"} and prompts[1].extra == {}
+    assert prompts[0].line["answer"] == "6" and prompts[1].line.keys() == {"text"}
     assert prompts[0].token_ids == tokenizer.text_to_ids("123")
     assert len(caplog.records) == 1 and "dropped 2 of 4 prompts" in caplog.text
     with pytest.raises(IndexError):
@@ -1027,7 +1027,7 @@ def test_another_batch_size_goes_on_at_the_same_place(
 
 
 def test_ppo_with_another_batch_size_goes_on_at_the_same_prompt_and_ends_with_its_epochs() -> None:
-    prompts = [PromptItem([i], "", {}) for i in range(100)]
+    prompts = [PromptItem([i], {}) for i in range(100)]
 
     def trainer(batch_size: int, minibatch: int = 10, epochs: int = 1) -> PPOTrainer:
         missing: Any = None

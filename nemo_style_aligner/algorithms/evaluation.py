@@ -137,7 +137,7 @@ def evaluate(
     dataset = PromptDataset([prompts_path], base.tokenizer, room, limited_by, add_bos, key)
     items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
     for index, item in enumerate(items):
-        if item.extra.get(ANSWER) is not None and (problem := problem_of(item.extra)) is not None:
+        if item.line.get(ANSWER) is not None and (problem := problem_of(item.line)) is not None:
             dataset.record(index).fail(problem)
     if not items:
         raise DataError(f"{prompts_path} has no prompt of at most {room} tokens")
@@ -158,7 +158,7 @@ def evaluate(
         for result in engine.generate(requests, sampling):
             item = items[result.request_id]
             rows[result.request_id] = EvaluatedResponse(
-                prompt=item.text,
+                prompt=item.line["text"],
                 response=text_before_end(
                     base.tokenizer.without_end(result.token_ids),
                     base.tokenizer.ids_to_text,
@@ -168,7 +168,7 @@ def evaluate(
                 tokens=result.prompt_token_ids + result.token_ids,
                 num_response_tokens=len(result.token_ids),
                 ended=result.finish_reason == "stop",
-                line=item.extra,
+                line=item.line,
             )
             made, seconds = engine.statistics.generated_tokens, time.monotonic() - started
             progress.update(1, {"tokens/s": made / max(seconds, 1e-9)})

@@ -1,19 +1,18 @@
 """A service that answers as a reward model does, with the rewards of a Python function of the user's.
 
-Requests have token ids and nothing else. So the service reads the actor's prompt files, too: it finds a sequence's
-prompt by the sequence's first tokens, and gives the function the prompt's whole line, with the right answer, say.
+The function gets the prompt's whole line, with the right answer, say. The actor's job sends it (`PROMPT_LENGTHS`,
+`LINES` of `servers.endpoints`). Requests of other clients have token ids and nothing else: for them the service reads
+the actor's prompt files, and finds a sequence's prompt by the sequence's first tokens.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
-import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,25 @@ from nemo_style_aligner.data.jsonl import Record
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_style_aligner.generation.stopping import text_before_end
 from nemo_style_aligner.parallel.ending import fail_job
+from nemo_style_aligner.rl.reward_functions import FunctionRewards
+from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, reward_endpoint
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.servers.routes import HttpSettings, start_http_server
-from nemo_style_aligner.user_code import describe
 from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
 
-RewardFunction = Callable[[str, str, dict[str, Any]], float]
-"""``(prompt, response, line) -> reward``: two texts, and the prompt's line with all its keys."""
-
 _POLL_SECONDS = 0.25  # how soon a stop request is noticed
 _DRAIN_SECONDS = 60.0  # after a stop request: requests not begun by then are refused
 _MIN_LENGTH = 1  # model.ppo.length_params.min_length by default: so many tokens do not end a response
-_EXCERPT = 80  # characters of a response in messages
+_NO_PROMPTS = (
+    "it does not say which prompts its sequences are responses to, as the actor's job does ('lines' and "
+    "'prompt_lengths'): start this service with --prompts, and it finds them by their tokens"
+)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -126,44 +126,39 @@ class PromptLines:
 class RewardFunctionService:
     """Serves a function as the reward model ``reward_model``. Listens once it is made, and answers during `run`.
 
-    If the function raises, or returns anything but a finite number, the answer is 500: the actor's job repeats such a
+    If the function raises, or returns anything but finite numbers, the answer is 500: the actor's job repeats such a
     request a few times, then ends with an error that names function and sample.
 
     Args:
-        function: gets prompt, response and line; see `RewardFunction`.
-        name: of the function, for messages.
-        prompts: the actor's.
+        rewards: calls the function; `run` closes it.
+        prompts: the actor's, for clients that do not send them; None: they are refused.
         tokenizer: the policy's.
         http: where to listen.
-        num_threads: requests that are worked on at once; with more than 1 the function must be thread-safe.
         end_strings: a response's text ends before the first of them, unless its first token completes it; so do those
             that the policy has learnt (`Tokenizer.format`).
     """
 
     def __init__(
         self,
-        function: RewardFunction,
-        name: str,
-        prompts: PromptLines,
+        rewards: FunctionRewards,
+        prompts: PromptLines | None,
         tokenizer: Tokenizer,
         http: HttpSettings,
         *,
-        num_threads: int = 1,
         end_strings: Sequence[str] = (),
     ) -> None:
-        self._function = function
-        self._name = name
+        self._rewards = rewards
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._end_strings = tokenizer.end_strings(end_strings)
-        self._num_threads = num_threads
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
+        self._is_closed = False
         self._queue = JobQueue(http.max_outstanding_requests)
         self._metrics = ServiceMetrics()
         limits = ModelLimits(
             vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint(), max_body_bytes=http.max_body_bytes
         )
-        endpoints = reward_endpoint(limits, tokenize=tokenizer.text_to_ids)
+        endpoints = reward_endpoint(limits, tokenize=tokenizer.text_to_ids, takes_prompts=True)
         # One row: requests are not merged, so that an error fails one request only.
         self._http = start_http_server(endpoints, self._queue, http, DispatchSettings((1,)), self._metrics)
 
@@ -180,7 +175,7 @@ class RewardFunctionService:
         """Serve until `request_stop`."""
         threads = [
             threading.Thread(target=self._work, name=f"reward-{number}", daemon=True)
-            for number in range(self._num_threads)
+            for number in range(self._rewards.max_parallel)
         ]
         for thread in threads:
             thread.start()
@@ -192,6 +187,8 @@ class RewardFunctionService:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._queue.refuse_waiting(ProtocolError(503, QueueState.DRAINING.value, {"Retry-After": "5"}))
+        self._is_closed = True
+        self._rewards.close()
         self._http.stop()
 
     def _work(self) -> None:
@@ -201,6 +198,8 @@ class RewardFunctionService:
                 for job in self._queue.take(_POLL_SECONDS, 1, (1,), 0.0):
                     self._do(job)
         except BaseException as error:
+            if self._is_closed:  # it was time to end, whatever this thread still waited for
+                return
             fail_job(error)
             raise
 
@@ -215,39 +214,36 @@ class RewardFunctionService:
         job.taken, job.batch_rows = time.monotonic(), job.rows
         self._metrics.queue_time.observe(job.taken - job.arrived)
         self._metrics.batch_rows.observe(job.rows)
-        rewards = []
-        for row, (tokens, length) in enumerate(zip(job.tokens, job.lengths, strict=True)):
-            try:
-                rewards.append(self._reward(tokens[:length]))
-            except ProtocolError as error:
-                raise ProtocolError(error.status, f"sequence {row} of the request: {error.message}") from error
+        rewards = self._rewards.score([self._sample(job, row) for row in range(job.rows)]).result()
+        for row, reward in enumerate(rewards):
+            if reward.problem is not None:
+                raise _of_row(row, ProtocolError(500, reward.problem))
         job.finished = time.monotonic()
-        return {"rewards": np.array(rewards, dtype=np.float32).reshape(-1, 1)}
+        return {"rewards": np.array([reward.value for reward in rewards], dtype=np.float32).reshape(-1, 1)}
 
-    def _reward(self, tokens: np.ndarray) -> float:
-        """The reward of one sequence. Raises `ProtocolError`."""
-        record, prompt_length = self._prompts.find(tokens)
-        response_ids = self._tokenizer.without_end(tokens[prompt_length:].tolist())
-        response = text_before_end(response_ids, self._tokenizer.ids_to_text, self._end_strings, _MIN_LENGTH)
-        excerpt = response if len(response) <= _EXCERPT else response[: _EXCERPT - 3] + "..."
-        sample = f"for the prompt of {record.path}:{record.line} with the response {excerpt!r}"
-        try:
-            reward = self._function(record.fields["text"], response, copy.deepcopy(dict(record.fields)))
-        except BaseException as error:  # also sys.exit(), and a panic in a library's Rust code
-            logger.exception("the reward function %s raised an error %s", self._name, sample)
-            raise ProtocolError(
-                500,
-                f"the reward function {self._name} raised {describe(error)} {sample}; the traceback is in "
-                "the service's log",
-            ) from error
-        number = _as_number(reward)
-        if number is None:
-            trouble = (
-                f"the reward function {self._name} returned {reward!r:.80}, which is not a finite number, {sample}"
-            )
-            logger.error(trouble)
-            raise ProtocolError(500, trouble)
-        return number
+    def _sample(self, job: InferJob, row: int) -> Sample:
+        """A sequence of a request. Raises `ProtocolError` if its prompt is not known."""
+        tokens, place = job.tokens[row, : job.lengths[row]], ""
+        line: Mapping[str, Any]
+        if job.lines is not None and job.prompt_lengths is not None:
+            line, prompt_length = job.lines[row], int(job.prompt_lengths[row])
+        elif self._prompts is not None:
+            try:
+                record, prompt_length = self._prompts.find(tokens)
+            except ProtocolError as error:
+                raise _of_row(row, error) from error
+            line, place = record.fields, f"{record.path}:{record.line}"
+        else:
+            raise ProtocolError(400, _NO_PROMPTS)
+        return Sample(row, row, line, tokens.tolist(), prompt_length, True, self._decode, place)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        response_ids = self._tokenizer.without_end(list(token_ids))
+        return text_before_end(response_ids, self._tokenizer.ids_to_text, self._end_strings, _MIN_LENGTH)
+
+
+def _of_row(row: int, error: ProtocolError) -> ProtocolError:
+    return ProtocolError(error.status, f"sequence {row} of the request: {error.message}")
 
 
 _TOKEN_BYTES = 4
@@ -256,14 +252,3 @@ _TOKEN_BYTES = 4
 def _as_bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as a key of a dict, a fraction of the size of a tuple."""
     return np.asarray(tokens, dtype=np.uint32).tobytes()
-
-
-def _as_number(reward: Any) -> float | None:
-    """A reward as a finite float within FP32's range, else None; numbers of numpy and torch count, strings do not."""
-    if isinstance(reward, str | bytes):
-        return None
-    try:
-        number = float(reward)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
-        return None
-    return number if math.isfinite(number) and abs(number) <= np.finfo(np.float32).max else None

@@ -32,6 +32,7 @@ from nemo_style_aligner.rl.rollouts.setup import (
 )
 from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.servers.client import SequencesToScore
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.memory import peak_meter
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.user_code import load_function
@@ -59,13 +60,16 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     longest = longest_trained if val_prompts is None else max(longest_trained, val_prompts.longest + longest_response)
     require_kv_cache(cfg, longest)
     settings = RLSettings.from_config(cfg, train_prompts.batches_per_epoch)
-    scorer = build_scorer(cfg, run)  # before any weight is read: the secret may be missing
+    scorer = build_scorer(
+        cfg, run, settings.advantages.estimator
+    )  # before any weight is read: the secret may be missing
     actor = build_actor(cfg, base, base.load(), settings)
     num_rollouts = train_prompts.batch_size * train_prompts.samples_per_prompt
     vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
-    scorer.wait_until_ready(
-        SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint(), longest_trained * num_rollouts)
-    )
+    sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint(), longest_trained * num_rollouts)
+    ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
+    with activity.phase("waiting for the services"), activity.bounded(ready_seconds):
+        scorer.wait_until_ready(ready_seconds, sequences)
     collector = RolloutCollector(
         build_generator(cfg, actor.model, base.tokenizer, longest, queue),
         scorer,

@@ -58,12 +58,14 @@ def is_right(response: str, line: Mapping[str, Any]) -> bool:
         given is not None and _same(given, found if (found := find_answer(right, rule)) is not None else right)
         for rule in rules
         for given in (find_answer(response, rule),)
-        for right in _right_answers(line)
+        for right in right_answers(line)
     )
 
 
 def problem_of(line: Mapping[str, Any]) -> str | None:
     """Why responses to this line cannot be compared, None if they can."""
+    if ANSWER not in line:
+        return f"key {ANSWER!r} is missing (a text, a number or a list of them); the keys are {', '.join(line)}"
     answers = line[ANSWER] if isinstance(line.get(ANSWER), list) else [line.get(ANSWER)]
     if not answers or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
         return f"{ANSWER!r} should be a text, a number or a list of them, not {line.get(ANSWER)!r:.60}"
@@ -78,7 +80,8 @@ def _marker(rule: str) -> str:
     return rule.removeprefix("after ").strip() if rule.startswith("after ") else ""
 
 
-def _right_answers(line: Mapping[str, Any]) -> list[str]:
+def right_answers(line: Mapping[str, Any]) -> list[str]:
+    """The right answers of a line of which `problem_of` knows no problem, as texts."""
     answers = line[ANSWER]
     return [str(answer) for answer in (answers if isinstance(answers, list) else [answers])]
 

@@ -215,12 +215,12 @@ class PromptItem:
     """A prompt to respond to."""
 
     token_ids: list[int]
-    text: str
-    extra: Mapping[str, Any]  # the line's other fields, such as the right answer
+    line: Mapping[str, Any]  # all its fields, such as the right answer; ``text`` is the prompt
+    place: str = ""  # where the line is, for messages
 
 
 class PromptDataset:
-    """RLHF prompts: ``{"text": "User: ...\\nAssistant:"}`` on each line, other keys kept as ``extra``.
+    """RLHF prompts: ``{"text": "User: ...\\nAssistant:"}`` on each line, other keys are kept.
 
     Or conversations that wait for an answer, in the forms of `sft`. Prompts of more than ``max_prompt_length`` tokens
     are dropped, with a count in the log that names ``limited_by`` as the reason. An index means the same prompt on
@@ -259,8 +259,8 @@ class PromptDataset:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> PromptItem:
-        fields = dict(self.record(index).fields)
-        return PromptItem(self._tokens[self._kept[index]], fields.pop("text"), fields)
+        record = self.record(index)
+        return PromptItem(self._tokens[self._kept[index]], record.fields, f"{record.path}:{record.line}")
 
     def record(self, index: int) -> Record:
         """The line of a prompt, which can say where it stands; ``text`` is a conversation's rendering."""

@@ -9,7 +9,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -17,18 +17,18 @@ import torch
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
-from nemo_style_aligner.rl.rewards import Reward
+from nemo_style_aligner.rl.rewards import Reward, when_all
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.values import ValueBatch
-from nemo_style_aligner.servers.client import CriticClient, Scores, SequenceConflictError, SequencesToScore
+from nemo_style_aligner.servers.client import CriticClient, Scores, SequenceConflictError
 from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
 from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
+from nemo_style_aligner.servers.reward_client import PromptsOfSequences, SequencesToScore
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 TrainedCritic = Literal["refuse", "keep"]
 # The critic keeps what belongs to the actor's newest two checkpoints, and goes back to an earlier one if it is damaged.
@@ -66,20 +66,6 @@ def _wait_for(future: concurrent.futures.Future[T] | None) -> T:
     return result_on_every_rank(future, met=activity.progress)
 
 
-def then(future: concurrent.futures.Future[T], change: Callable[[T], U]) -> concurrent.futures.Future[U]:
-    """What ``change`` makes of a future's result, as a future."""
-    changed: concurrent.futures.Future[U] = concurrent.futures.Future()
-
-    def done(first: concurrent.futures.Future[T]) -> None:
-        try:
-            changed.set_result(change(first.result()))
-        except Exception as error:  # noqa: BLE001  (for whoever asks for the result)
-            changed.set_exception(error)
-
-    future.add_done_callback(done)
-    return changed
-
-
 class CriticTraining:
     """A training request that is under way in the critic job."""
 
@@ -106,14 +92,10 @@ class RemoteCritic:
         journal: rank 0's journal; None on the other ranks.
         trained_critic: what a new run does with a critic that has been trained before
             (``remote_critic_rm.trained_critic``): refuse it, or keep its weights.
-        ready_seconds: how long to wait for it at the start.
     """
 
-    def __init__(
-        self, client: CriticClient, journal: CriticJournal | None, trained_critic: TrainedCritic, ready_seconds: float
-    ) -> None:
+    def __init__(self, client: CriticClient, journal: CriticJournal | None, trained_critic: TrainedCritic) -> None:
         self.client = client
-        self._ready_seconds = ready_seconds
         self._journal = journal
         self._trained_critic = trained_critic
         self._resumed: CriticPosition | None = None
@@ -122,8 +104,6 @@ class RemoteCritic:
         self._asked: tuple[Sequence[Sample], concurrent.futures.Future[Scores]] | None = None  # the newest request
 
     # ---- scores -----------------------------------------------------------------------------
-
-    part_names: Sequence[str] = ()
 
     @property
     def last_progress(self) -> float:
@@ -138,24 +118,31 @@ class RemoteCritic:
             places = ((sample.prompt_length - 1, len(sample.token_ids) - 1) for sample in samples)
             return [row[begin:end] for row, (begin, end) in zip(scores.values, places, strict=True)]
 
-        return then(self._ask(samples), of_responses)
+        answer = self._ask(samples)
+        return when_all([answer], lambda: of_responses(answer.result()))
 
     def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
         """See `RewardSource.score`."""
-        return then(self._ask(samples), lambda scores: [Reward(reward) for reward in scores.rewards.tolist()])
+        answer = self._ask(samples)
+        return when_all([answer], lambda: [Reward(reward) for reward in answer.result().rewards.tolist()])
+
+    def problem_of(self, line: Mapping[str, Any]) -> str | None:
+        """See `RewardSource.problem_of`: only the service knows."""
+        return None
 
     def _ask(self, samples: Sequence[Sample]) -> concurrent.futures.Future[Scores]:
         """One request for both values and rewards."""
         if self._asked is None or self._asked[0] is not samples:
             sequences = [sample.token_ids for sample in samples]
-            answer = self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences))
+            prompt_lengths = torch.tensor([sample.prompt_length for sample in samples])
+            prompts = PromptsOfSequences([sample.line for sample in samples], prompt_lengths)
+            answer = self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences), prompts)
             self._asked = samples, answer
         return self._asked[1]
 
-    def wait_until_ready(self, sequences: SequencesToScore) -> None:
+    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
         """See `ValueSource.wait_until_ready`."""
-        with activity.phase("waiting for the critic"), activity.bounded(self._ready_seconds):
-            self.client.wait_until_ready(self._ready_seconds, sequences=sequences)
+        self.client.wait_until_ready(timeout_s, sequences=sequences)
 
     def close(self) -> None:
         """Close the connections; call it on all ranks together."""

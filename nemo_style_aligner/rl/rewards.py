@@ -1,40 +1,306 @@
-"""Reward sources (placeholder of the interface)."""
+"""Rewards: what scores finished responses, one source or several of them.
+
+A source never blocks: it gives futures, so that responses are scored while others are generated. What cannot be scored
+has the reward NaN and a text that says why; ``on_nonfinite`` decides what becomes of it, and it is never a silent 0.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import torch
+
+from nemo_style_aligner.data.answers import is_right
+from nemo_style_aligner.data.answers import problem_of as problem_of_answer
+from nemo_style_aligner.data.datasets import lengths_of, pad_rows
+from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.servers.client import SequencesToScore
+from nemo_style_aligner.servers.http_client import RequestRefusedError
+from nemo_style_aligner.servers.protocol import ProtocolError
+from nemo_style_aligner.servers.reward_client import PromptsOfSequences, RewardClient, SequencesToScore
+from nemo_style_aligner.wording import counted, some_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MOST_PROBLEMS = 5  # lines that one error names
+
+
+class RewardError(UserError, RuntimeError):
+    """A source of rewards cannot go on; the message says why, and what to do."""
+
+    exit_status = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """A sample's reward. ``value`` is NaN where the source failed, and ``problem`` says why."""
+    """The reward of one response.
+
+    Attributes:
+        value: NaN where there is none.
+        parts: what it is made of, by name, for the log.
+        problem: why there is none.
+    """
 
     value: float
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     problem: str | None = None
 
+    @classmethod
+    def failed(cls, problem: str) -> Reward:
+        """No reward, for a reason."""
+        return cls(math.nan, {}, problem)
+
+
+Rewards = concurrent.futures.Future[list[Reward]]
+"""One for each response, in their order."""
+
 
 class RewardSource(Protocol):
-    """Scores finished samples."""
+    """Scores responses."""
 
-    @property
-    def part_names(self) -> Sequence[str]: ...
+    def problem_of(self, line: Mapping[str, Any]) -> str | None:
+        """Why responses to this line of a prompt file cannot be scored; None if they can."""
+        ...
 
-    def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]: ...
+    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
+        """Wait until responses can be scored, and make sure that these ``sequences`` can be. Raises `UserError`."""
+        ...
 
-    def wait_until_ready(self, sequences: SequencesToScore) -> None:
-        """Wait until it can be used, and check that it fits this job.
+    def score(self, responses: Sequence[Sample]) -> Rewards:
+        """Begin to score responses, and return at once.
 
-        Raises:
-            ServerUnavailableError: it is not there in time.
-            UnfitServiceError: it does not fit.
+        The future raises `UserError` if the source cannot go on; responses that it cannot score are `Reward.failed`.
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Abandon what is under way."""
+        ...
+
+
+class ExactMatch:
+    """1 for the right answer of the prompt's line, by the line's own rule, else 0; see `data.answers`."""
+
+    def problem_of(self, line: Mapping[str, Any]) -> str | None:
+        """See `RewardSource.problem_of`."""
+        return problem_of_answer(line)
+
+    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
+        """See `RewardSource.wait_until_ready`."""
+
+    def score(self, responses: Sequence[Sample]) -> Rewards:
+        """See `RewardSource.score`."""
+        result: Rewards = concurrent.futures.Future()
+        result.set_result([Reward(float(is_right(r.response, r.line))) for r in responses])
+        return result
+
+    def close(self) -> None:
+        """See `RewardSource.close`."""
+
+
+class RemoteRewards:
+    """The rewards of a service: a reward model's, a function's, anybody's.
+
+    Args:
+        client: of the service; `close` closes it.
+    """
+
+    def __init__(self, client: RewardClient) -> None:
+        self._client = client
+
+    def problem_of(self, line: Mapping[str, Any]) -> str | None:
+        """See `RewardSource.problem_of`: only the service knows."""
+        return None
+
+    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
+        """See `RewardSource.wait_until_ready`."""
+        self._client.wait_until_ready(timeout_s, sequences)
+
+    def score(self, responses: Sequence[Sample]) -> Rewards:
+        """See `RewardSource.score`: one request."""
+        sequences = [list(response.token_ids) for response in responses]
+        prompt_lengths = torch.tensor([response.prompt_length for response in responses])
+        prompts = PromptsOfSequences([response.line for response in responses], prompt_lengths)
+        answer = self._client.infer_async(pad_rows(sequences, 0), lengths_of(sequences), prompts)
+        return when_all([answer], lambda: self._rewards(answer, responses))
+
+    def _rewards(self, answer: concurrent.futures.Future[torch.Tensor], responses: Sequence[Sample]) -> list[Reward]:
+        try:
+            values = answer.result().tolist()
+        except RequestRefusedError as error:
+            if error.status != 500:  # any other is about the request itself, and would be the same for all
+                raise
+            return [Reward.failed(str(error))] * len(responses)
+        except ProtocolError as error:
+            raise RewardError(str(error)) from error
+        return [self._reward(value, response) for value, response in zip(values, responses, strict=True)]
+
+    def _reward(self, value: float, response: Sample) -> Reward:
+        if math.isfinite(value):
+            return Reward(value)
+        return Reward.failed(f"the reward service at {self._client.base_url} gave {value} for {response}")
+
+    def close(self) -> None:
+        """See `RewardSource.close`."""
+        self._client.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightedSource:
+    """One of several sources.
+
+    Attributes:
+        name: of its part in the log.
+        source: what scores.
+        weight: of its rewards in the sum.
+        only: fields of a prompt's line and the values, any of several, that they must have for this source to count.
+    """
+
+    name: str
+    source: RewardSource
+    weight: float = 1.0
+    only: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+
+    def takes(self, line: Mapping[str, Any]) -> bool:
+        """Whether it scores responses to this line."""
+        return all(any(_same(line.get(field), value) for value in values) for field, values in self.only.items())
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)  # True is 1 in Python alone
+
+
+class RewardSum:
+    """The weighted sum of several sources, each for all prompts or for some: a `RewardSource`.
+
+    Every source's rewards are a part of their own, unweighted; their parts are called ``NAME/PART``. Where one source
+    fails, so does the sum.
+    """
+
+    def __init__(self, sources: Sequence[WeightedSource]) -> None:
+        self.sources = sources
+
+    def problem_of(self, line: Mapping[str, Any]) -> str | None:
+        """See `RewardSource.problem_of`."""
+        chosen = [source for source in self.sources if source.takes(line)]
+        if not chosen:
+            fields = {field: line.get(field) for source in self.sources for field in source.only}
+            return f"no source of rewards takes it: none has an `only` that fits {fields}"
+        problems = ((source.name, source.source.problem_of(line)) for source in chosen)
+        return next((f"reward {name}: {problem}" for name, problem in problems if problem is not None), None)
+
+    def check(self, records: Sequence[Record], key: str) -> None:
+        """Make sure that responses to all these prompts can be scored, and that each source is for some of them.
+
+        Args:
+            records: of training and validation.
+            key: of the config, for messages.
+
+        Raises:
+            DataError: the message names the first such lines, and how many there are.
+        """
+        for source in self.sources:
+            if not any(source.takes(record.fields) for record in records):
+                raise DataError(f"{key}: no line of the prompts is for {source.name}: {_misfit(source, records)}")
+        problems = [
+            f"{record.path}:{record.line}: {problem}"
+            for record in records
+            if (problem := self.problem_of(record.fields)) is not None
+        ]
+        if problems:
+            more = len(problems) - _MOST_PROBLEMS
+            problems[_MOST_PROBLEMS:] = [f"... and {counted(more, 'more lines')}"] if more > 0 else []
+            raise DataError("\n".join(problems))
+
+    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
+        """See `RewardSource.wait_until_ready`."""
+        for source in self.sources:
+            source.source.wait_until_ready(timeout_s, sequences)
+
+    def score(self, responses: Sequence[Sample]) -> Rewards:
+        """See `RewardSource.score`."""
+        asked: list[tuple[WeightedSource, list[int], Rewards]] = []
+        for source in self.sources:
+            rows = [row for row, response in enumerate(responses) if source.takes(response.line)]
+            if rows:
+                asked.append((source, rows, source.source.score([responses[row] for row in rows])))
+
+        def total() -> list[Reward]:
+            found: list[list[tuple[WeightedSource, Reward]]] = [[] for _ in responses]
+            for source, rows, rewards in asked:
+                for row, reward in zip(rows, rewards.result(), strict=True):
+                    found[row].append((source, reward))
+            return [_sum(rewards, response) for rewards, response in zip(found, responses, strict=True)]
+
+        return when_all([rewards for _, _, rewards in asked], total)
+
+    def close(self) -> None:
+        """See `RewardSource.close`."""
+        for source in self.sources:
+            source.source.close()
+
+
+def _misfit(source: WeightedSource, records: Sequence[Record]) -> str:
+    """Which field of `only` fits no line, or that they do not fit together."""
+    for field, wanted in source.only.items():
+        there = {repr(record.fields[field]) for record in records if field in record.fields}
+        if not there:
+            keys = sorted({key for record in records for key in record.fields})
+            return f"none has the field {field!r} of its `only`; their fields are {some_of(keys, 20)}"
+        if not any(_same(record.fields.get(field), value) for record in records for value in wanted):
+            return f"{field!r} is never {' or '.join(map(repr, wanted))}, but {some_of(sorted(there))}"
+    return f"none has all that its `only` wants, {dict(source.only)}"
+
+
+def _sum(rewards: Sequence[tuple[WeightedSource, Reward]], response: Sample) -> Reward:
+    parts: dict[str, float] = {}
+    for source, reward in rewards:
+        parts |= {f"{source.name}/{part}": value for part, value in reward.parts.items()}
+        parts[source.name] = reward.value
+        if reward.problem is not None:
+            return Reward(math.nan, parts, f"reward {source.name}: {reward.problem}")
+    total = math.fsum(source.weight * reward.value for source, reward in rewards) if rewards else math.nan
+    if not fits_fp32(total):
+        return Reward(math.nan, parts, f"the sum of the rewards {parts} is {total} for {response}")
+    return Reward(total, parts)
+
+
+def fits_fp32(number: float) -> bool:
+    """Whether a number is finite, and stays so in fp32."""
+    return math.isfinite(number) and abs(number) <= float(np.finfo(np.float32).max)
+
+
+def when_all(futures: Sequence[concurrent.futures.Future[Any]], make: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """A future of what ``make`` returns, once all ``futures`` are done, in the thread of the last of them."""
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+    missing, lock = len(futures), threading.Lock()
+
+    def finish() -> None:
+        try:
+            result.set_result(make())
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            result.set_exception(error)
+
+    def count(_: object) -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            is_last = missing == 0
+        if is_last:
+            finish()
+
+    for future in futures:
+        future.add_done_callback(count)
+    if not futures:
+        finish()
+    return result

@@ -18,6 +18,8 @@ from nemo_style_aligner.parallel.groups import current_layout, device
 
 Rows = Sequence[torch.Tensor]
 
+_EXCERPT = 80  # characters of a text in messages
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -27,12 +29,14 @@ class Prompt:
         prompt_id: its index in the dataset.
         expected_length: expected tokens of a response; 0 if nothing is known. Only orders the work.
         line: its whole line in the data file, with a right answer, say.
+        place: where that is, for messages.
     """
 
     prompt_id: int
     token_ids: list[int]
     expected_length: float = 0.0
     line: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    place: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Sample:
         token_ids: prompt and response, stop token included.
         prompt_length: how many of these are the prompt's.
         ended: a stop token or stop string ended the response, not the length limit.
-        decode: gives the response's text.
+        decode: gives the response's text, without special tokens and without what ended it.
+        place: where the line is, such as ``train.jsonl:7``; "": not known.
     """
 
     sample_id: int
@@ -56,16 +61,26 @@ class Sample:
     prompt_length: int
     ended: bool
     decode: Callable[[Sequence[int]], str]
+    place: str = ""
 
     @property
-    def prompt(self) -> Any:
-        """The prompt, as its line has it: a text, or the turns of a conversation."""
-        return self.line.get("text", "")
+    def prompt(self) -> str:
+        """The prompt's text, to which conversations are rendered."""
+        return str(self.line.get("text", ""))
 
     @functools.cached_property
     def response(self) -> str:
-        """The response's text, without what ended it."""
+        """The response's text."""
         return self.decode(self.token_ids[self.prompt_length :])
+
+    def __str__(self) -> str:
+        """The sample in messages: "the prompt of train.jsonl:7 with the response '4'"."""
+        prompt = f"the prompt of {self.place}" if self.place else f"the prompt {_excerpt(self.prompt)}"
+        return f"{prompt} with the response {_excerpt(self.response)}"
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= _EXCERPT else text[: _EXCERPT - 3] + "...")
 
 
 @dataclasses.dataclass

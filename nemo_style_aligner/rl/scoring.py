@@ -15,7 +15,7 @@ from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, 
 from nemo_style_aligner.rl.rewards import Reward, RewardSource
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.values import ValueSource
-from nemo_style_aligner.servers.client import SequencesToScore
+from nemo_style_aligner.servers.reward_client import SequencesToScore
 
 _TOLD = 5  # failed rewards of a rank whose reasons are passed on
 
@@ -68,11 +68,6 @@ class Scorer:
         self.described = described
 
     @property
-    def part_names(self) -> Sequence[str]:
-        """Names of the parts of rewards."""
-        return self.rewards.part_names
-
-    @property
     def last_progress(self) -> float:
         """When a source that is being brought up to date was last seen to have moved, by `time.monotonic()`."""
         return -math.inf if self.values is None else self.values.last_progress
@@ -82,16 +77,16 @@ class Scorer:
         values = None if self.values is None else self.values.values(samples)
         return ScoredBatch(samples, self.rewards.score(samples), values)
 
-    def wait_until_ready(self, sequences: SequencesToScore) -> None:
+    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
         """Wait until the services that are used are there, and fit this job. Collective.
 
         Raises:
-            ServerUnavailableError: one is not there in time.
+            ServerUnavailableError: one is not there after ``timeout_s``.
             UnfitServiceError: one does not fit.
         """
         for source in dict.fromkeys((self.rewards, self.values)):
             if source is not None:
-                source.wait_until_ready(sequences)
+                source.wait_until_ready(timeout_s, sequences)
 
     def close(self) -> None:
         """Close connections, abandon what is under way."""
@@ -115,8 +110,9 @@ class Scores:
     problems: list[str]
 
     @classmethod
-    def gathered(cls, num_samples: int, own: Sequence[tuple[int, Reward]], part_names: Sequence[str]) -> Scores:
+    def gathered(cls, num_samples: int, own: Sequence[tuple[int, Reward]]) -> Scores:
         """From the places and rewards of this rank's samples. Collective."""
+        part_names = sorted(set(_everyones(sorted({name for _, reward in own for name in reward.parts}))))
         table = torch.full((len(own), 2 + len(part_names)), math.nan, dtype=torch.float64)
         for row, (place, reward) in enumerate(own):
             numbers = [reward.parts.get(name, math.nan) for name in part_names]

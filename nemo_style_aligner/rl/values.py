@@ -11,7 +11,7 @@ import torch
 
 from nemo_style_aligner.checkpoints.training import MayPublish
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.servers.client import SequencesToScore
+from nemo_style_aligner.servers.reward_client import SequencesToScore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +83,8 @@ class ValueSource(Protocol):
         """Continue the run that `state_dict` was taken from."""
         ...
 
-    def wait_until_ready(self, sequences: SequencesToScore) -> None:
-        """Wait until it can be used, and check that it fits this job.
-
-        Raises:
-            ServerUnavailableError: it is not there in time.
-            UnfitServiceError: it does not fit.
-        """
+    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
+        """Wait until it can be used, and make sure that it fits this job. Raises `UserError`."""
         ...
 
     def close(self) -> None:

@@ -99,7 +99,12 @@ class CriticClient:
             section = config["reward_model"]
             url = server_url(section["ip"], section["port"])
             self._reward = RewardClient(
-                url, section["name"], limits=infer_limits, token=token, max_parallel=max_parallel
+                url,
+                section["name"],
+                limits=infer_limits,
+                token=token,
+                max_parallel=max_parallel,
+                pad_to_length=self._pad_to_length,
             )
         self._failure: str | None = None  # of training
         self._infer_limits = infer_limits
@@ -153,14 +158,12 @@ class CriticClient:
         not have one reward and s-1 values per sequence.
         """
         rows, width = tokens.shape
-        if self._pad_to_length is not None:  # longer ones go as they are: nobody here needs the padding
-            tokens = torch.nn.functional.pad(tokens, (0, max(0, self._pad_to_length - width)))
         needed, rewards = {"values": (rows, width - 1)}, None
         if self._reward is None:
             needed["rewards"] = (rows, 1)
         else:
             rewards = self._reward.infer_async(tokens, lengths, prompts)
-        inputs = scoring_inputs(tokens, lengths)
+        inputs = scoring_inputs(tokens, lengths, self._pad_to_length)
         return self._inference.submit(self._score, inputs, needed, rewards, self.position)
 
     def train_async(

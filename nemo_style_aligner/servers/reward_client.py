@@ -91,6 +91,7 @@ class RewardClient:
         limits: of a request.
         token: the shared secret; None: no authentication.
         max_parallel: requests that are under way at once.
+        pad_to_length: shorter sequences are padded to this many tokens; None: to the longest of a request.
         setting: config key that says where the service is, for messages.
     """
 
@@ -102,11 +103,13 @@ class RewardClient:
         limits: ClientLimits,
         token: str | None = None,
         max_parallel: int = 8,
+        pad_to_length: int | None = None,
         setting: str = "remote_critic_rm.reward_model.port",
     ) -> None:
         self._http = HttpClient(url, token=token)
         self._model = model
         self._limits = limits
+        self._pad_to_length = pad_to_length
         self._setting = setting
         self._takes_prompts = False
         self._threads = concurrent.futures.ThreadPoolExecutor(max_parallel, "reward-infer")
@@ -140,7 +143,7 @@ class RewardClient:
         ``prompts`` are sent to services that announce the inputs for them, once `wait_until_ready` has been called.
         The future raises `ProtocolError` when an answer is malformed, or does not have one reward per sequence.
         """
-        inputs = scoring_inputs(tokens, lengths)
+        inputs = scoring_inputs(tokens, lengths, self._pad_to_length)
         if prompts is not None and self._takes_prompts:
             inputs |= prompts.inputs()
         return self._threads.submit(self._infer, inputs, len(tokens))
@@ -166,8 +169,15 @@ def as_array(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> np.ndarr
     return tensor.detach().to("cpu", dtype).contiguous().numpy()
 
 
-def scoring_inputs(tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, np.ndarray]:
-    """The inputs of a request that asks for scores. tokens: int64 [b, s]; lengths: int64 [b]."""
+def scoring_inputs(
+    tokens: torch.Tensor, lengths: torch.Tensor, pad_to_length: int | None = None
+) -> dict[str, np.ndarray]:
+    """The inputs of a request that asks for scores. tokens: int64 [b, s]; lengths: int64 [b].
+
+    Sequences longer than ``pad_to_length`` go as they are: nobody here needs the padding.
+    """
+    if pad_to_length is not None:
+        tokens = torch.nn.functional.pad(tokens, (0, max(0, pad_to_length - tokens.shape[1])))
     return {"tokens": as_array(tokens), "sequence_lengths": as_array(lengths).reshape(-1, 1)}
 
 

@@ -1,7 +1,6 @@
 """Serve a Python function as the reward model of a PPO run: rewards by rules, tests or a judge instead of a model.
 
-    python serve_reward_function.py --function my_rewards.py:reward --tokenizer policy.nemo \\
-        --prompts train_prompts.jsonl test_prompts.jsonl --port 5555
+    python serve_reward_function.py --function my_rewards.py:reward --tokenizer policy.nemo --port 5555
 
 The function gets the texts of prompt and response and the prompt's line with all its keys, and returns a number:
 
@@ -29,6 +28,8 @@ from nemo_style_aligner.servers.secret import resolve_token
 from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, configure_logging
 from nemo_style_aligner.wording import unescaped
 
+CALL_SECONDS = 600.0  # of one call of the function, as long as a request may wait
+
 
 def main() -> None:
     install_excepthook()
@@ -38,7 +39,11 @@ def main() -> None:
     )
     parser.add_argument("--tokenizer", type=Path, required=True, help="the policy's: .nemo, or a tokenizer directory")
     parser.add_argument(
-        "--prompts", type=Path, required=True, nargs="+", help="the actor's prompt files, of training and validation"
+        "--prompts",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="the actor's prompt files, of training and validation: for clients that do not send a prompt's line",
     )
     parser.add_argument(
         "--add-bos",
@@ -53,7 +58,10 @@ def main() -> None:
         help="the actor's end_strings: responses are cut before the first of them, as before what the model has learnt",
     )
     parser.add_argument(
-        "--threads", type=int, default=1, help="requests handled at once; above 1 the function must be thread-safe"
+        "--threads",
+        type=int,
+        default=None,
+        help="calls at once; above 1 a function must be thread-safe (default: 1, or 64 if it is an `async def`)",
     )
     parser.add_argument("--port", type=int, default=5555, help="0: any free one")
     parser.add_argument(
@@ -64,25 +72,22 @@ def main() -> None:
     parser.add_argument("--log-format", choices=LOG_FORMATS, default="text")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="debug: also each request")
     args = parser.parse_args()
-    if args.threads < 1:
+    if args.threads is not None and args.threads < 1:
         parser.error(f"--threads {args.threads}: give at least 1")
 
     # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.algorithms.reward_function import (
-        PromptLines,
-        RewardFunctionService,
-        open_tokenizer,
-    )
+    from nemo_style_aligner.algorithms.reward_function import PromptLines, RewardFunctionService, open_tokenizer
+    from nemo_style_aligner.rl.reward_functions import FunctionRewards
     from nemo_style_aligner.servers.routes import HttpSettings
     from nemo_style_aligner.user_code import load_function
 
     configure_logging(level=getattr(logging, args.log_level.upper()), log_format=args.log_format)
     try:
         tokenizer = open_tokenizer(args.tokenizer)
+        function = load_function(args.function, "--function")
         service = RewardFunctionService(
-            load_function(args.function, "--function"),
-            args.function,
-            PromptLines(args.prompts, tokenizer, add_bos=args.add_bos),
+            FunctionRewards(function, args.function, seconds=CALL_SECONDS, max_parallel=args.threads),
+            PromptLines(args.prompts, tokenizer, add_bos=args.add_bos) if args.prompts else None,
             tokenizer,
             HttpSettings(
                 port=args.port,
@@ -90,7 +95,6 @@ def main() -> None:
                 token=resolve_token(args.token, "--token"),
                 known_as=tuple(args.known_as),
             ),
-            num_threads=args.threads,
             end_strings=[unescaped(string) for string in args.end_strings],
         )
     except (UserError, OSError) as error:

@@ -93,7 +93,7 @@ class Collected:
             for id_, reward, _ in part.responses.scores()
             if id_ in part.places
         ]
-        return Scores.gathered(len(self), own, self._parts[0].responses.part_names)
+        return Scores.gathered(len(self), own)
 
     def values_of(self, samples: Rollouts) -> torch.Tensor:
         """The values of a share's response tokens, fp32 [R]; once the scores are there. Collective."""
@@ -227,6 +227,7 @@ class RolloutCollector:
                 sample_id=result.request_id,
                 group=result.request_id // group_size,
                 line=prompts[result.request_id].line,
+                place=prompts[result.request_id].place,
                 token_ids=result.prompt_token_ids + result.token_ids,
                 prompt_length=len(result.prompt_token_ids),
                 ended=result.finish_reason == "stop",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -82,11 +82,6 @@ class ScoredResponses:
         self._batches: list[ScoredBatch] = []
         self._num_scored = 0  # of `_batches`
         self._last_heard = time.monotonic()
-
-    @property
-    def part_names(self) -> Sequence[str]:
-        """Names of the parts that each reward has."""
-        return self._scorer.part_names
 
     def add(self, result: GenerationResult) -> None:
         """Take a response; a full batch is sent."""

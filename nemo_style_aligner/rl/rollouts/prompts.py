@@ -91,7 +91,7 @@ class PromptSource:
     def _prompt(self, index: int) -> Prompt:
         item = self._dataset[index]
         expected = self.response_lengths.expect(index, len(item.token_ids))
-        return Prompt(index, item.token_ids, expected, {"text": item.text, **item.extra})
+        return Prompt(index, item.token_ids, expected, item.line, item.place)
 
 
 def prompt_dataset(cfg: DictConfig, source: DataSource, tokenizer: Tokenizer) -> tuple[Dataset[PromptItem], TextFormat]:

@@ -1,0 +1,227 @@
+"""A Python function of the user's as a source of rewards, in the process that asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import copy
+import inspect
+import logging
+import math
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from nemo_style_aligner.data.answers import problem_of as problem_of_answer
+from nemo_style_aligner.rl.math_verifier import MAX_SECONDS, MathVerifier
+from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, fits_fp32, when_all
+from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.servers.reward_client import SequencesToScore
+from nemo_style_aligner.user_code import UserCodeError, describe
+
+logger = logging.getLogger(__name__)
+
+RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+"""``(prompt, response, line) -> reward``, ``def`` or ``async def``: two texts, and the prompt's line with all its keys;
+a number, or named parts of one: the reward is their sum, or the part ``reward`` where there is one."""
+
+DEFAULT_SECONDS = 60.0
+_COROUTINES = 64  # at once
+_MOST_HANGING = 8  # calls that are over their limit and still run
+_PROCESSES = 2  # that verify mathematics, of each rank
+_CANCEL_SECONDS = 5.0  # for a coroutine that is over its limit to end
+
+
+class FunctionRewards:
+    """Calls a function for each response, several at once in threads of its own or in an event loop.
+
+    A call over its limit is a failed reward. A coroutine is cancelled then; a thread cannot be ended, so the call goes
+    on in it, beside later ones. With `_MOST_HANGING` such calls the source ends with a `RewardError`.
+
+    Args:
+        function: see `RewardFunction`.
+        name: of the function, for messages.
+        seconds: limit of a call.
+        max_parallel: calls at once; with more than 1 a function that is no coroutine function must be thread-safe.
+            None: 1, or `_COROUTINES` for those.
+
+    Raises:
+        UserCodeError: the function does not take three arguments.
+
+    Attributes:
+        max_parallel: calls at once.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        name: str,
+        *,
+        seconds: float = DEFAULT_SECONDS,
+        max_parallel: int | None = None,
+    ) -> None:
+        _require_three_arguments(function, name)
+        self._function, self._name, self._seconds = function, name, seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if _is_coroutine_function(function):
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
+        self.max_parallel = max_parallel or (1 if self._loop is None else _COROUTINES)
+        self._waiting = concurrent.futures.ThreadPoolExecutor(self.max_parallel, "reward-function")
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()  # has the reason as its exception
+        self._hanging: set[concurrent.futures.Future[Any]] = set()
+        self._lock = threading.Lock()
+
+    def problem_of(self, line: Mapping[str, Any]) -> str | None:
+        """See `RewardSource.problem_of`: only the function knows."""
+        return None
+
+    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
+        """See `RewardSource.wait_until_ready`."""
+
+    def score(self, responses: Sequence[Sample]) -> Rewards:
+        """See `RewardSource.score`."""
+        calls = [self._waiting.submit(self._reward, response) for response in responses]
+        return when_all(calls, lambda: [call.result() for call in calls])
+
+    def close(self) -> None:
+        """See `RewardSource.close`. Calls that are under way go on, but nobody waits for them."""
+        self._end(RewardError(f"the reward function {self._name} was closed"))
+        self._waiting.shutdown(wait=False, cancel_futures=True)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # ---- in the threads that wait for calls
+
+    def _reward(self, response: Sample) -> Reward:
+        if self._ended.done():
+            self._ended.result()
+        line = copy.deepcopy(dict(response.line))
+        call: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        cancel = self._begin(call, response.prompt, response.response, line)
+        if not self._is_done(call, self._seconds):
+            cancel()
+            problem = f"the reward function {self._name} took more than {self._seconds:g} s for {response}"
+            if self._loop is None or not self._is_done(call, _CANCEL_SECONDS):
+                self._note_hanging(call)
+                problem += "; the call goes on, for a thread cannot be ended"
+            return Reward.failed(problem)
+        try:
+            returned = call.result()
+        except BaseException as error:  # also sys.exit(), and a panic in a library's Rust code
+            logger.error("the reward function %s raised an error for %s", self._name, response, exc_info=error)
+            return Reward.failed(
+                f"the reward function {self._name} raised {describe(error)} for {response}; the traceback is in the log"
+            )
+        return self._as_reward(returned, response)
+
+    def _is_done(self, call: concurrent.futures.Future[Any], seconds: float) -> bool:
+        """Wait for a call; whether it is done in time. Raises the error with which this source has ended."""
+        concurrent.futures.wait([call, self._ended], seconds, concurrent.futures.FIRST_COMPLETED)
+        if not call.done() and self._ended.done():
+            self._ended.result()
+        return call.done()
+
+    def _begin(self, call: concurrent.futures.Future[Any], *args: Any) -> Callable[[], object]:
+        """Begin a call whose result goes to ``call``; returns what cancels it, if it can be."""
+        if self._loop is not None:
+            coroutine = asyncio.run_coroutine_threadsafe(_await(call, self._function(*args)), self._loop)
+            return coroutine.cancel
+        thread = threading.Thread(target=_run, args=(call, self._function, *args), name="reward-call", daemon=True)
+        thread.start()
+        return lambda: None
+
+    def _note_hanging(self, call: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            self._hanging = {other for other in self._hanging if not other.done()} | {call}
+            count = len(self._hanging)
+        if count >= _MOST_HANGING:
+            self._end(
+                RewardError(
+                    f"{count} calls of the reward function {self._name} have not returned, each after more than "
+                    f"{self._seconds:g} s, and cannot be ended: give what it waits for a limit, or its calls more time"
+                )
+            )
+
+    def _end(self, reason: RewardError) -> None:
+        with self._lock:
+            if not self._ended.done():
+                self._ended.set_exception(reason)
+
+    def _as_reward(self, returned: Any, response: Sample) -> Reward:
+        parts = returned if isinstance(returned, Mapping) else {"reward": returned}
+        known = {part: n for part, v in parts.items() if isinstance(part, str) and (n := _as_number(v)) is not None}
+        if known and len(known) == len(parts):  # all are named numbers
+            value = known.pop("reward") if "reward" in known else math.fsum(known.values())
+            if fits_fp32(value):
+                return Reward(value, known)
+        wanted = "is not a finite number" if parts is not returned else "are not named numbers with a finite sum"
+        problem = f"the reward function {self._name} returned {returned!r:.80}, which {wanted}, for {response}"
+        logger.error(problem)
+        return Reward.failed(problem)
+
+
+class MathRewards(FunctionRewards):
+    """1 for the right answer of the prompt's line, by `data.answers` or ``math-verify``, else 0: see `MathVerifier`.
+
+    Args:
+        max_parallel: processes that verify.
+
+    Raises:
+        MathVerifyError: the package is not installed.
+    """
+
+    def __init__(self, max_parallel: int | None = None) -> None:
+        self._verifier = MathVerifier()
+        super().__init__(self._verifier, "math_verify", seconds=MAX_SECONDS, max_parallel=max_parallel or _PROCESSES)
+
+    def problem_of(self, line: Mapping[str, Any]) -> str | None:
+        """See `RewardSource.problem_of`."""
+        return problem_of_answer(line)
+
+    def close(self) -> None:
+        """See `RewardSource.close`."""
+        super().close()
+        self._verifier.close()
+
+
+async def _await(call: concurrent.futures.Future[Any], awaitable: Awaitable[Any]) -> None:
+    try:
+        call.set_result(await awaitable)
+    except BaseException as error:  # noqa: BLE001 - whoever waits gets it; cancelling it as well
+        call.set_exception(error)
+
+
+def _run(call: concurrent.futures.Future[Any], function: RewardFunction, *args: Any) -> None:
+    try:
+        call.set_result(function(*args))
+    except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+        call.set_exception(error)
+
+
+def _is_coroutine_function(function: RewardFunction) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _require_three_arguments(function: RewardFunction, name: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of C code that does not say
+        return
+    try:
+        signature.bind("", "", {})
+    except TypeError as error:
+        raise UserCodeError(
+            f"the reward function {name} takes {signature}, but is called with (prompt, response, line): {error}"
+        ) from error
+
+
+def _as_number(reward: Any) -> float | None:
+    """A reward as a finite float within fp32's range, else None; numbers of numpy and torch count, strings do not."""
+    if isinstance(reward, str | bytes):
+        return None
+    try:
+        number = float(reward)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
+        return None
+    return number if fits_fp32(number) else None

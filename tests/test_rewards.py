@@ -1,0 +1,345 @@
+"""Sources of rewards, as a config names them: functions, answers, services, and sums of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served_critic import CountingBackend, serve
+
+from nemo_style_aligner.data.jsonl import DataError, read_records, write_jsonl
+from nemo_style_aligner.rl.reward_config import RewardConfigError, build_reward_source
+from nemo_style_aligner.rl.rewards import Reward, RewardError, RewardSum
+from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.servers.client import SequencesToScore
+from nemo_style_aligner.servers.endpoints import ModelLimits, reward_endpoint
+from nemo_style_aligner.servers.http_client import ClientLimits, ServerUnavailableError
+
+pytestmark = pytest.mark.timeout(120)
+
+KEY = "trainer.ppo.rewards"
+LIMITS = ClientLimits(total_s=5.0, internal_errors=1, first_backoff_s=0.01)
+FUNCTIONS = """
+import asyncio
+import threading
+import time
+
+import numpy as np
+
+forever = threading.Event()
+
+def right(prompt, response, line):
+    return np.float32(response == line["answer"])
+
+def parts(prompt, response, line):
+    line["answer"] = "spoilt"  # a copy
+    return {"length": len(response), "bonus": 0.5}
+
+async def named(prompt, response, line):
+    await asyncio.sleep(0.2)
+    return {"reward": 7, "length": len(response)}
+
+def odd(prompt, response, line):
+    return eval(response)
+
+async def judge(prompt, response, line):
+    await asyncio.sleep(float(response))
+    return 1
+
+def slow(prompt, response, line):
+    if response == "never":
+        forever.wait()
+    time.sleep(float(response))
+    return 2
+
+def two(prompt, response):
+    return 0
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("rewards") / "functions.py"
+    file.write_text(FUNCTIONS)
+    return str(file)
+
+
+@pytest.fixture
+def build() -> Iterator[Any]:
+    built: list[RewardSum] = []
+
+    def make(*sections: dict[str, Any]) -> RewardSum:
+        source = build_reward_source(list(sections), KEY, service=None, limits=LIMITS, token=None)
+        assert source is not None
+        built.append(source)
+        return source
+
+    yield make
+    for source in built:
+        source.close()
+
+
+def responses(*texts: str, **line: Any) -> list[Sample]:
+    line = {"text": "1+1=", "answer": "2"} | line
+    ids = [7, 8, 9]
+    return [
+        Sample(n, n, line, [*ids, n], 3, True, lambda _, text=text: text, f"x.jsonl:{n}")  # type: ignore[misc]
+        for n, text in enumerate(texts)
+    ]
+
+
+def score(source: RewardSum, given: Sequence[Sample]) -> list[Reward]:
+    return source.score(given).result(60)
+
+
+def values(source: RewardSum, given: Sequence[Sample]) -> list[float]:
+    rewards = score(source, given)
+    assert [reward.problem for reward in rewards] == [None] * len(given)
+    return [reward.value for reward in rewards]
+
+
+def test_functions_give_numbers_or_parts_and_are_summed(build: Any, functions: str) -> None:
+    source = build(
+        {"source": f"{functions}:right", "weight": 2},
+        {"source": f"{functions}:parts", "name": "style", "weight": 0.1},
+        {"source": f"{functions}:named"},
+        {"source": "exact_match", "weight": 0},
+    )
+    began = time.monotonic()
+    (first, *_, last) = score(source, responses(*["2"] * 40, "333"))
+    assert time.monotonic() - began < 5  # coroutines run at once: one after the other they take 8 s
+    assert first.value == pytest.approx(2 * 1 + 0.1 * 1.5 + 7) and last.value == pytest.approx(0.1 * 3.5 + 7)
+    assert first.parts == {
+        "right": 1,
+        "exact_match": 1,
+        "style": 1.5,
+        "style/length": 1,
+        "style/bonus": 0.5,
+        "named": 7,
+        "named/length": 1,
+    }
+    assert source.part_names == ["right", "style", "named", "exact_match"]
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        ("float('nan')", "returned nan, which is not a finite number, for the prompt of x.jsonl:0 with the response"),
+        ("1e39", "returned 1e\\+39, which is not a finite number"),
+        ("'1'", "returned '1', which is not a finite number"),
+        ("None", "returned None, which is not"),
+        ("[1, 2]", "returned \\[1, 2\\], which is not"),
+        ("{}", "returned {}, which are not named numbers with a finite sum"),
+        ("{'a': 1, 'b': None}", "returned {'a': 1, 'b': None}, which are not named"),
+        ("{'a': 1e38, 'b': 3e38}", "returned {'a': 1e\\+38, 'b': 3e\\+38}, which are not"),
+        ("{1: 1}", "returned {1: 1}, which are not named"),
+        ("1 / 0", r"raised ZeroDivisionError: .* for the prompt of x.jsonl:0 with the response '1 / 0'; the traceback"),
+        ("exit('x')", "raised SystemExit: x"),
+    ],
+)
+def test_a_failing_function_gives_no_reward_but_a_problem(
+    returns: str, message: str, build: Any, functions: str
+) -> None:
+    source = build({"source": f"{functions}:odd"}, {"source": "exact_match"})
+    failed, scored = score(source, responses(returns, "True"))
+    assert math.isnan(failed.value) and failed.problem is not None
+    assert re.search(f"^reward odd: the reward function .*functions.py:odd {message}", failed.problem), failed.problem
+    assert scored == Reward(1.0, {"odd": 1.0, "exact_match": 0.0})
+
+
+def test_calls_over_their_limit_fail_and_too_many_of_them_end_the_source(build: Any, functions: str) -> None:
+    source = build(
+        {"source": f"{functions}:judge", "timeout_seconds": 0.2, "only": {"kind": "judge"}},
+        {
+            "source": f"{functions}:slow",
+            "timeout_seconds": 0.2,
+            "max_parallel": 4,
+            "only": {"kind": ["slow", "bad"]},
+        },
+    )
+    late, *others = score(source, responses("30", *["0"] * 20, kind="judge"))
+    assert "functions.py:judge took more than 0.2 s for the prompt of x.jsonl:0" in str(late.problem)
+    assert [other.value for other in others] == [1] * 20
+    for _ in range(3):  # coroutines end, so there may be any number
+        assert all(reward.problem for reward in score(source, responses(*["30"] * 10, kind="judge")))
+
+    late, *others = score(source, responses("never", *["0"] * 20, kind="slow"))
+    assert "took more than 0.2 s" in str(late.problem) and "a thread cannot be ended" in str(late.problem)
+    assert [other.value for other in others] == [2] * 20
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"8 calls of .*functions.py:slow have not returned, each after"):
+        score(source, responses(*["never"] * 1000, kind="bad"))
+    with pytest.raises(RewardError, match="cannot be ended"):
+        score(source, responses("0", kind="slow"))
+    assert time.monotonic() - began < 10
+    assert score(source, responses("0", kind="judge"))[0].value == 1
+
+
+def test_a_call_that_hangs_does_not_keep_the_process(functions: str) -> None:
+    program = """
+        import time
+        from nemo_style_aligner.rl.reward_functions import FunctionRewards
+        from nemo_style_aligner.rl.sample import Sample
+        source = FunctionRewards(lambda *_: time.sleep(1000), "sleep")
+        future = source.score([Sample(0, 0, {"text": "a"}, [1, 2], 1, True, str)])
+        source.close()
+        print(type(future.exception(10)).__name__, future.exception())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "RewardError the reward function sleep was closed\n"
+
+
+def test_sources_are_chosen_by_the_line_and_lines_are_checked_at_the_start(
+    build: Any, functions: str, tmp_path: Path
+) -> None:
+    source = build(
+        {"source": "exact_match", "only": {"task": "math"}},
+        {"source": f"{functions}:right", "weight": 3, "only": {"task": ["code", None], "level": 1}},
+    )
+    assert values(source, responses("2", task="math", level=1)) == [1]
+    assert values(source, responses("2", task="code", level=1)) == [3]
+    assert values(source, responses("2", level=1.0)) == [3]
+
+    def check(*lines: dict[str, Any]) -> str | None:
+        write_jsonl(tmp_path / "prompts.jsonl", [{"text": "1+1="} | line for line in lines])
+        try:
+            source.check(read_records([tmp_path / "prompts.jsonl"]), KEY)
+        except DataError as error:
+            return str(error).replace(str(tmp_path), "")
+        return None
+
+    code = {"task": "code", "level": 1}
+    assert check({"task": "math", "answer": "2"}, code) is None
+    assert "/prompts.jsonl:2: no source of rewards takes it" in str(
+        check({"task": "math", "answer": 2}, {"task": "art", "level": 1}, code)
+    )
+    assert "/prompts.jsonl:1: no source of rewards takes it" in str(  # true is no number
+        check({"task": "code", "level": True}, {"task": "math", "answer": 2}, code)
+    )
+    problem = str(check(*[{"task": "math", "question": "?"}] * 8, code))
+    assert "/prompts.jsonl:1: reward exact_match: key 'answer' is missing" in problem
+    assert "prompts.jsonl:5:" in problem and problem.endswith("\n... and 3 more lines")
+    assert "'answer' should be a text" in str(check({"task": "math", "answer": None}, code))
+    assert f"{KEY}: no line of the prompts is for exact_match: none has the field 'task'" in str(check({"level": 1}))
+    assert "for right: 'level' is never 1, but 2" in str(check({"task": "math", "answer": 2}, {**code, "level": 2}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "messages"),
+    [
+        (
+            [
+                {"source": "exact", "wieght": 2},
+                {"source": "exact_match", "weight": "x", "name": "a/b", "only": {}},
+                "exact_match",
+                {"weight": 1},
+                {"source": "exact_match", "timeout_seconds": 3, "max_parallel": 2},
+            ],
+            [
+                r"\[0\].wieght: there is no such key; there are name, source,",
+                r"\[1\].name='a/b': must be a word",
+                r"\[1\].weight='x': must be a number",
+                r"\[1\].only={}: must be fields",
+                r"\[2\]='exact_match': must be a section",
+                r"\[3\].source=None: must be exact_match,",
+                r"\[4\].timeout_seconds=3: .*is for functions",
+                r"\[4\].max_parallel=2: is not for exact_match",
+            ],
+        ),
+        (
+            [
+                {"source": "exact"},
+                {"source": "service"},
+                {"source": "/nowhere.py:reward"},
+                {"source": "rewards.py"},
+                {"source": "FILE:two"},
+                {"source": "FILE:three"},
+                {"source": "http://localhost/reward_model"},
+                {"source": "https://localhost:1/reward_model"},
+                {"source": "http://localhost:5x/reward_model"},
+                {"source": "exact_match"},
+                {"source": "exact_match"},
+            ],
+            [
+                r"\[0\].source=exact: there is no such source; give exact_match, math_verify, service,",
+                r"\[1\].source=service: this job has no reward service",
+                r"\[2\].source=/nowhere.py:reward: /nowhere.py: no such file",
+                r"\[3\].source=rewards.py: give a file and a function in it",
+                r"\[4\].source: the reward function .*:two takes \(prompt, response\), but is called with",
+                r"\[5\].source=.*functions.py has no function three; it has right,",
+                r"\[6\].source=http://localhost/reward_model: a service is written http://HOST:PORT/MODEL",
+                r"\[7\].source=https:",
+                r"\[8\].source=http://localhost:5x",
+                r": 2 sources have the name exact_match: give each one of its own",
+            ],
+        ),
+        ([], [r"=\[\]: give a list of sections"]),
+    ],
+)
+def test_mistakes_in_the_config_are_told_at_once(sections: list[Any], messages: list[str], functions: str) -> None:
+    text = json.dumps(sections).replace("FILE", functions)
+    with pytest.raises(RewardConfigError) as error:
+        build_reward_source(json.loads(text), KEY, service=None, limits=LIMITS, token=None)
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert re.search(f"^{re.escape(KEY)}{message}", line), line
+
+
+def test_null_is_no_list() -> None:
+    assert build_reward_source(None, KEY, service=None, limits=LIMITS, token=None) is None
+
+
+def test_a_service_is_a_source(build: Any, functions: str) -> None:
+    class Backend(CountingBackend):
+        def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+            rewards = super().infer(tokens, lengths)["rewards"].double()
+            return {"rewards": torch.where(rewards == 25, torch.nan, rewards)}
+
+    sequences = SequencesToScore(10, 1000, "")
+    with serve(Backend(), endpoints=reward_endpoint(ModelLimits(), name="rm")) as server:
+        source = build({"source": f"{server.url}/rm", "weight": 0.5}, {"source": "exact_match"})
+        source.wait_until_ready(10, sequences)
+        right, failed = score(source, responses("2", "3"))
+        assert right == Reward(13.0, {"rm": 24.0, "exact_match": 1.0})
+        assert failed.problem == (
+            f"reward rm: the reward service at {server.url} gave nan for the prompt of x.jsonl:1 with the response '3'"
+        )
+        wrong = build({"source": f"{server.url}/other"})
+        with pytest.raises(ValueError, match="has no model 'other'"):
+            wrong.wait_until_ready(10, sequences)
+    with pytest.raises(ServerUnavailableError):
+        score(source, responses("2"))
+
+
+def test_without_the_package_math_verify_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(RewardConfigError, match=rf"{KEY}\[0\].source: .*pip install 'math-verify"):
+        build_reward_source([{"source": "math_verify"}], KEY, service=None, limits=LIMITS, token=None)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="the package math-verify is not installed")
+def test_math_verify_compares_by_value_within_limits(build: Any) -> None:
+    source = build({"source": "math_verify"})
+    assert values(source, responses(r"so \boxed{\frac{4}{2}}", "I think $x$", "It is 3.", answer="2")) == [1, 0, 0]
+    assert values(source, responses("$1+x$", "$x-1$", answer="x + 1")) == [1, 0]
+    assert values(
+        source, responses("#### $\\sqrt{2}$ m", "1.41", answer="2^{1/2}", answer_extraction="after ####")
+    ) == [1, 0]
+    (huge,) = score(source, responses(r"\boxed{9^{9^{9^9}}}", answer="2"))
+    assert huge == Reward(0.0, {"math_verify": 0.0, "math_verify/undecided": 1.0})
+    (unreadable,) = score(source, responses("3", answer=""))
+    assert math.isnan(unreadable.value) and "the right answer '' cannot be read" in str(unreadable.problem)
