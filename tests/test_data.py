@@ -42,9 +42,9 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_to
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
-from nemo_style_aligner.rl.loop import PPOTrainer
+from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.rollouts.prompts import PromptSource, build_prompt_sources
-from nemo_style_aligner.rl.settings import PPOSettings
+from nemo_style_aligner.rl.settings import RLSettings
 
 
 @pytest.fixture(scope="session")
@@ -1029,17 +1029,18 @@ def test_another_batch_size_goes_on_at_the_same_place(
 def test_ppo_with_another_batch_size_goes_on_at_the_same_prompt_and_ends_with_its_epochs() -> None:
     prompts = [PromptItem([i], {}) for i in range(100)]
 
-    def trainer(batch_size: int, minibatch: int = 10, epochs: int = 1) -> PPOTrainer:
+    def trainer(batch_size: int, minibatch: int = 10, epochs: int = 1) -> RLTrainer:
         missing: Any = None
         critic: Any = SimpleNamespace(state_dict=dict, load_state_dict=dict)
         cfg = load_defaults("gpt_ppo_actor")
         cfg.trainer.ppo.update(max_epochs=7, max_steps=-1, num_ppo_epochs=epochs)
         cfg.model.global_batch_size = minibatch
-        settings = PPOSettings.from_config(cfg, len(prompts) // batch_size)
+        settings = RLSettings.from_config(cfg, len(prompts) // batch_size)
         schedule = Schedule(lr=1.0, max_steps=settings.max_steps * (batch_size // minibatch) * epochs)
         actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=schedule))
-        return PPOTrainer(
-            settings, actor, missing, critic, PromptSource(prompts, batch_size, 7, True), missing, missing, missing,
+        collector: Any = SimpleNamespace(scorer=SimpleNamespace(values=critic))
+        return RLTrainer(
+            settings, actor, collector, PromptSource(prompts, batch_size, 7, True), missing, missing, missing,
             missing, missing,
         )  # fmt: skip
 

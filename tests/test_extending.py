@@ -14,7 +14,7 @@ import torch
 from nemo_style_aligner.models.policy_losses import LossInput, LossSettings, policy_objective
 from nemo_style_aligner.rl.estimators import StepRewards, find_estimator
 from nemo_style_aligner.rl.reward_functions import FunctionRewards
-from nemo_style_aligner.rl.rewards import Response
+from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.user_code import load_function
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -61,7 +61,10 @@ def test_loss(file: Path, advantage: float) -> None:
 def test_reward_function(file: Path) -> None:
     source = FunctionRewards(load_function(f"{file}:reward", "trainer.ppo.rewards"), "reward")
     line = {"text": "2+2=", "answer": "4"}
-    responses = [Response(i, "2+2=", text, line, [1, 2], 1, True) for i, text in enumerate(("4", "5"))]
+    responses = [
+        Sample(i, 0, line, [1, 2], 1, True, lambda _, text=text: text)  # type: ignore[misc]
+        for i, text in enumerate(("4", "5"))
+    ]
     right, wrong = source.score(responses).result(10)
     source.close()
     assert (right.value, wrong.value) == (pytest.approx(0.999), pytest.approx(-0.001))

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE, VOCAB
 
-from nemo_style_aligner.algorithms import job_setup, service_setup
+from nemo_style_aligner.algorithms import job_setup, scoring_setup, service_setup
 from nemo_style_aligner.algorithms.job_setup import Run, register_model, require_shared, start_run
 from nemo_style_aligner.algorithms.run_settings import settings_of_run
 from nemo_style_aligner.algorithms.service_setup import (
@@ -37,8 +37,6 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.supervised_losses import LabelledBatch
 from nemo_style_aligner.parallel.groups import current_layout
-from nemo_style_aligner.rl.rollouts import setup as rollout_setup
-from nemo_style_aligner.rl.rollouts.setup import build_scorer
 from nemo_style_aligner.servers.connections import ConnectionLimits
 from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
@@ -190,7 +188,7 @@ def test_a_reward_model_scores_as_its_config_says() -> None:
 def test_an_actor_waits_for_its_critic_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
     made = SimpleNamespace()
     monkeypatch.setattr(
-        rollout_setup, "CriticClient", lambda config, **options: made.__dict__.update(config=config, **options)
+        scoring_setup, "CriticClient", lambda config, **options: made.__dict__.update(config=config, **options)
     )
     section = load_defaults("gpt_ppo_actor").remote_critic_rm
     timeouts = {
@@ -203,7 +201,7 @@ def test_an_actor_waits_for_its_critic_as_its_config_says(monkeypatch: pytest.Mo
     assert section.timeouts.keys() == {*timeouts, "ready_seconds"}  # the latter is of the start alone
     change(section, {"token": "s3cret"})
     change(section.timeouts, timeouts)
-    build_scorer(OmegaConf.create({"remote_critic_rm": section}))
+    scoring_setup.build_critic_client(OmegaConf.create({"remote_critic_rm": section}))
     assert made.token == "s3cret" and made.config == section
     for limits, read, total in ((made.infer_limits, 2.0, 3.0), (made.train_limits, 4.0, 8.0)):
         assert (limits.connect_s, limits.read_s, limits.total_s, limits.away_s) == (1.0, read, total, 5.0)
