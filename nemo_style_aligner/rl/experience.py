@@ -218,12 +218,11 @@ def make_experience(
     learns = counts & trusted & (rollouts.ended if settings.mask_truncated else counts)
     lengths = every_length.double()
     metrics = {
-        **rollout_metrics(rollouts, scores, version),
+        **rollout_metrics(rollouts, scores, values, version),
         "rewards_with_kl": ((scores.rewards + overlong - penalty) / lengths)[counts].mean().item(),
         "init_policy_kl": (rollouts.sums(kl) / lengths)[counts].mean().item(),
         **_moments("advantages", advantages, rollouts),
         **({} if returns is None else _moments("returns", returns, rollouts)),
-        **({} if values is None else _moments("values", values, rollouts)),
         **engine_gap(rollouts, logprobs),
         **_importance_metrics(rollouts, weights, trusted, logprobs, learns, settings),
     }
@@ -339,8 +338,10 @@ def _importance_metrics(
 # ---- metrics ------------------------------------------------------------------------------------
 
 
-def rollout_metrics(rollouts: Rollouts, scores: Scores, version: int) -> dict[str, float]:
-    """Metrics of lengths, endings, rewards and staleness; see `make_experience`."""
+def rollout_metrics(
+    rollouts: Rollouts, scores: Scores, values: torch.Tensor | None, version: int
+) -> dict[str, float]:
+    """Metrics of lengths, endings, rewards, values and staleness; see `make_experience`."""
     counts, staleness = rollouts.counts, version - rollouts.weight_versions
     parts = {f"rewards/{name}": part[counts & part.isfinite()] for name, part in scores.parts.items()}
     return {
@@ -352,6 +353,7 @@ def rollout_metrics(rollouts: Rollouts, scores: Scores, version: int) -> dict[st
         "rewards": scores.rewards[counts].mean().item(),
         **{name: part.mean().item() for name, part in parts.items() if len(part)},
         "nonfinite_samples": float((~counts).sum()),
+        **({} if values is None else _moments("values", values, rollouts)),
         "staleness_mean": staleness.float().mean().item(),
         "staleness_max": float(staleness.max()),
     }

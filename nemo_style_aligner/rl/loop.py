@@ -293,8 +293,9 @@ class RLTrainer(TrainingLoop):
                 scores = collected.wait_for_rewards()
         self.run_control.check()
         self.val_prompts.observe(rollouts)
-        rollouts, _ = leave_out_nonfinite(rollouts, scores, {}, self.settings.nonfinite)
-        metrics = rollout_metrics(rollouts, scores, version)
+        columns = {} if self.critic is None else {"values": collected.values_of(rollouts)}
+        rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.nonfinite)
+        metrics = rollout_metrics(rollouts, scores, columns.get("values"), version)
         self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
         self._log_samples("table/val_rollouts", rollouts, scores)
         return metrics
