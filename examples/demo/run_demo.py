@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
@@ -51,7 +51,7 @@ def main() -> None:
         policy = run_ppo(demo, args, sft, reward_model)
         rewards = read_metrics(demo.directory / "actor")["train_rollouts/rewards"]
         results.append(f"reward {rewards[0][1]:.2f} -> {rewards[-1][1]:.2f}")
-    report = evaluate(demo, args, sft, policy, reward_model)
+    report = evaluate(demo, args, {"sft": sft, "ppo": policy}, reward_model)
     write_results(demo, {**report, "reward_model_accuracy": reward_model_accuracy})
 
 
@@ -193,27 +193,37 @@ def run_ppo(
     return log_dir / "checkpoints" / "megatron_gpt_ppo_actor.nemo"
 
 
-def evaluate(demo: Demo, args: argparse.Namespace, sft: Path, policy: Path, reward_model: Path) -> dict[str, float]:
+def evaluate(
+    demo: Demo, args: argparse.Namespace, models: Mapping[str, Path], reward_model: Path | None
+) -> dict[str, float]:
+    """Accuracies and, with a reward model, rewards of ``models``, by name."""
     report: dict[str, float] = {}
-    for name, model in (("sft", sft), ("ppo", policy)):
+    for name, model in models.items():
         with demo.stage(f"evaluation_{name}", f"Held-out questions, {name.upper()} model") as results:
             for mode, flags in (("", []), ("_greedy", ["--greedy"])):
                 output = demo.directory / f"evaluation_{name}{mode}.json"
                 summary = evaluate_model(demo, args, model, reward_model, output, flags)
                 report[f"accuracy_{name}{mode}"] = summary["accuracy"]
-                report[f"reward_{name}{mode}"] = summary["reward"]
+                if reward_model is not None:
+                    report[f"reward_{name}{mode}"] = summary["reward"]
             results.append(f"accuracy {report[f'accuracy_{name}']:.1%}")
             results.append(f"greedy {report[f'accuracy_{name}_greedy']:.1%}")
     return report
 
 
 def evaluate_model(
-    demo: Demo, args: argparse.Namespace, model: Path, reward_model: Path, output: Path, flags: Sequence[str] = ()
+    demo: Demo,
+    args: argparse.Namespace,
+    model: Path,
+    reward_model: Path | None,
+    output: Path,
+    flags: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Accuracy and reward of a model's answers to the held-out questions."""
+    """Accuracy, and reward if there is a reward model, of a model's answers to the held-out questions."""
+    rewards = [] if reward_model is None else ["--reward-model", reward_model]
     demo.run(
         output.stem, python("evaluate_gpt.py"), "--model", model, "--prompts",
-        demo.directory / "data" / "test_prompts.jsonl", "--output", output, "--reward-model", reward_model,
+        demo.directory / "data" / "test_prompts.jsonl", "--output", output, *rewards,
         "--precision", 32, "--max-length", 12, "--num-slots", 64, "--seed", args.seed, *flags,
     )  # fmt: skip
     return json.loads(output.read_text())["summary"]

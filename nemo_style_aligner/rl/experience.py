@@ -338,9 +338,7 @@ def _importance_metrics(
 # ---- metrics ------------------------------------------------------------------------------------
 
 
-def rollout_metrics(
-    rollouts: Rollouts, scores: Scores, values: torch.Tensor | None, version: int
-) -> dict[str, float]:
+def rollout_metrics(rollouts: Rollouts, scores: Scores, values: torch.Tensor | None, version: int) -> dict[str, float]:
     """Metrics of lengths, endings, rewards, values and staleness; see `make_experience`."""
     counts, staleness = rollouts.counts, version - rollouts.weight_versions
     parts = {f"rewards/{name}": part[counts & part.isfinite()] for name, part in scores.parts.items()}

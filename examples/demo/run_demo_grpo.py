@@ -1,0 +1,90 @@
+"""The task of `make demo`, learnt by GRPO from the right answers: no reward model, no critic.
+
+    make demo-grpo
+
+Its stages: a base model that knows sums, SFT on demonstrations of which many refuse to answer, GRPO on two
+data-parallel ranks with exact match as the reward, and evaluation on held-out questions. Writes
+results/demo-grpo/report.json and results/demo-grpo/report.html.
+"""
+
+from __future__ import annotations
+
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
+import argparse
+import json
+from pathlib import Path
+
+from run_demo import COMMON, add_options, check_options, evaluate, make_base_model, train_sft
+from stages import REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python
+
+from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
+from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
+from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.telemetry.report import write_report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--output", type=output_folder_argument, default=REPOSITORY / "results" / "demo-grpo")
+    add_options(parser)
+    args = parser.parse_args()
+    check_options(parser, args)
+    exit_on_sigterm()
+    demo = Demo(args.output.resolve(), num_stages=5)
+    sft = train_sft(demo, args, make_base_model(demo, args))
+    with demo.stage("grpo", "GRPO, 2 ranks under mpirun, exact match as the reward") as results:
+        policy = run_grpo(demo, args, sft)
+        rewards = read_metrics(demo.directory / "actor")["train_rollouts/rewards"]
+        results.append(f"reward {rewards[0][1]:.2f} -> {rewards[-1][1]:.2f}")
+    write_results(demo, evaluate(demo, args, {"sft": sft, "grpo": policy}, None))
+
+
+def run_grpo(demo: Demo, args: argparse.Namespace, sft: Path) -> Path:
+    """Run the actor, alone, and return the policy's .nemo."""
+    data, log_dir = demo.directory / "data", demo.directory / "actor"
+    demo.run(
+        "actor", *mpirun(2), *python("train_gpt_ppo_actor.py"), *COMMON, "trainer.devices=2",
+        f"pretrained_checkpoint.restore_from_path={sft}",
+        data_prefix(data / "train_prompts.jsonl", data / "test_prompts.jsonl"),
+        "trainer.ppo.estimator=grpo", "trainer.ppo.num_rollouts_per_prompt=8", "model.ppo.num_rollout_samples=32",
+        "trainer.ppo.rewards=[{name: right, source: exact_match}]",
+        "model.ppo.rollout_micro_batch_size=32", "model.global_batch_size=64", "model.micro_batch_size=32",
+        "model.ppo.length_params.max_length=12", "model.ppo.num_val_samples=128",
+        f"trainer.ppo.max_steps={args.ppo_steps}", "trainer.ppo.val_check_interval=5",
+        "trainer.ppo.generation.num_slots=64", "trainer.ppo.initial_policy_kl_penalty=0.01", "trainer.ppo.kl_in=loss",
+        "trainer.ppo.kl_estimator=k3", "model.optim.lr=1e-4", "model.optim.sched.min_lr=5e-5",
+        "model.optim.weight_decay=0.0", f"model.seed={args.seed}", f"exp_manager.explicit_log_dir={log_dir}",
+    )  # fmt: skip
+    return log_dir / "checkpoints" / "megatron_gpt_ppo_actor.nemo"
+
+
+def write_results(demo: Demo, report: dict[str, float]) -> None:
+    kl = last(demo.directory / "actor", "train_rollouts/init_policy_kl")
+    result = {**report, "kl": kl, "seconds": {**demo.seconds, "total": sum(demo.seconds.values())}}
+    (demo.directory / "report.json").write_text(json.dumps(result, indent=1) + "\n")
+    rows = [
+        ("held-out accuracy, SFT", f"{report['accuracy_sft']:.1%}"),
+        ("held-out accuracy, GRPO", f"{report['accuracy_grpo']:.1%}"),
+        ("the same, greedy decoding, SFT", f"{report['accuracy_sft_greedy']:.1%}"),
+        ("the same, greedy decoding, GRPO", f"{report['accuracy_grpo_greedy']:.1%}"),
+        ("KL (k3) per token at the end", f"{kl:.4f}"),
+        ("seconds", f"{result['seconds']['total']:.0f}"),
+    ]
+    print_table(rows)
+    runs = {"GRPO actor": "actor", "SFT": "sft", "Base": "base"}
+    write_report(
+        demo.directory / "report.html",
+        "GRPO on sums: from base model to right answers",
+        {name: demo.directory / folder for name, folder in runs.items()},
+        summary=rows,
+        note="Accuracy is the share of held-out questions whose sampled answer (temperature 1) is exactly right.",
+    )
+    print(f"report: {demo.directory / 'report.json'} and {demo.directory / 'report.html'}")
+
+
+if __name__ == "__main__":
+    main()
