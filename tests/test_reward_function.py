@@ -20,10 +20,11 @@ from job_processes import ROOT, SCRIPTS, Job, script, wait_until_ready
 from served_critic import CountingBackend, critic_client, infer_body, outputs, serve
 
 from nemo_style_aligner.algorithms.reward_function import PromptLines, open_tokenizer
+from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.servers.client import CriticClient, SequencesToScore
+from nemo_style_aligner.servers.client import CriticClient, PromptsOfSequences, SequencesToScore
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError
 from nemo_style_aligner.servers.secret import find_secret
@@ -66,11 +67,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(folder: Path, *arguments: str, function: str = "functions.py:reward") -> list[str]:
+def command(
+    folder: Path, *arguments: str, function: str = "functions.py:reward", with_prompts: bool = True
+) -> list[str]:
+    prompts = ["--prompts", *(str(folder / name) for name in ("train.jsonl", "valid.jsonl"))]
     return script(
         "serve_reward_function.py",
-        *("--function", str(folder / function), "--tokenizer", str(folder / "tokenizer"), "--prompts"),
-        *(str(folder / name) for name in ("train.jsonl", "valid.jsonl")),
+        *("--function", str(folder / function), "--tokenizer", str(folder / "tokenizer")),
+        *(prompts if with_prompts else ()),
         *arguments,
     )
 
@@ -137,6 +141,51 @@ def test_a_function_scores_with_the_prompts_own_answers_and_its_errors_reach_the
     assert "Traceback" in log and "return 1 / int(response)" in log
     # 1+1= in both files is one prompt, and 2+2= begins another.
     assert re.search(r"WARNING .*: 1 prompts are prefixes of others \(.*train.jsonl:2 of .*valid.jsonl:2\)", log)
+
+
+def test_the_prompts_lines_come_with_the_request(folder: Path) -> None:
+    """Lines that look-up by tokens would confuse: one prompt with two answers, one that begins another's response."""
+    token = find_secret().value
+    tokenizer = train_character_tokenizer("0123456789+=#", folder / "once more")
+    limits = ClientLimits(total_s=30.0, internal_errors=1, first_backoff_s=0.01)
+    lines = [
+        {"text": "1+1=", "answer": "2"},
+        {"text": "1+1=", "answer": "10", "note": "\u00e9\ud800"},  # as JSON may spell it
+        {"text": "1+1=2", "answer": "+0"},
+    ]
+    ids = [tokenizer.text_to_ids(text) for text in ("1+1=2", "1+1=10", "1+1=2+0")]
+    prompts = PromptsOfSequences(lines, torch.tensor([4, 4, 5]))
+    tokens, lengths = pad_rows(ids, 0), lengths_of(ids)
+    started = command(folder, with_prompts=False)
+    critic = critic_endpoints(ModelLimits(), combined=False)
+    with (
+        serving(started, folder / "lines.log") as (job, port),
+        serve(CountingBackend(), endpoints=critic, http={"token": token}) as values,
+        critic_client(values.number, combined=False, reward_port=port, token=token, limits=limits) as client,
+    ):
+        with pytest.raises(RequestRefusedError, match="start this service with --prompts"):  # metadata not yet read
+            client.infer_async(tokens, lengths, prompts).result(60)
+        client.wait_until_ready(30)
+        assert client.infer_async(tokens, lengths, prompts).result(60).rewards.tolist() == [2.0, 2.0, 2.0]
+        with pytest.raises(
+            RequestRefusedError, match=r"sequence 0 of .* returned '', .* for the prompt '2\+2=' with the"
+        ):
+            failing = PromptsOfSequences([{"text": "2+2=", "answer": 0, "weight": "x"}], torch.tensor([4]))
+            client.infer_async(tokens[:1, :4], torch.tensor([4]), failing).result(60)
+
+        url, headers = f"http://127.0.0.1:{port}/v2/models/reward_model/infer", {"Authorization": f"Bearer {token}"}
+        row = infer_body(np.array(ids[:1]), [5])
+        for more, message in (
+            ([], "start this service with --prompts"),
+            ([("lines", "BYTES", ['{"text": "1+1="}'])], "needed together"),
+            ([("lines", "BYTES", ["{"]), ("prompt_lengths", "INT64", [4])], "row 0 is not JSON"),
+            ([("lines", "BYTES", ['{"a": 1}']), ("prompt_lengths", "INT64", [4])], "whose 'text' is the prompt"),
+            ([("lines", "BYTES", ['{"text": ""}']), ("prompt_lengths", "INT64", [6])], "must be from 1 to"),
+        ):
+            inputs = [{"name": n, "datatype": kind, "shape": [1, 1], "data": data} for n, kind, data in more]
+            answer = requests.post(url, json={"inputs": row["inputs"] + inputs}, headers=headers, timeout=30)
+            assert answer.status_code == 400 and message in answer.json()["error"], answer.text
+        assert job.stop() == 0
 
 
 def test_the_function_in_the_documentation_works(folder: Path) -> None:
