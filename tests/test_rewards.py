@@ -11,16 +11,16 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from served_critic import CountingBackend, serve
 
-from nemo_style_aligner.data.jsonl import DataError, read_records, write_jsonl
-from nemo_style_aligner.rl.reward_config import RewardConfigError, build_reward_source
-from nemo_style_aligner.rl.rewards import Reward, RewardError, RewardSum
+from nemo_style_aligner.data.jsonl import DataError
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.rl.reward_config import build_reward_source
+from nemo_style_aligner.rl.rewards import Reward, RewardError, RewardSource, RewardSum
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.servers.client import SequencesToScore
 from nemo_style_aligner.servers.endpoints import ModelLimits, reward_endpoint
@@ -28,7 +28,6 @@ from nemo_style_aligner.servers.http_client import ClientLimits, ServerUnavailab
 
 pytestmark = pytest.mark.timeout(120)
 
-KEY = "trainer.ppo.rewards"
 LIMITS = ClientLimits(total_s=5.0, internal_errors=1, first_backoff_s=0.01)
 FUNCTIONS = """
 import asyncio
@@ -75,15 +74,17 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
+def no_service() -> RewardSource:
+    raise AssertionError("no source is called service")
+
+
 @pytest.fixture
 def build() -> Iterator[Any]:
     built: list[RewardSum] = []
 
-    def make(*sections: dict[str, Any]) -> RewardSum:
-        source = build_reward_source(list(sections), KEY, service=None, limits=LIMITS, token=None)
-        assert source is not None
-        built.append(source)
-        return source
+    def make(*sections: dict[str, Any], **options: Any) -> RewardSum:
+        built.append(build_reward_source(sections, service=no_service, limits=LIMITS, token=None, **options))
+        return built[-1]
 
     yield make
     for source in built:
@@ -129,7 +130,6 @@ def test_functions_give_numbers_or_parts_and_are_summed(build: Any, functions: s
         "named": 7,
         "named/length": 1,
     }
-    assert source.part_names == ["right", "style", "named", "exact_match"]
 
 
 @pytest.mark.parametrize(
@@ -159,31 +159,24 @@ def test_a_failing_function_gives_no_reward_but_a_problem(
 
 
 def test_calls_over_their_limit_fail_and_too_many_of_them_end_the_source(build: Any, functions: str) -> None:
-    source = build(
-        {"source": f"{functions}:judge", "timeout_seconds": 0.2, "only": {"kind": "judge"}},
-        {
-            "source": f"{functions}:slow",
-            "timeout_seconds": 0.2,
-            "max_parallel": 4,
-            "only": {"kind": ["slow", "bad"]},
-        },
-    )
-    late, *others = score(source, responses("30", *["0"] * 20, kind="judge"))
+    judge = build({"source": f"{functions}:judge"}, seconds=0.2)
+    late, *others = score(judge, responses("30", *["0"] * 20))
     assert "functions.py:judge took more than 0.2 s for the prompt of x.jsonl:0" in str(late.problem)
     assert [other.value for other in others] == [1] * 20
     for _ in range(3):  # coroutines end, so there may be any number
-        assert all(reward.problem for reward in score(source, responses(*["30"] * 10, kind="judge")))
+        assert all(reward.problem for reward in score(judge, responses(*["30"] * 10)))
 
-    late, *others = score(source, responses("never", *["0"] * 20, kind="slow"))
+    slow = build({"source": f"{functions}:slow"}, seconds=0.2, threads=4)
+    late, *others = score(slow, responses("never", *["0"] * 20))
     assert "took more than 0.2 s" in str(late.problem) and "a thread cannot be ended" in str(late.problem)
     assert [other.value for other in others] == [2] * 20
     began = time.monotonic()
     with pytest.raises(RewardError, match=r"8 calls of .*functions.py:slow have not returned, each after"):
-        score(source, responses(*["never"] * 1000, kind="bad"))
+        score(slow, responses(*["never"] * 1000))
     with pytest.raises(RewardError, match="cannot be ended"):
-        score(source, responses("0", kind="slow"))
+        score(slow, responses("0"))
     assert time.monotonic() - began < 10
-    assert score(source, responses("0", kind="judge"))[0].value == 1
+    assert score(judge, responses("0"))[0].value == 1
 
 
 def test_a_call_that_hangs_does_not_keep_the_process(functions: str) -> None:
@@ -202,9 +195,7 @@ def test_a_call_that_hangs_does_not_keep_the_process(functions: str) -> None:
     assert done.stdout == "RewardError the reward function sleep was closed\n"
 
 
-def test_sources_are_chosen_by_the_line_and_lines_are_checked_at_the_start(
-    build: Any, functions: str, tmp_path: Path
-) -> None:
+def test_sources_are_chosen_by_the_line_and_lines_are_checked_at_the_start(build: Any, functions: str) -> None:
     source = build(
         {"source": "exact_match", "only": {"task": "math"}},
         {"source": f"{functions}:right", "weight": 3, "only": {"task": ["code", None], "level": 1}},
@@ -214,27 +205,28 @@ def test_sources_are_chosen_by_the_line_and_lines_are_checked_at_the_start(
     assert values(source, responses("2", level=1.0)) == [3]
 
     def check(*lines: dict[str, Any]) -> str | None:
-        write_jsonl(tmp_path / "prompts.jsonl", [{"text": "1+1="} | line for line in lines])
         try:
-            source.check(read_records([tmp_path / "prompts.jsonl"]), KEY)
+            source.check({f"p.jsonl:{n}": {"text": "1+1="} | line for n, line in enumerate(lines, start=1)})
         except DataError as error:
-            return str(error).replace(str(tmp_path), "")
+            return str(error)
         return None
 
     code = {"task": "code", "level": 1}
     assert check({"task": "math", "answer": "2"}, code) is None
-    assert "/prompts.jsonl:2: no source of rewards takes it" in str(
+    assert "p.jsonl:2: no source of rewards takes it" in str(
         check({"task": "math", "answer": 2}, {"task": "art", "level": 1}, code)
     )
-    assert "/prompts.jsonl:1: no source of rewards takes it" in str(  # true is no number
+    assert "p.jsonl:1: no source of rewards takes it" in str(  # true is no number
         check({"task": "code", "level": True}, {"task": "math", "answer": 2}, code)
     )
     problem = str(check(*[{"task": "math", "question": "?"}] * 8, code))
-    assert "/prompts.jsonl:1: reward exact_match: key 'answer' is missing" in problem
-    assert "prompts.jsonl:5:" in problem and problem.endswith("\n... and 3 more lines")
+    assert "p.jsonl:1: reward exact_match: key 'answer' is missing" in problem
+    assert "p.jsonl:5:" in problem and problem.endswith("\n... and 3 more lines")
     assert "'answer' should be a text" in str(check({"task": "math", "answer": None}, code))
-    assert f"{KEY}: no line of the prompts is for exact_match: none has the field 'task'" in str(check({"level": 1}))
-    assert "for right: 'level' is never 1, but 2" in str(check({"task": "math", "answer": 2}, {**code, "level": 2}))
+    assert "no line of the prompts is for reward exact_match: none has the field 'task'" in str(check({"level": 1}))
+    assert "for reward right: 'level' is never 1, but 2" in str(
+        check({"task": "math", "answer": 2}, {**code, "level": 2})
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,64 +235,51 @@ def test_sources_are_chosen_by_the_line_and_lines_are_checked_at_the_start(
         (
             [
                 {"source": "exact", "wieght": 2},
-                {"source": "exact_match", "weight": "x", "name": "a/b", "only": {}},
+                {"source": "exact_match", "weight": "x", "name": "a/b", "only": []},
                 "exact_match",
                 {"weight": 1},
-                {"source": "exact_match", "timeout_seconds": 3, "max_parallel": 2},
-            ],
-            [
-                r"\[0\].wieght: there is no such key; there are name, source,",
-                r"\[1\].name='a/b': must be a word",
-                r"\[1\].weight='x': must be a number",
-                r"\[1\].only={}: must be fields",
-                r"\[2\]='exact_match': must be a section",
-                r"\[3\].source=None: must be exact_match,",
-                r"\[4\].timeout_seconds=3: .*is for functions",
-                r"\[4\].max_parallel=2: is not for exact_match",
-            ],
-        ),
-        (
-            [
-                {"source": "exact"},
-                {"source": "service"},
-                {"source": "/nowhere.py:reward"},
-                {"source": "rewards.py"},
-                {"source": "FILE:two"},
-                {"source": "FILE:three"},
+                {"source": "exact_match", "only": {"task": {}, "level": []}},
                 {"source": "http://localhost/reward_model"},
                 {"source": "https://localhost:1/reward_model"},
-                {"source": "http://localhost:5x/reward_model"},
+                {"source": "rewards.py"},
                 {"source": "exact_match"},
                 {"source": "exact_match"},
             ],
             [
-                r"\[0\].source=exact: there is no such source; give exact_match, math_verify, service,",
-                r"\[1\].source=service: this job has no reward service",
-                r"\[2\].source=/nowhere.py:reward: /nowhere.py: no such file",
-                r"\[3\].source=rewards.py: give a file and a function in it",
-                r"\[4\].source: the reward function .*:two takes \(prompt, response\), but is called with",
-                r"\[5\].source=.*functions.py has no function three; it has right,",
-                r"\[6\].source=http://localhost/reward_model: a service is written http://HOST:PORT/MODEL",
-                r"\[7\].source=https:",
-                r"\[8\].source=http://localhost:5x",
-                r": 2 sources have the name exact_match: give each one of its own",
+                r"\[0\] has no wieght: its keys are name, source, weight, only",
+                r"\[0\].source=exact: choose exact_match, math_verify, service,",
+                r"\[1\].name=a/b: give a plain word",
+                r"\[1\].weight=x: must be a finite number",
+                r"\[1\].only=\[\]: give fields",
+                r"\[2\]=exact_match: give {name: NAME, source: SOURCE}",
+                r"\[3\].source=None: choose",
+                r"\[4\].only.task={}: give a text, a number",
+                r"\[4\].only.level=\[\]: give a text, a number",
+                r"\[5\].source=http://localhost/reward_model: choose",
+                r"\[6\].source=https:",
+                r"\[7\].source=rewards.py: choose",
+                r"\[9\].name=exact_match: another source has this name",
             ],
         ),
-        ([], [r"=\[\]: give a list of sections"]),
+        ([], [r"=\[\]: nothing would be rewarded"]),
+        ([{"source": "/nowhere.py:reward"}], [r"\[0\].source=/nowhere.py:reward: /nowhere.py: no such file"]),
+        ([{"source": "FILE:three"}], [r"\[0\].source=.*functions.py has no function three; it has right,"]),
+        ([{"source": "rm.nemo"}], [r"\[0\].source=rm.nemo: .* start serve_reward_model.py with it"]),
     ],
 )
 def test_mistakes_in_the_config_are_told_at_once(sections: list[Any], messages: list[str], functions: str) -> None:
-    text = json.dumps(sections).replace("FILE", functions)
-    with pytest.raises(RewardConfigError) as error:
-        build_reward_source(json.loads(text), KEY, service=None, limits=LIMITS, token=None)
+    listed = json.loads(json.dumps(sections).replace("FILE", functions))
+    with pytest.raises(UserError) as error:
+        build_reward_source(listed, service=no_service, limits=LIMITS, token=None)
     lines = str(error.value).splitlines()
     assert len(lines) == len(messages)
     for line, message in zip(lines, messages, strict=True):
-        assert re.search(f"^{re.escape(KEY)}{message}", line), line
+        assert re.search(f"^trainer.ppo.rewards{message}", line), line
 
 
-def test_null_is_no_list() -> None:
-    assert build_reward_source(None, KEY, service=None, limits=LIMITS, token=None) is None
+def test_a_function_must_take_what_it_gets(build: Any, functions: str) -> None:
+    with pytest.raises(UserError, match=r"functions.py:two takes \(prompt, response\), but is called with"):
+        build({"source": f"{functions}:two"})
 
 
 def test_a_service_is_a_source(build: Any, functions: str) -> None:
@@ -325,10 +304,10 @@ def test_a_service_is_a_source(build: Any, functions: str) -> None:
         score(source, responses("2"))
 
 
-def test_without_the_package_math_verify_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_math_verify_says_what_to_install(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(RewardConfigError, match=rf"{KEY}\[0\].source: .*pip install 'math-verify"):
-        build_reward_source([{"source": "math_verify"}], KEY, service=None, limits=LIMITS, token=None)
+    with pytest.raises(UserError, match=r"pip install 'math-verify==0\.9"):
+        build({"source": "math_verify"})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="the package math-verify is not installed")

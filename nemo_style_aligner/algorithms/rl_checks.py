@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from nemo_style_aligner.algorithms.job_view import RESPONSES, Check, JobView
-from nemo_style_aligner.algorithms.reward_specs import REWARDS, RewardSpec, reward_specs
 from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.config_types import values
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.models.restore import read_base_config
 from nemo_style_aligner.rl.estimators import ESTIMATORS, Estimator, find_estimator
+from nemo_style_aligner.rl.math_verifier import MathVerifier
+from nemo_style_aligner.rl.reward_config import NO_ARCHIVES, REWARDS, RewardSpec, reward_specs
+from nemo_style_aligner.rl.reward_functions import require_arguments
 from nemo_style_aligner.user_code import UserCodeError, load_function
 
 _ESTIMATOR, _GROUP, _LOSS = "trainer.ppo.estimator", RESPONSES[1], "trainer.ppo.policy_loss"
@@ -131,14 +131,13 @@ def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
     """A problem if what a source of rewards needs is not on this machine."""
     try:
         if spec.kind == "function":
-            load_function(spec.source, key)
-        elif spec.kind == "archive":
-            read_base_config(spec.source, key)
-    except (UserError, OSError, ValueError) as error:
-        text = " ".join(str(error).splitlines())
-        yield text if text.startswith(key) else f"{key}={spec.source}: {text}"
-    if spec.kind == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        yield f"{key}=math_verify is not installed: pip install math-verify"
+            require_arguments(load_function(spec.source, key), f"{key}={spec.source}")
+        elif spec.kind == "math_verify":
+            MathVerifier()
+    except UserError as error:
+        yield str(error) if str(error).startswith(key) else f"{key}={spec.source}: {error}"
+    if spec.kind == "archive":
+        yield f"{key}={spec.source}: {NO_ARCHIVES}"
 
 
 RL_CHECKS: tuple[Check, ...] = (_estimator, _policy_loss, _dynamic_sampling, _overlong, _rewards)

@@ -21,6 +21,7 @@ from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.rl.experience import AdvantageSettings
 from nemo_style_aligner.rl.loop import RLTrainer
+from nemo_style_aligner.rl.rewards import RewardSum
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.engine_setup import require_kv_cache
 from nemo_style_aligner.rl.rollouts.prompts import build_prompt_sources
@@ -60,9 +61,9 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     longest = longest_trained if val_prompts is None else max(longest_trained, val_prompts.longest + longest_response)
     require_kv_cache(cfg, longest)
     settings = RLSettings.from_config(cfg, train_prompts.batches_per_epoch)
-    scorer = build_scorer(
-        cfg, run, settings.advantages.estimator
-    )  # before any weight is read: the secret may be missing
+    scorer = build_scorer(cfg, run, settings.advantages.estimator)  # the secret may be missing: before weights are read
+    if isinstance(scorer.rewards, RewardSum):
+        scorer.rewards.check(train_prompts.lines() | ({} if val_prompts is None else val_prompts.lines()))
     actor = build_actor(cfg, base, base.load(), settings)
     num_rollouts = train_prompts.batch_size * train_prompts.samples_per_prompt
     vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)

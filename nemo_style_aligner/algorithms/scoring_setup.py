@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.parallel.ending import fail_job
@@ -22,7 +23,6 @@ from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.http_connection import server_url
 from nemo_style_aligner.servers.reward_client import RewardClient
 
-REWARDS = "trainer.ppo.rewards"
 _INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted
 
 
@@ -30,13 +30,24 @@ def build_scorer(cfg: DictConfig, run: Run, estimator: Estimator) -> Scorer:
     """The reward source of the job, and its critic if the estimator needs values."""
     critic = build_remote_critic(cfg, run) if estimator.needs_values else None
     service: Callable[[], RewardSource] = lambda: _reward_service(cfg) if critic is None else critic  # noqa: E731
-    rewards = build_reward_source(
-        cfg.trainer.ppo.rewards, REWARDS, service=service, limits=_limits(cfg), token=shared_token(cfg)
-    )
+    rewards = service() if cfg.trainer.ppo.rewards is None else _listed_rewards(cfg, service)
     timeouts = cfg.remote_critic_rm.timeouts
     silence = 2 * sum(float(timeouts[key]) for key in ("total_seconds", "restart_seconds"))
     described = "the rewards" if critic is None else "the critic and the rewards"
-    return Scorer(service() if rewards is None else rewards, critic, silence, described)
+    return Scorer(rewards, critic, silence, described)
+
+
+def _listed_rewards(cfg: DictConfig, service: Callable[[], RewardSource]) -> RewardSource:
+    listed: Any = OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True)
+    functions = cfg.trainer.ppo.reward_functions
+    return build_reward_source(
+        listed,
+        service=service,
+        limits=_limits(cfg),
+        token=shared_token(cfg),
+        threads=functions.threads,
+        seconds=float(functions.seconds),
+    )
 
 
 def _reward_service(cfg: DictConfig) -> RewardSource:

@@ -60,7 +60,7 @@ class FunctionRewards:
         seconds: float = DEFAULT_SECONDS,
         max_parallel: int | None = None,
     ) -> None:
-        _require_three_arguments(function, name)
+        require_arguments(function, f"the reward function {name}")
         self._function, self._name, self._seconds = function, name, seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         if _is_coroutine_function(function):
@@ -203,7 +203,8 @@ def _is_coroutine_function(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _require_three_arguments(function: RewardFunction, name: str) -> None:
+def require_arguments(function: RewardFunction, what: str) -> None:
+    """Make sure that a function takes what it gets; ``what`` it is, for the message. Raises `UserCodeError`."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of C code that does not say
@@ -211,9 +212,8 @@ def _require_three_arguments(function: RewardFunction, name: str) -> None:
     try:
         signature.bind("", "", {})
     except TypeError as error:
-        raise UserCodeError(
-            f"the reward function {name} takes {signature}, but is called with (prompt, response, line): {error}"
-        ) from error
+        message = f"{what} takes {signature}, but is called with (prompt, response, line): {error}"
+        raise UserCodeError(message) from error
 
 
 def _as_number(reward: Any) -> float | None:

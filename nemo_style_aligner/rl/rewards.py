@@ -20,7 +20,7 @@ import torch
 from nemo_style_aligner.data.answers import is_right
 from nemo_style_aligner.data.answers import problem_of as problem_of_answer
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.servers.http_client import RequestRefusedError
@@ -199,23 +199,20 @@ class RewardSum:
         problems = ((source.name, source.source.problem_of(line)) for source in chosen)
         return next((f"reward {name}: {problem}" for name, problem in problems if problem is not None), None)
 
-    def check(self, records: Sequence[Record], key: str) -> None:
-        """Make sure that responses to all these prompts can be scored, and that each source is for some of them.
+    def check(self, lines: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make sure that responses to all prompts can be scored, and that each source is for some of them.
 
         Args:
-            records: of training and validation.
-            key: of the config, for messages.
+            lines: of training and validation, by their places, such as ``train.jsonl:7``.
 
         Raises:
             DataError: the message names the first such lines, and how many there are.
         """
         for source in self.sources:
-            if not any(source.takes(record.fields) for record in records):
-                raise DataError(f"{key}: no line of the prompts is for {source.name}: {_misfit(source, records)}")
+            if not any(source.takes(line) for line in lines.values()):
+                raise DataError(f"no line of the prompts is for reward {source.name}: {_misfit(source, lines)}")
         problems = [
-            f"{record.path}:{record.line}: {problem}"
-            for record in records
-            if (problem := self.problem_of(record.fields)) is not None
+            f"{place}: {problem}" for place, line in lines.items() if (problem := self.problem_of(line)) is not None
         ]
         if problems:
             more = len(problems) - _MOST_PROBLEMS
@@ -250,15 +247,15 @@ class RewardSum:
             source.source.close()
 
 
-def _misfit(source: WeightedSource, records: Sequence[Record]) -> str:
+def _misfit(source: WeightedSource, lines: Mapping[str, Mapping[str, Any]]) -> str:
     """Which field of `only` fits no line, or that they do not fit together."""
     for field, wanted in source.only.items():
-        there = {repr(record.fields[field]) for record in records if field in record.fields}
+        there = {repr(line[field]): None for line in lines.values() if field in line}
         if not there:
-            keys = sorted({key for record in records for key in record.fields})
+            keys = sorted({key for line in lines.values() for key in line})
             return f"none has the field {field!r} of its `only`; their fields are {some_of(keys, 20)}"
-        if not any(_same(record.fields.get(field), value) for record in records for value in wanted):
-            return f"{field!r} is never {' or '.join(map(repr, wanted))}, but {some_of(sorted(there))}"
+        if not any(_same(line.get(field), value) for line in lines.values() for value in wanted):
+            return f"{field!r} is never {' or '.join(map(repr, wanted))}, but {some_of([*there])}"
     return f"none has all that its `only` wants, {dict(source.only)}"
 
 

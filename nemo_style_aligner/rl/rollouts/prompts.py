@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,11 @@ class PromptSource:
     def longest(self) -> int:
         """Tokens of the longest prompt, BOS included."""
         return max(len(self._dataset[i].token_ids) for i in range(len(self._dataset)))
+
+    def lines(self) -> dict[str, Mapping[str, Any]]:
+        """Each prompt's line, by the place where it is."""
+        items = (self._dataset[index] for index in range(len(self._dataset)))
+        return {item.place: item.line for item in items}
 
     def batch(self, consumed_samples: int) -> list[Prompt]:
         """The next ``batch_size`` prompts after ``consumed_samples``, each as often as it has samples."""
