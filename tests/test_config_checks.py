@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import re
 import os
+import re
 import shlex
 import sys
 import types
