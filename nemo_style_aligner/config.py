@@ -118,8 +118,12 @@ def _with_quotes(override: str) -> str:
     """``key=value``, the value in quotes if it is text that hydra's grammar would not accept.
 
     Such are paths (with a name that has ``step=30`` in it, say) and templates (``{input} {output}``).
+    NeMo-Aligner's guides have interpolations with a backslash that a shell leaves there, ``"\\${multiply:1e-6,2}"``:
+    its jobs compute them all the same.
     """
     key, _, value = override.partition("=")
+    if escaped := re.fullmatch(r'"\\(\$\{.*\})"', value):
+        return f"{key}={escaped[1]}"
     quote = '"' if "'" in value else "'"
     if quote in value or value.endswith("\\"):
         return override

@@ -54,6 +54,8 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey("model.forward_mbs", moved_to="model.forward_micro_batch_size"),
     LegacyKey("model.offload_adam_states", moved_to="model.ppo.offload_adam_states"),
     LegacyKey("inference.micro_batch_size", moved_to="inference.inference_micro_batch_size"),
+    # Of the reward model's service, in the guide of REINFORCE
+    LegacyKey("trainer.reinforce.inference_micro_batch_size", moved_to="inference.inference_micro_batch_size"),
     LegacyKey("model.resume_from_checkpoint", moved_to="exp_manager.resume_from_checkpoint"),
     LegacyKey("model.save_nemo_on_validation_end", moved_to="exp_manager.checkpoint_callback_params.always_save_nemo"),
     # Lightning
@@ -88,7 +90,7 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
         allowed=(1.0, *_NONE),
         counts_are_others=True,
     ),
-    LegacyKey("trainer.ppo.rollout_batch_seq_length", "has no effect: batches are padded to their longest sequence"),
+    LegacyKey("trainer.ppo.rollout_batch_seq_length", "has no effect: sequences are packed without padding"),
     LegacyKey("trainer.ppo.pad_sequence_length_to_multiple", "has no effect: sequences are packed without padding"),
     LegacyKey("model.ppo.val_rollout_micro_batch_size", "has no effect: see trainer.ppo.generation.num_slots"),
     # The model's build
@@ -181,6 +183,14 @@ COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
     "global_batch_size": ("batch_size", "train_batch_size", "mini_batch_size", "gbs", "ppo_mini_batch_size"),
     "micro_batch_size": ("batch_size", "micro_batch", "per_device_train_batch_size", "mbs", "micro_train_batch_size"),
     "num_rollout_samples": ("rollout_batch_size", "num_rollouts", "rollouts", "num_rollouts_per_step"),
+    "num_rollouts_per_prompt": ("num_generations", "group_size", "n_samples_per_prompt", "num_generations_per_prompt"),
+    "estimator": ("adv_estimator", "advantage_estimator"),
+    "policy_loss": ("loss_type", "loss_fn"),
+    "loss_aggregation": ("loss_agg_mode", "token_level_loss", "loss_type"),
+    "ratio_eps_high": ("clip_ratio_high", "epsilon_high", "eps_clip_high", "ratio_clip_max", "clip_ratio_h"),
+    "dual_clip": ("clip_ratio_c", "ratio_clip_c"),
+    "kl_in": ("use_kl_loss", "use_kl_in_reward"),
+    "rewards": ("reward_funcs", "reward_function", "custom_reward_function", "rm_type"),
     "max_epochs": ("epochs", "num_epochs", "num_train_epochs", "total_epochs", "n_epochs"),
     "num_ppo_epochs": ("ppo_epochs", "update_epochs"),
     "max_steps": ("steps", "num_steps", "total_steps", "train_steps", "max_iters", "train_iters", "num_iterations"),

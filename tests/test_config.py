@@ -13,7 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner import command_line, config
+from nemo_style_aligner import command_line, config, section_names
 from nemo_style_aligner.algorithms import run_settings
 from nemo_style_aligner.algorithms.run_settings import changed_settings, settings_of_run
 from nemo_style_aligner.config import (
@@ -28,8 +28,10 @@ from nemo_style_aligner.config import (
     register_resolvers,
 )
 from nemo_style_aligner.legacy_keys import COMMON_NAMES, LEGACY_KEYS
+from nemo_style_aligner.section_names import names_of
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
 
-JOBS = ("gpt_ppo_actor", "gpt_ppo_critic", "training_rm", "gpt_sft", "inference_rm")
+JOBS = ("gpt_ppo_actor", "gpt_reinforce_actor", "gpt_ppo_critic", "training_rm", "gpt_sft", "inference_rm")
 
 # The flags of NeMo-Aligner's RLHF tutorial, as typed there; of its SFT guide; and of its TensorRT-LLM section.
 COMMANDS = {
@@ -118,6 +120,64 @@ COMMANDS = {
         "trainer.flask_server.enable=True",
         {"trainer.ppo.batch_iterator.use_flask": True},
     ),
+    "REINFORCE, terminal": (  # as the shell leaves it; in the Slurm script the learning rate has no backslash
+        "gpt_reinforce_actor",
+        r"""'model.data.data_prefix={train: [/a/train.jsonl], validation: [/a/val.jsonl], test: [/a/val.jsonl]}'
+        'pretrained_checkpoint.restore_from_path="/path/to/sft_checkpoint.nemo"'
+        exp_manager.checkpoint_callback_params.save_top_k=1 'exp_manager.explicit_log_dir="/path/to/results"'
+        trainer.reinforce.max_epochs=1 trainer.reinforce.max_steps=313 trainer.reinforce.val_check_interval=4
+        trainer.num_nodes=1 trainer.devices=8 trainer.reinforce.trt_llm.enable=True
+        trainer.reinforce.trt_llm.reshard=True trainer.reinforce.trt_llm.unload_engine_train=False
+        ++model.tensor_model_parallel_size=4 ++model.reinforce.num_rollout_samples=32 model.global_batch_size=32
+        model.micro_batch_size=1 'model.optim.lr="\${multiply:1e-6,1.001}"' model.optim.sched.warmup_steps=0
+        model.optim.sched.constant_steps=312 model.optim.sched.min_lr=1e-6 model.optim.weight_decay=0.01
+        model.reinforce.rollout_micro_batch_size=16 model.reinforce.forward_micro_batch_size=16
+        model.reinforce.val_rollout_micro_batch_size=8 model.data.data_impl=jsonl remote_rm.reward_model.ip=localhost
+        remote_rm.reward_model.port=5555 ++model.reinforce.length_params.max_length=2048
+        trainer.reinforce.initial_policy_kl_penalty=0.01 ++model.optim.bucket_cap_mb=200
+        ++model.dist_ckpt_format=zarr ++model.optim.overlap_grad_sync=False ++model.optim.contiguous_grad_buffer=True
+        ++model.enable_nge=True trainer.reinforce.batch_iterator.use_flask=False
+        trainer.reinforce.rollout_batch_seq_length=4096""",
+        {
+            "trainer.ppo.max_steps": 313,
+            "trainer.ppo.save_interval": 4,
+            "trainer.ppo.trt_llm.max_input_len": 2048,
+            "trainer.ppo.num_rollouts_per_prompt": 4,
+            "model.ppo.num_val_samples": 32,
+            "model.optim.lr": 1e-6 * 1.001,
+            "remote_critic_rm.reward_model.port": 5555,
+        },
+    ),
+    "REINFORCE, functional test": (  # without what it removes: `test_what_removes_a_section_in_nemos_scripts`
+        "gpt_reinforce_actor",
+        """"++model.data.data_prefix={train: [/a/s.jsonl], validation: [/a/s.jsonl], test: [/a/s.jsonl]}"
+        pretrained_checkpoint.restore_from_path=/path/to/actor.nemo exp_manager.explicit_log_dir=/tmp/actor_results
+        exp_manager.create_wandb_logger=True exp_manager.wandb_logger_kwargs.name=reinforce_test_actor
+        exp_manager.wandb_logger_kwargs.project=reinforce_test exp_manager.create_checkpoint_callback=True
+        trainer.num_nodes=1 trainer.devices=2 trainer.reinforce.trt_llm.enable=True ++model.offload_adam_states=False
+        trainer.reinforce.trt_llm.reshard=True trainer.reinforce.val_check_interval=2
+        ++trainer.reinforce.save_interval=2 ++model.micro_batch_size=1 ++model.global_batch_size=2
+        ++model.tensor_model_parallel_size=1 ++model.pipeline_model_parallel_size=2 ++model.reinforce.entropy_bonus=0.0
+        ++model.reinforce.ratio_eps=0.2 ++model.encoder_seq_length=64
+        ++exp_manager.checkpoint_callback_params.save_top_k=10 ++model.reinforce.num_rollout_samples=2
+        ++model.reinforce.rollout_micro_batch_size=1 ++model.reinforce.length_params.max_length=32
+        ++model.reinforce.forward_micro_batch_size=1 trainer.reinforce.initial_policy_kl_penalty=0.03
+        trainer.reinforce.rollout_batch_seq_length=32 ++trainer.reinforce.flask_server.enable=True
+        ++model.optim.lr=9e-7 ++model.optim.sched.min_lr=8.9999e-07 ++model.activations_checkpoint_granularity=full
+        ++model.activations_checkpoint_method=uniform ++model.activations_checkpoint_num_layers=1
+        ++model.optim.bucket_cap_mb=200 ++model.optim.overlap_grad_sync=False ++model.optim.contiguous_grad_buffer=True
+        ++model.enable_nge=True remote_rm.reward_model.ip=localhost remote_rm.reward_model.port=5555
+        +model.overwrite_base_config.optim=True model.reinforce.sampling_params.use_greedy=True
+        trainer.reinforce.save_interval=0 trainer.reinforce.max_steps=3 trainer.reinforce.trt_llm.model_type=llama
+        ++model.dist_ckpt_load_strictness=log_all""",
+        {
+            "trainer.ppo.save_interval": 0,
+            "trainer.ppo.batch_iterator.use_flask": True,
+            "model.ppo.offload_adam_states": False,
+            "model.ppo.sampling_params.use_greedy": True,
+            "trainer.ppo.trt_llm.max_input_len": 32,
+        },
+    ),
     "SFT": (
         "gpt_sft",
         """trainer.precision=bf16 trainer.num_nodes=1 trainer.devices=8 trainer.sft.max_steps=-1
@@ -176,6 +236,12 @@ GIVEN_ELSEWHERE = {
         model.overwrite_base_config.optim=True model.pipeline_model_parallel_size=1 model.tensor_model_parallel_size=1
         model.ppo.combine_rm_and_critic_server=True trainer.ppo.flask_server.enable=True
         exp_manager.create_checkpoint_callback=True""",
+    "gpt_reinforce_actor": """model.activations_checkpoint_granularity=full model.activations_checkpoint_num_layers=1
+        model.activations_checkpoint_method=uniform model.enable_nge=True model.offload_adam_states=False
+        model.overwrite_base_config.optim=True model.pipeline_model_parallel_size=2 model.tensor_model_parallel_size=1
+        model.dist_ckpt_format=zarr model.dist_ckpt_load_strictness=log_all model.reinforce.entropy_bonus=0.0
+        model.reinforce.ratio_eps=0.2 trainer.reinforce.flask_server.enable=True trainer.reinforce.save_interval=2
+        exp_manager.create_checkpoint_callback=True""",
     "inference_rm": """inference.micro_batch_size=2 model.dist_ckpt_load_strictness=log_all
         model.pipeline_model_parallel_size=1 model.tensor_model_parallel_size=1""",
 }
@@ -185,10 +251,10 @@ GIVEN_ELSEWHERE = {
 def test_keys_of_the_guides_and_functional_tests_are_honoured_or_reported(job: str) -> None:
     needed = [f"{key}=x" for key in OmegaConf.missing_keys(load_defaults(job)) if key.startswith("model.")]
     cfg = composed(job, *needed, *shlex.split(GIVEN_ELSEWHERE[job]))
-    notes = "\n".join(check_config(cfg, job))
+    notes = names_of(job).said("\n".join(check_config(cfg, job)))
     for given in shlex.split(GIVEN_ELSEWHERE[job]):
         key = given.partition("=")[0]
-        default = OmegaConf.select(load_defaults(job), key, default=sys)
+        default = OmegaConf.select(names_of(job).written(load_defaults(job)), key, default=sys)
         assert default is not sys or f"{key}=" in notes or key == "exp_manager.create_checkpoint_callback", key
 
 
@@ -244,6 +310,78 @@ def test_every_key_is_explained(job: str) -> None:
             unexplained.append(line.strip())
         above = line
     assert unexplained == []
+
+
+def test_a_reinforce_user_reads_the_names_of_the_jobs_own_file() -> None:
+    job = "gpt_reinforce_actor"
+    said = names_of(job).said
+    cfg = composed(job, "trainer.reinforce.gradient_clip=1", "remote_rm.pad_to_lenght=1", "model.reinforce=null")
+    with pytest.raises(ConfigError) as error:
+        check_config(cfg, job)
+    assert said(str(error.value)).splitlines()[:3] == [
+        "conf/gpt_reinforce_actor.yaml has no such keys:",
+        "  trainer.reinforce.gradient_clip; did you mean trainer.reinforce.gradient_clip_val?",
+        "  remote_rm.pad_to_lenght; did you mean remote_rm.pad_to_length or remote_rm.token?",
+    ]
+    assert "model.reinforce=null: this key needs a value" in said(str(error.value))
+    text = "/trainer.ppo/model.ppo x.trainer.ppo trainer.ppo_x: no keys; trainer.ppo.x, (model.ppo) `remote_critic_rm`"
+    assert said(text) == text.partition(";")[0] + "; trainer.reinforce.x, (model.reinforce) `remote_rm`"
+    assert names_of("gpt_ppo_actor").said(text) == text
+
+
+@pytest.mark.parametrize("key", ["trainer.ppo.max_steps=1", "model.ppo={ratio_eps: 0.1}", "remote_critic_rm.token=x"])
+def test_the_ppo_jobs_sections_are_refused_in_the_reinforce_job(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"this section of conf/gpt_reinforce_actor.yaml is (trainer|model|remote)"):
+        composed("gpt_reinforce_actor", key)
+
+
+def test_renamed_sections_keep_their_interpolations() -> None:
+    names = names_of("gpt_reinforce_actor")
+    given = OmegaConf.create(
+        {
+            "trainer": {
+                "reinforce": {"max_steps": 3, "of": "${trainer.reinforce.max_steps}", "beside": "${.max_steps}"},
+                "max_steps": "${.reinforce.max_steps}",
+                "x": {"z": "${..reinforce.of}"},
+            },
+            "model": {"reinforce": {"trt_llm": "${trainer.reinforce}", "list": ["${model.reinforce.trt_llm.of}", "a"]}},
+            "remote_rm": {"reinforce": "/remote_rm/trainer.reinforce"},
+        }
+    )
+    read = names.read(given)
+    values = (read.trainer.max_steps, read.trainer.ppo.of, read.trainer.ppo.beside, read.trainer.x.z)
+    assert values == (3, 3, 3, 3) and read.model.ppo.list == [3, "a"] and read.model.ppo.trt_llm.max_steps == 3
+    assert read.remote_critic_rm.reinforce == "/remote_rm/trainer.reinforce"  # no section, and no interpolation
+    assert "reinforce" not in read.trainer and names.written(read) == given
+
+
+def test_actors_have_the_same_defaults_but_for_their_algorithm() -> None:
+    ppo, other = load_defaults("gpt_ppo_actor"), load_defaults("gpt_reinforce_actor")
+    keys, others = set(config._leaves(ppo)), set(config._leaves(other))
+    assert others <= keys
+    of_critic = ("trainer.ppo.critic_", "trainer.ppo.gae_lambda", "remote_critic_rm.")
+    assert all(key.startswith(of_critic) for key in keys - others)
+    differing = {key for key in others if OmegaConf.select(ppo, key) != OmegaConf.select(other, key)}
+    assert differing == {
+        *(f"trainer.ppo.{name}" for name in ("estimator", "num_rollouts_per_prompt", "policy_loss")),
+        *(f"exp_manager.{name}" for name in ("name", "wandb_logger_kwargs.project", "wandb_logger_kwargs.name")),
+        "exp_manager.checkpoint_callback_params.filename",
+    }
+
+
+def test_hyperparameters_are_kept_by_the_names_of_the_jobs_file(tmp_path: Path) -> None:
+    cfg = composed("gpt_reinforce_actor", "trainer.reinforce.max_steps=7", "remote_rm.token=s3cret")
+    section_names.speak_as("gpt_reinforce_actor")
+    try:
+        metrics = MetricsLogger(tmp_path, 0)
+        metrics.log_hyperparameters(cfg)
+        metrics.close()
+    finally:
+        section_names.speak_as("gpt_ppo_actor")
+    kept = OmegaConf.load(tmp_path / "hyperparameters.yaml")
+    assert kept.trainer.reinforce.max_steps == 7 and kept.remote_rm.token == "(secret)"
+    assert kept.trainer.reinforce.trt_llm.max_input_len == 2048
+    assert not {"ppo", "remote_critic_rm"} & {*kept, *kept.trainer, *kept.model}
 
 
 def test_unknown_keys_are_all_named_with_their_nearest() -> None:
@@ -457,7 +595,7 @@ def test_targets_of_moved_keys_exist() -> None:
             assert any(value is not sys for value in found), legacy.moved_to
 
 
-@pytest.mark.parametrize("job", JOBS[:4])
+@pytest.mark.parametrize("job", JOBS[:5])
 def test_what_may_differ_between_starts_of_a_run_is_not_remembered(job: str) -> None:
     first, second = load_defaults(job), load_defaults(job)
     second.trainer.devices, second.exp_manager.max_time_per_run = 8, "00:00:10:00"

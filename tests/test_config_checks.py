@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shlex
 import sys
 import types
@@ -42,7 +43,7 @@ PATH_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_fil
 DATA = str(Path(__file__))  # whose being there is all that is looked at
 PREFIX = f"model.data.data_prefix={{train: ['{DATA}']}}"
 SFT_FILES = (f"model.data.train_ds.file_path={DATA}", "model.data.validation_ds.file_path=null")
-GIVEN = {"gpt_sft": SFT_FILES, "training_rm": (PREFIX,), "gpt_ppo_actor": (PREFIX,)}
+GIVEN = {"gpt_sft": SFT_FILES} | dict.fromkeys(("training_rm", "gpt_ppo_actor", "gpt_reinforce_actor"), (PREFIX,))
 
 
 @pytest.fixture(scope="module")
@@ -701,6 +702,90 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_actor", 6, "trainer.ppo.rollout_devices=2 trainer.ppo.generation.tensor_parallel_size=4",
         ("trainer.ppo.generation.tensor_parallel_size=4: 2 ranks cannot be divided into groups of 4",),
     ),
+    "groups": (
+        "gpt_ppo_actor", 2,
+        "trainer.ppo.estimator=grpo trainer.ppo.critic_warmup_steps=2 trainer.ppo.dynamic_sampling.enable=True "
+        "trainer.ppo.staleness=1 trainer.ppo.rollout_devices=1 remote_critic_rm.critic.ip=of/no/interest",
+        (
+            "trainer.ppo.estimator=grpo, trainer.ppo.num_rollouts_per_prompt=1: it compares the responses to a prompt",
+            "trainer.ppo.critic_warmup_steps=2, trainer.ppo.estimator=grpo: there is no critic to warm up",
+            "trainer.ppo.dynamic_sampling.enable=True, trainer.ppo.num_rollouts_per_prompt=1: it compares the rewards",
+            "trainer.ppo.dynamic_sampling.enable=True, trainer.ppo.staleness=1: what a step generates ahead is fixed",
+        ),
+    ),
+    "responses of a step": (
+        "gpt_reinforce_actor", 1, "model.ppo.num_rollout_samples=9 model.ppo.keep_activations=always",
+        (
+            "model.ppo.num_rollout_samples=9, trainer.ppo.num_rollouts_per_prompt=4: their product, 36, is not a "
+            "multiple of model.global_batch_size=64",
+            "model.ppo.keep_activations=always: with model.ppo.num_rollout_samples=9",
+        ),
+    ),
+    "no critic": (
+        "gpt_reinforce_actor", 1, "trainer.ppo.estimator=gae remote_critic_rm.reward_model.ip=http://a",
+        (
+            "trainer.ppo.estimator=gae needs a critic, which only train_gpt_ppo_actor.py has; choose one of grpo,",
+            "remote_critic_rm.reward_model.ip=http://a: give only a host name",
+        ),
+    ),
+    "losses": (
+        "gpt_reinforce_actor", 1,
+        "trainer.ppo.dual_clip=3 model.ppo.ratio_eps_high=0.3 trainer.ppo.loss_constant_length=100 "
+        "trainer.ppo.kl_in=loss trainer.ppo.initial_policy_kl_penalty=0 trainer.ppo.overlong.buffer_tokens=4000",
+        (
+            "trainer.ppo.dual_clip=3, trainer.ppo.policy_loss=reinforce: only ppo has this bound",
+            "model.ppo.ratio_eps_high=0.3, trainer.ppo.policy_loss=reinforce: only ppo and gspo clip ratios so",
+            "trainer.ppo.loss_constant_length=100, trainer.ppo.loss_aggregation=token_mean: only sequence_sum divides",
+            "trainer.ppo.kl_in=loss, trainer.ppo.initial_policy_kl_penalty=0: there is no penalty to put there",
+            "trainer.ppo.overlong.buffer_tokens=4000 is longer than the longest response, model.ppo.length_params.max_",
+        ),
+    ),
+    "ranges of the algorithm": (
+        "gpt_ppo_actor", 1,
+        "trainer.ppo.dual_clip=1.0 trainer.ppo.kl_in=both trainer.ppo.loss_aggregation=mean model.ppo.ratio_eps_high=0 "
+        "trainer.ppo.reward_functions.threads=0 trainer.ppo.overlong.penalty=-1",
+        (
+            "trainer.ppo.dual_clip=1.0: must be above 1",
+            "trainer.ppo.kl_in=both: choose reward or loss",
+            "trainer.ppo.loss_aggregation=mean: choose token_mean, sequence_mean or sequence_sum",
+            "model.ppo.ratio_eps_high=0: must be above 0",
+            "trainer.ppo.reward_functions.threads=0: must be in [1, 10000]",
+            "trainer.ppo.overlong.penalty=-1: must be 0 or more",
+        ),
+    ),
+    "no group at all": (
+        "gpt_reinforce_actor", 1, "trainer.ppo.num_rollouts_per_prompt=0",
+        ("trainer.ppo.num_rollouts_per_prompt=0: must be 1 or more",),
+    ),
+    "functions of one's own": (
+        "gpt_ppo_actor", 1,
+        "trainer.ppo.estimator=/none.py:mine trainer.ppo.policy_loss=mine "
+        "'trainer.ppo.rewards=[{name: a, source: /none.py:f}]'",
+        (
+            "trainer.ppo.estimator=/none.py:mine: /none.py: no such file",
+            "trainer.ppo.policy_loss=mine: choose ppo, gspo, cispo, reinforce, or give a file",
+            "trainer.ppo.rewards[0].source=/none.py:f: /none.py: no such file",
+        ),
+    ),
+    "sources of rewards": (
+        "gpt_reinforce_actor", 1,
+        "'trainer.ppo.rewards=[{name: a, source: http://h}, {name: a, source: service, weigth: 2, weight: .nan}, math, "
+        "{name: b/c, source: exact_match, only: math}]'",
+        (
+            "trainer.ppo.rewards[0].source=http://h: choose exact_match, math_verify, service, http://HOST:PORT/NAME",
+            "trainer.ppo.rewards[1] has no weigth: its keys are name, source, weight, only",
+            "trainer.ppo.rewards[1].name=a: another source has this name",
+            "trainer.ppo.rewards[1].weight=nan: must be a finite number",
+            "trainer.ppo.rewards[2]=math: give {name: NAME, source: SOURCE}",
+            "trainer.ppo.rewards[3].name=b/c: give a plain word",
+            "trainer.ppo.rewards[3].only=math: give fields",
+        ),
+    ),
+    "no source of rewards": ("gpt_ppo_actor", 1, "trainer.ppo.rewards=[]", ("trainer.ppo.rewards=[]: nothing would",)),
+    "a reward model that is not there": (
+        "gpt_ppo_actor", 1, "'trainer.ppo.rewards=[{name: rm, source: /none/rm.nemo}]'",
+        ("trainer.ppo.rewards[0].source=/none/rm.nemo does not exist",),
+    ),
     "no heads": ("gpt_sft", 1, "model.num_attention_heads=0", ("num_attention_heads must be at least 1, got 0",)),
     "heads of no size": ("gpt_sft", 1, "model.kv_channels=-1", ("kv_channels must be at least 1, got -1",)),
     "rotation": ("gpt_sft", 1, "model.rotary_base=.nan", ("rotary_base must be a number above 0, got nan",)),
@@ -733,6 +818,74 @@ def test_ranks_and_micro_batches_need_not_divide_a_global_batch(model: Path, job
     assert problems(model, job, line, ranks) == []
 
 
+OWN = """
+from nemo_style_aligner.rl.estimators import estimator
+
+@estimator(needs_groups=False)
+def mine(step):
+    return step.spread(step.rewards), None
+
+def compared(step):
+    return step.spread(step.rewards - step.group_mean(step.rewards)), None
+
+def loss(given, settings):
+    return -given.advantages * given.logprobs, {}
+
+def reward(prompt, response, line):
+    return 1.0
+"""
+
+
+def test_algorithms_and_rewards_that_are_possible(model: Path, tmp_path: Path) -> None:
+    """Those of the package, and a user's; without a critic, what is said of one does not count."""
+    (own := tmp_path / "own.py").write_text(OWN)
+    rewards = f"'trainer.ppo.rewards=[{{name: a, source: {own}:reward, weight: 2, only: {{topic: [x, y]}}}}, "
+    rewards += f"{{name: b, source: exact_match}}, {{name: rm, source: {model}}}, {{name: c, source: http://h:1/m}}]'"
+    lines = (
+        "trainer.ppo.dual_clip=3 model.ppo.ratio_eps_high=0.28 trainer.ppo.kl_in=loss",
+        "trainer.ppo.estimator=grpo trainer.ppo.num_rollouts_per_prompt=8 trainer.ppo.dynamic_sampling.enable=True",
+        "trainer.ppo.num_rollouts_per_prompt=3 model.ppo.num_rollout_samples=64",
+        "trainer.ppo.loss_aggregation=sequence_sum trainer.ppo.loss_constant_length=100",
+        f"trainer.ppo.estimator={own}:mine trainer.ppo.policy_loss={own}:loss trainer.ppo.dual_clip=2 {rewards}",
+        "trainer.ppo.estimator=reinforce_plus_plus remote_critic_rm.critic.port=5555",
+        f"{rewards} remote_critic_rm.combine_rm_and_critic_server=False remote_critic_rm.reward_model.port=5556",
+    )
+    assert {line: found for line in lines if (found := problems(model, "gpt_ppo_actor", line))} == {}
+    (found,) = problems(model, "gpt_ppo_actor", f"trainer.ppo.estimator={own}:compared")
+    assert found.endswith("num_rollouts_per_prompt=1: it compares the responses to a prompt; give 2 or more")
+
+
+def test_settings_that_do_nothing_are_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def told(line: str) -> list[str]:
+        caplog.clear()
+        given = [f"pretrained_checkpoint.restore_from_path={model}", f"exp_manager.explicit_log_dir={model.parent}"]
+        check_job("gpt_ppo_actor", composed("gpt_ppo_actor", *given, PREFIX, *line.split()), 1)
+        return [record.getMessage() for record in caplog.records]
+
+    assert told("trainer.ppo.gae_lambda=0.9") == []
+    assert told("trainer.ppo.estimator=reinforce_plus_plus trainer.ppo.policy_loss=gspo model.ppo.ratio_eps=1e-3") == []
+    assert told(
+        "trainer.ppo.estimator=reinforce_plus_plus remote_critic_rm.critic.ip=h remote_critic_rm.critic.port=7 "
+        "trainer.ppo.gae_lambda=0.9 trainer.ppo.policy_loss=reinforce model.ppo.ratio_eps=0.1 "
+        "model.ppo.cispo_ratio_max=9 trainer.ppo.overlong.penalty=2 trainer.ppo.dynamic_sampling.max_rounds=9 "
+        "trainer.ppo.reward_functions.seconds=1"
+    ) == [
+        f"{keys}: no effect with {reason}"
+        for keys, reason in (
+            (
+                "remote_critic_rm.critic.ip=h, remote_critic_rm.critic.port=7",
+                "trainer.ppo.estimator=reinforce_plus_plus",
+            ),
+            ("trainer.ppo.gae_lambda=0.9", "trainer.ppo.estimator=reinforce_plus_plus"),
+            ("model.ppo.ratio_eps=0.1", "trainer.ppo.policy_loss=reinforce"),
+            ("model.ppo.cispo_ratio_max=9", "trainer.ppo.policy_loss=reinforce"),
+            ("trainer.ppo.dynamic_sampling.max_rounds=9", "trainer.ppo.dynamic_sampling.enable=False"),
+            ("trainer.ppo.overlong.penalty=2", "trainer.ppo.overlong.buffer_tokens=0"),
+            ("trainer.ppo.reward_functions.seconds=1", "trainer.ppo.rewards=None"),
+        )
+    ]
+
+
 def test_names_of_checkpoints_and_hosts_that_are_possible(model: Path) -> None:
     filename = "exp_manager.checkpoint_callback_params.filename"
     for name in ("{step:05d}-{epoch}-{val_loss:.3f}", "a/{train_loss:8.2e}", "run.1", "{consumed_samples:,}"):
@@ -762,7 +915,7 @@ def test_what_is_in_the_place_of_checkpoints(model: Path, tmp_path: Path) -> Non
     checkpoints.symlink_to(tmp_path / "disk")
     for job in JOBS:
         found = [problem for problem in problems(model, job, line) if "checkpoints cannot be written to" in problem]
-        assert len(found) == (job in ("gpt_sft", "training_rm", "gpt_ppo_actor", "gpt_ppo_critic")), (job, found)
+        assert len(found) == (job != "inference_rm"), (job, found)
     assert f"({checkpoints} is not a folder): make it" in problems(model, "gpt_sft", line)[0]
     (tmp_path / "disk").mkdir()
     assert problems(model, "gpt_sft", line) == []
@@ -1000,6 +1153,30 @@ def test_all_are_said_at_once_by_the_job_itself(model: Path, tmp_path: Path) -> 
         "model.ppo.num_rollout_samples",
     }
     assert not (tmp_path / "log").exists()
+
+
+def test_the_reinforce_job_speaks_of_its_own_keys(model: Path, tmp_path: Path) -> None:
+    """In its errors and in its log, text or JSON, whoever says it."""
+    command = script(
+        "train_gpt_reinforce_actor.py",
+        f"pretrained_checkpoint.restore_from_path={model}",
+        f"exp_manager.explicit_log_dir={tmp_path / 'log'}",
+        PREFIX,
+    )
+    wrong = ("trainer.reinforce.estimator=gae", "model.reinforce.ratio_eps=0", "remote_rm.reward_model.port=0")
+    job = Job([*command, *wrong, "model.reinforce.length_params.max_length=9000"], tmp_path / "wrong.log")
+    assert job.wait(90) == 2, job.describe()
+    lines = [line.strip() for line in job.output().splitlines()]
+    start = lines.index("error: these settings cannot work:")
+    keys = {line.split("=")[0].split(" ")[0] for line in lines[start + 1 :]}
+    assert {"trainer.reinforce.estimator", "model.reinforce.ratio_eps", "remote_rm.reward_model.port"} < keys
+    # Far enough to log what keys of NeMo-Aligner's mean: the archive has no weights to read.
+    noted = ("trainer.reinforce.flask_server.enable=True", "exp_manager.log_format=json")
+    job = Job([*command, *noted], tmp_path / "noted.log")
+    assert job.wait(90) not in (0, None), job.describe()
+    assert "flask_server.enable=True is taken as trainer.reinforce.batch_iterator.use_flask=True" in job.output()
+    for log in ("wrong.log", "noted.log"):
+        assert not re.search(r"(trainer|model)\.ppo|remote_critic_rm", (tmp_path / log).read_text())
 
 
 def test_a_step_ahead_is_corrected_for_unless_told_otherwise(model: Path) -> None:

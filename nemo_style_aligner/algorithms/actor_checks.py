@@ -26,13 +26,10 @@ _PPO_LENGTH = "model.ppo.length_params.max_length"
 
 
 def _rollout_batches(view: JobView) -> Iterator[str]:
-    samples, of_each = RESPONSES
     if not view.get(GLOBAL_BATCH) or view.responses is None or view.responses % view.get(GLOBAL_BATCH) == 0:
         return
-    responses = view.said(samples)
-    if view.get(of_each) != 1:
-        responses = f"{view.said(*RESPONSES)}: their product, {view.responses},"
-    yield f"{responses} is not a multiple of {view.said(GLOBAL_BATCH)}; change one of them"
+    product = "" if view.get(RESPONSES[1]) == 1 else f": their product, {view.responses},"
+    yield f"{view.responses_said}{product} is not a multiple of {view.said(GLOBAL_BATCH)}; change one of them"
 
 
 def _rollout_lengths(view: JobView) -> Iterator[str]:

@@ -35,7 +35,6 @@ from nemo_style_aligner.algorithms.job_view import (
     MICRO_BATCH,
     POSITIONS,
     PP,
-    RESPONSES,
     ROLLOUT_RANKS,
     TP,
     Check,
@@ -334,7 +333,7 @@ def _keep_activations(view: JobView) -> Iterator[str]:
     reasons = [why_not_kept(has_second and view.get(placement) == "swap", view.pp_size, drops_out)]
     logprobs = "trainer.ppo.policy_logprobs"
     if view.is_actor and view.get(GLOBAL_BATCH) not in (None, view.responses):
-        reasons.append(f"with {view.said(*RESPONSES, GLOBAL_BATCH)} a step makes several updates")
+        reasons.append(f"with {view.responses_said}, {view.said(GLOBAL_BATCH)} a step makes several updates")
     if view.is_actor and view.get(logprobs) == "engine":
         reasons.append(f"with {view.said(logprobs)} there is no log-prob pass to keep")
     yield from (f"{view.said(key)}: {why}; choose auto or never" for why in reasons if why)

@@ -59,6 +59,11 @@ class JobView:
         return prompts * of_each if isinstance(prompts, int) and isinstance(of_each, int) else None
 
     @property
+    def responses_said(self) -> str:
+        """What makes `responses` as many, for messages."""
+        return self.said(*(RESPONSES if self.get(RESPONSES[1]) != 1 else RESPONSES[:1]))
+
+    @property
     def rollout_ranks(self) -> int:
         """Ranks that only generate."""
         return int(self.get(ROLLOUT_RANKS) or 0)
