@@ -63,7 +63,7 @@ def build_actor() -> Actor:
     optimizer = Optimizer(policy, {}, Schedule(lr=1e-3, name="constant"), clip_grad=1.0)
     # PPO's clipped loss. The entropy bonus keeps the policy guessing until it knows.
     loss = LossSettings(policy_loss="ppo", clip_low=0.2, clip_high=0.2, entropy_bonus=0.01)
-    batching = MicroBatching(num_rows=256)
+    batching = MicroBatching(num_rows=512)
     return Actor(
         policy, optimizer, None, training_batching=batching, forward_batching=batching, temperature=1.0, loss=loss
     )
@@ -73,7 +73,7 @@ def build_actor() -> Actor:
 
 
 def build_engine() -> EmbeddedEngine:
-    engine = EmbeddedEngine(ARCHITECTURE, dtype=torch.float32, num_slots=256, max_sequence_length=16, eos_id=END)
+    engine = EmbeddedEngine(ARCHITECTURE, dtype=torch.float32, num_slots=64, max_sequence_length=16, eos_id=END)
     engine.build()
     return engine
 
@@ -86,7 +86,7 @@ def respond(engine: EmbeddedEngine, prompts: list[str], seed: int, **sampling: b
 
 
 def text_of(result: GenerationResult) -> str:
-    """The response without its end; None of them is right that has not ended."""
+    """The response without its end; "" where it has none, so that it cannot be right."""
     return decode(result.token_ids).removesuffix(".") if result.finish_reason == "stop" else ""
 
 
@@ -114,15 +114,16 @@ def make_step(actor: Actor, engine: EmbeddedEngine, lines: list[dict[str, str]],
     groups = torch.arange(len(samples)) // GROUP
     seen = StepRewards.of(torch.tensor(rewards, dtype=torch.float64), groups, batch.response_lengths)
     batch.columns["advantages"], _ = grpo(seen)
-    # The loss compares the policy with the one that generated: what was better than others becomes likelier.
-    batch.columns["old_logprobs"] = actor.logprobs(batch)
+    # How likely each token was when it was generated: PPO keeps the policy from moving too far from that in one step.
+    batch.columns["old_logprobs"] = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
+    # What was better than its group's others becomes likelier, what was worse less likely.
     actor.update(batch)
     return sum(rewards) / len(rewards)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=160)
     steps = parser.parse_args().steps
     random.seed(0)
     with single_process(seed=1):  # process groups of one rank; jobs have many
@@ -131,9 +132,12 @@ def main() -> None:
             mean_reward = make_step(actor, engine, random.sample(LINES, 32), step)
             if step == 1 or step % 10 == 0:
                 print(f"step {step:3}  mean reward {mean_reward:.3f}", flush=True)
+
         engine.refit(export_weights(actor.model), version=steps + 1)
-        answers = respond(engine, [line["text"] for line in LINES[::9]], seed=0, use_greedy=True)
-        print(*(line["text"] + text_of(answer) for line, answer in zip(LINES[::9], answers, strict=True)))
+        answers = map(text_of, respond(engine, [line["text"] for line in LINES], seed=0, use_greedy=True))
+        sums = [(line["text"] + answer, answer == line["answer"]) for line, answer in zip(LINES, answers, strict=True)]
+        print(*(text for text, _ in sums))
+        print(f"right: {sum(is_right for _, is_right in sums)} of {len(sums)}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from nemo_style_aligner.rl.overlong import overlong_penalty
 from nemo_style_aligner.user_code import UserCodeError
 
 DATA = Path(__file__).parent / "data"
-TRL = json.loads((DATA / "golden_trl.json").read_text())
+TRL = json.loads((DATA / "golden_estimators.json").read_text())
 ALL = list(ESTIMATORS)
 OF_GROUPS = ["grpo", "dr_grpo", "rloo"]
 NAN = math.nan

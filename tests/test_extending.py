@@ -36,7 +36,7 @@ def test_they_are_short() -> None:
 
 def test_estimator(file: Path) -> None:
     """It is TRL's `scale_rewards="batch"`."""
-    golden = json.loads((Path(__file__).parent / "data" / "golden_trl.json").read_text())
+    golden = json.loads((Path(__file__).parent / "data" / "golden_estimators.json").read_text())
     rewards = torch.tensor([torch.nan if reward is None else reward for reward in golden["rewards"]]).double()
     groups = torch.arange(len(rewards)) // golden["group"]
     step = StepRewards.of(rewards, groups, torch.ones(len(rewards), dtype=torch.int64))
@@ -61,11 +61,8 @@ def test_loss(file: Path, advantage: float) -> None:
 def test_reward_function(file: Path) -> None:
     source = FunctionRewards(load_function(f"{file}:reward", "trainer.ppo.rewards"), "reward")
     line = {"text": "2+2=", "answer": "4"}
-    responses = [
-        Sample(i, 0, line, [1, 2], 1, True, lambda _, text=text: text)  # type: ignore[misc]
-        for i, text in enumerate(("4", "5"))
-    ]
-    right, wrong = source.score(responses).result(10)
+    samples = [Sample(i, 0, line, [0, answer], 1, True, lambda ids: str(ids[0])) for i, answer in enumerate((4, 5))]
+    right, wrong = source.score(samples).result(10)
     source.close()
     assert (right.value, wrong.value) == (pytest.approx(0.999), pytest.approx(-0.001))
     assert right.parts == {"right": 1.0, "length": -0.001}

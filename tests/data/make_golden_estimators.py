@@ -1,7 +1,7 @@
-"""Makes golden_trl.json: the advantages that TRL's trainers compute from given rewards. TRL is needed for this alone.
+"""Makes golden_estimators.json: the advantages that TRL's trainers compute from given rewards. Nothing else needs TRL.
 
     python -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0
-    trl/bin/python tests/data/make_golden_trl.py
+    trl/bin/python tests/data/make_golden_estimators.py
 
 Each trainer makes one real step, on the CPU, with a tiny random model; only the rewards are given.
 """
@@ -81,7 +81,7 @@ def main() -> None:
     """Write the file beside this one."""
     with tempfile.TemporaryDirectory() as folder:
         golden = {
-            "note": f"TRL {trl.__version__}, by make_golden_trl.py; null is a reward that is missing",
+            "note": f"TRL {trl.__version__}, by make_golden_estimators.py; null is a reward that is missing",
             "group": GROUP,
             "rewards": REWARDS,
             "grpo": advantages(trl.GRPOTrainer, trl.GRPOConfig, folder, scale_rewards="group"),
@@ -89,7 +89,7 @@ def main() -> None:
             "dr_grpo": advantages(trl.GRPOTrainer, trl.GRPOConfig, folder, scale_rewards="none"),
             "rloo": advantages(trl.RLOOTrainer, trl.RLOOConfig, folder, normalize_advantages=False),
         }
-    Path(__file__).with_name("golden_trl.json").write_text(json.dumps(golden, indent=1) + "\n")
+    Path(__file__).with_name("golden_estimators.json").write_text(json.dumps(golden, indent=1) + "\n")
 
 
 if __name__ == "__main__":
