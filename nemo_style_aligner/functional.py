@@ -12,7 +12,6 @@ whatever the micro batch or the data-parallel size. No function returns NaN for 
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -29,28 +28,7 @@ def zero_where_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(mask == 0, 0)
 
 
-# ---- masks and means --------------------------------------------------------------------------
-
-
-def response_mask(prompt_lengths: torch.Tensor, sequence_lengths: torch.Tensor, num_positions: int) -> torch.Tensor:
-    """Positions that predict a response token, the stop token included: 1 at ``p-1 <= t < len-1``.
-
-    Args:
-        prompt_lengths: [b] int64, tokens of the prompt.
-        sequence_lengths: [b] int64, tokens of prompt and response, stop token included.
-        num_positions: s-1, the width of the mask.
-
-    Returns:
-        [b, num_positions] float32.
-    """
-    position = torch.arange(num_positions, device=sequence_lengths.device)[None, :]
-    first, end = (prompt_lengths - 1)[:, None], (sequence_lengths - 1)[:, None]
-    return ((position >= first) & (position < end)).float()
-
-
-def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Mean of ``x`` over the positions where ``mask`` is 1 (all dims, or one); 0 where there are none."""
-    return zero_where_masked(x, mask).sum(dim) / mask.to(x.dtype).sum(dim).clamp(min=1)
+# ---- whitening --------------------------------------------------------------------------------
 
 
 def whiten(x: torch.Tensor, mask: torch.Tensor, unbiased: bool) -> torch.Tensor:
@@ -140,22 +118,6 @@ def kl_penalty(
     return kl if clamp is None else kl.clamp(-clamp, clamp)
 
 
-def token_rewards(rewards: torch.Tensor, kl: torch.Tensor, lengths: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    """``-kl_coef * kl`` at every position, plus the sequence's reward where its last token is predicted.
-
-    Args:
-        rewards: [b] (or [b, 1]), one per sequence.
-        kl: [b, s-1], already zero outside the response.
-        lengths: [b] int64, tokens of prompt and response; the last one, usually the stop token, is
-            predicted at position ``length - 2``.
-
-    Returns:
-        [b, s-1] in kl's dtype.
-    """
-    last = (lengths - 2).clamp(min=0)[:, None]
-    return (-kl_coef * kl).scatter_add(1, last, rewards.reshape(-1, 1).to(kl))
-
-
 def generalized_advantage_estimation(
     values: torch.Tensor, rewards: torch.Tensor, lengths: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,20 +149,7 @@ def generalized_advantage_estimation(
     return advantages, advantages + values
 
 
-# ---- importance weights, the critic's loss -----------------------------------------------------
-
-
-def truncated_importance_weights(
-    trainer_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, cap: float
-) -> torch.Tensor:
-    """``min(p_trainer / p_engine, cap)`` per token, without gradient; 0 where masked. [b, s-1].
-
-    Corrects for tokens having been sampled by an engine whose numerics or weights differ from the
-    trainer's; truncation bounds the variance (Ionides 2008, "Truncated Importance Sampling").
-    """
-    difference = zero_where_masked((trainer_logprobs - engine_logprobs).detach(), mask)
-    # The cap is applied before the exponential, which therefore cannot overflow.
-    return zero_where_masked(difference.clamp(max=math.log(cap)).exp(), mask)
+# ---- ratios of sequences, the critic's loss -----------------------------------------------------
 
 
 def sequence_ratios(logprobs: torch.Tensor, old_logprobs: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -217,13 +166,6 @@ def sequence_ratios(logprobs: torch.Tensor, old_logprobs: torch.Tensor, lengths:
         [n], 1 for a sequence without tokens.
     """
     return segment_mean(logprobs - old_logprobs, lengths).exp()
-
-
-def effective_sample_share(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``(sum w)^2 / (n sum w^2)`` over the n unmasked: Kish's effective sample size over n, 1 for equal weights."""
-    weights = zero_where_masked(weights.double(), mask)
-    count = (mask != 0).sum()
-    return weights.sum().square() / (count * weights.square().sum()).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def clipped_value_loss(

@@ -148,7 +148,7 @@ def test_reinforce_plus_plus_by_hand() -> None:
 
 
 def test_gae_golden() -> None:
-    """golden_ppo.json: advantages and returns of three responses before a whitening."""
+    """golden_ppo.json: rewards, advantages and returns of three responses' tokens before a whitening."""
     golden = json.loads((DATA / "golden_ppo.json").read_text())
     spec = golden["inputs"]
     lengths = spec["lens"]
@@ -165,7 +165,8 @@ def test_gae_golden() -> None:
         lam=spec["lam"],
     )
     advantages, returns = ESTIMATORS["gae"](step)
-    for found, name in ((advantages, "advantages_raw"), (returns, "returns")):
+    rewards = step.token_rewards()
+    for found, name in ((rewards, "token_rewards"), (advantages, "advantages_raw"), (returns, "returns")):
         torch.testing.assert_close(found, torch.tensor(golden[name], dtype=torch.float64)[real], rtol=0, atol=1e-12)
 
 

@@ -21,27 +21,23 @@ class Golden:
 
     def __init__(self) -> None:
         spec = GOLDEN["inputs"]
-        self.gamma, self.lam, self.beta = spec["gamma"], spec["lam"], spec["beta"]
+        self.gamma, self.lam = spec["gamma"], spec["lam"]
         self.clip, self.vclip = spec["clip"], spec["vclip"]
         ar = torch.arange(spec["B"] * spec["T"], dtype=torch.float64).reshape(spec["B"], spec["T"])
         self.values = torch.sin(ar)
         self.logprobs = -(1 + torch.cos(ar)) / 2 - 0.1
         self.init_logprobs = -(1 + torch.cos(ar + 1)) / 2 - 0.1
-        self.rewards = torch.tensor([1, -0.5, 2], dtype=torch.float64)
         self.new_logprobs = self.logprobs + 0.2 * torch.sin(3 * ar)
         self.predicted_values = self.values + 0.3 * torch.cos(2 * ar)
         # T positions predict T response tokens after a prompt of one token.
         self.lengths = torch.tensor(spec["lens"]) + 1
-        self.mask = F.response_mask(torch.ones_like(self.lengths), self.lengths, spec["T"]).double()
+        self.mask = (torch.arange(spec["T"]) < self.lengths[:, None] - 1).double()
 
     def kl(self, estimator: F.KLEstimator) -> torch.Tensor:
         return F.zero_where_masked(F.kl_penalty(self.logprobs, self.init_logprobs, estimator, clamp=10.0), self.mask)
 
-    def token_rewards(self) -> torch.Tensor:
-        return F.token_rewards(self.rewards, self.kl("k1"), self.lengths, self.beta)
-
     def advantages_and_returns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        values, rewards = self.flat(self.values), self.flat(self.token_rewards())
+        values, rewards = self.flat(self.values), self.flat(expected("token_rewards"))
         flat = F.generalized_advantage_estimation(values, rewards, self.lengths - 1, self.gamma, self.lam)
         advantages, returns = (torch.zeros_like(self.mask).masked_scatter(self.mask != 0, x) for x in flat)
         return advantages, returns
@@ -63,10 +59,6 @@ def expected(name: str) -> torch.Tensor:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_golden_kl(golden: Golden, estimator: F.KLEstimator) -> None:
     torch.testing.assert_close(golden.kl(estimator), expected(estimator), **TOLERANCE)
-
-
-def test_golden_token_rewards(golden: Golden) -> None:
-    torch.testing.assert_close(golden.token_rewards(), expected("token_rewards"), **TOLERANCE)
 
 
 def test_golden_advantages_and_returns(golden: Golden) -> None:
@@ -114,28 +106,9 @@ def random_batch(seed: int = 0, b: int = 5, s: int = 9) -> tuple[torch.Tensor, t
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(1, 4, (b,), generator=generator)
     lengths = prompts + torch.randint(1, s - 3, (b,), generator=generator)
-    return prompts, lengths, F.response_mask(prompts, lengths, s - 1)
-
-
-def test_response_mask_marks_the_positions_that_predict_the_response() -> None:
-    prompts, lengths, mask = random_batch()
-    for i in range(len(prompts)):
-        row = [0.0] * mask.shape[1]
-        for t in range(prompts[i] - 1, lengths[i] - 1):
-            row[t] = 1.0
-        assert mask[i].tolist() == row
-
-
-def test_reward_sits_where_the_last_token_is_predicted() -> None:
-    _, lengths, mask = random_batch()
-    rewards = torch.arange(1.0, 6.0)
-    got = F.token_rewards(rewards, torch.zeros_like(mask), lengths, 0.1)
-    for i, length in enumerate(lengths):
-        assert got[i, length - 2] == rewards[i] and mask[i, length - 2] == 1
-        assert got[i].count_nonzero() == 1
-    torch.testing.assert_close(got, F.token_rewards(rewards[:, None], torch.zeros_like(mask), lengths, 0.1))
-    shortest = F.token_rewards(rewards[:2], torch.zeros(2, 3), torch.tensor([2, 1]), 0.1)
-    assert shortest.tolist() == [[1.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
+    positions = torch.arange(s - 1)
+    mask = (positions >= prompts[:, None] - 1) & (positions < lengths[:, None] - 1)
+    return prompts, lengths, mask.float()
 
 
 def random_segments(seed: int = 0, n: int = 5) -> torch.Tensor:
@@ -237,17 +210,9 @@ def test_kl_is_clamped_and_finite_for_wild_log_probs() -> None:
         F.kl_penalty(wild, wild, "k4")  # type: ignore[arg-type]
 
 
-def test_masked_mean() -> None:
-    x, mask = torch.tensor([[1.0, 4.0, math.nan], [6.0, math.nan, math.nan]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert F.masked_mean(x, mask).item() == pytest.approx(11 / 3)
-    assert F.masked_mean(x, mask, dim=1).tolist() == [2.5, 6.0]
-    assert F.masked_mean(x, mask, dim=0).tolist() == [3.5, 4.0, 0.0]
-    assert F.masked_mean(x[1:], mask[1:]).item() == 6.0
-
-
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="mask has shape"):
-        F.masked_mean(torch.zeros(2, 3), torch.zeros(2, 4))
+        F.zero_where_masked(torch.zeros(2, 3), torch.zeros(2, 4))
 
 
 # ---- masks keep everything out ----------------------------------------------------------------
@@ -264,10 +229,8 @@ def test_masked_positions_reach_neither_loss_nor_gradient(junk: float, all_maske
 
     def everything(x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         new = x[0].clone().requires_grad_()
-        weights = F.truncated_importance_weights(x[1], x[2], mask, 2.0)
         value = F.clipped_value_loss(new, x[1], x[2], mask, 0.2)
-        outputs = [value, weights, F.masked_mean(x[0], mask), F.masked_mean(x[0], mask, dim=1)]
-        outputs += [F.whiten(x[3], mask, unbiased) for unbiased in (True, False)]
+        outputs = [value, *(F.whiten(x[3], mask, unbiased) for unbiased in (True, False))]
         value.backward()
         return outputs, new.grad
 
@@ -289,29 +252,12 @@ def test_whitening_one_token_is_finite_and_two_are_whitened() -> None:
         assert two.tolist()[0] == pytest.approx([-(0.5**0.5), 0.5**0.5] if unbiased else [-1, 1])
 
 
-def test_importance_weights_are_capped_ratios_without_gradient() -> None:
-    trainer = torch.tensor([[0.0, -1.0, 500.0, -2.0]], requires_grad=True)
-    engine = torch.tensor([[0.0, -2.0, 0.0, -1.0]])
-    weights = F.truncated_importance_weights(trainer, engine, torch.tensor([[1, 1, 1, 0]]), cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor([[1.0, 2.0, 2.0, 0.0]]))
-    assert not weights.requires_grad
-
-
 def test_sequences_of_all_lengths_are_measured_by_one_rule() -> None:
     trainer = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     engine = torch.tensor([-2.0, -3.0, -1.0, -0.5])
     ratios = F.sequence_ratios(trainer, engine, torch.tensor([3, 1, 0]))
     # The geometric mean of e, e^2 and 1 is e; of one token it is its own ratio; nothing says nothing.
     assert ratios.tolist() == pytest.approx([math.e, math.exp(-0.5), 1.0], rel=1e-6)
-
-
-def test_effective_sample_share() -> None:
-    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
-    equal = F.effective_sample_share(torch.full((2, 3), 0.3), mask)
-    one = F.effective_sample_share(torch.tensor([[5.0, 0.0, 0.0], [0.0, 7.0, 7.0]]), mask)
-    some = F.effective_sample_share(torch.tensor([[1.0, 2.0, 1.0], [2.0, math.nan, 9.0]]), mask)
-    assert [float(share) for share in (equal, one, some)] == pytest.approx([1.0, 0.25, 36 / (4 * 10)])
-    assert F.effective_sample_share(torch.ones(2, 3), torch.zeros(2, 3)) == 0
 
 
 # ---- reward model losses ----------------------------------------------------------------------
