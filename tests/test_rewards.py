@@ -304,6 +304,13 @@ def test_a_service_is_a_source(build: Any, functions: str) -> None:
         score(source, responses("2"))
 
 
+def test_the_function_in_the_documentation_works(build: Any, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text()
+    (tmp_path / "my_rewards.py").write_text(*re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    source = build({"source": f"{tmp_path}/my_rewards.py:polite"})
+    assert values(source, responses("2, please", "2")) == pytest.approx([0.991, -0.001])
+
+
 def test_without_the_package_math_verify_says_what_to_install(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"pip install 'math-verify==0\.9"):

@@ -27,7 +27,7 @@ _PATTERNS: Mapping[str, str] = {
 }
 _KINDS: tuple[SourceKind, ...] = ("exact_match", "math_verify", "service", "url", "archive", "function")
 _KEYS: Mapping[str, Any] = {"name": None, "source": None, "weight": 1.0, "only": {}}  # and their defaults
-_CHOICES = "exact_match, math_verify, service, http://HOST:PORT/NAME, a reward model (PATH.nemo) or FILE.py:NAME"
+_CHOICES = "exact_match, math_verify, service, http://HOST:PORT/NAME or FILE.py:NAME"
 
 
 @dataclasses.dataclass(frozen=True)
