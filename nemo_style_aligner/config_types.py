@@ -40,8 +40,6 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("trainer.ppo.loss_constant_length", (int,)),
     ("trainer.ppo.dual_clip", (float,)),
     ("trainer.ppo.rewards", (list,)),
-    ("trainer.ppo.reward_functions.seconds", (float,)),
-    ("trainer.ppo.reward_functions.threads", (int,)),
     ("trainer.ppo.normalize_advantages", (bool,)),
     ("trainer.ppo.kl_estimator", (str,)),
     ("trainer.ppo.kl_clamp", (float,)),

@@ -743,13 +743,12 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "ranges of the algorithm": (
         "gpt_ppo_actor", 1,
         "trainer.ppo.dual_clip=1.0 trainer.ppo.kl_in=both trainer.ppo.loss_aggregation=mean model.ppo.ratio_eps_high=0 "
-        "trainer.ppo.reward_functions.threads=0 trainer.ppo.overlong.penalty=-1",
+        "trainer.ppo.overlong.penalty=-1",
         (
             "trainer.ppo.dual_clip=1.0: must be above 1",
             "trainer.ppo.kl_in=both: choose reward or loss",
             "trainer.ppo.loss_aggregation=mean: choose token_mean, sequence_mean or sequence_sum",
             "model.ppo.ratio_eps_high=0: must be above 0",
-            "trainer.ppo.reward_functions.threads=0: must be in [1, 10000]",
             "trainer.ppo.overlong.penalty=-1: must be 0 or more",
         ),
     ),
@@ -772,20 +771,15 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "'trainer.ppo.rewards=[{name: a, source: http://h}, {name: a, source: service, weigth: 2, weight: .nan}, math, "
         "{name: b/c, source: exact_match, only: math}]'",
         (
-            "trainer.ppo.rewards[0].source=http://h: choose exact_match, math_verify, service, http://HOST:PORT/NAME",
-            "trainer.ppo.rewards[1] has no weigth: its keys are name, source, weight, only",
-            "trainer.ppo.rewards[1].name=a: another source has this name",
-            "trainer.ppo.rewards[1].weight=nan: must be a finite number",
-            "trainer.ppo.rewards[2]=math: give {name: NAME, source: SOURCE}",
-            "trainer.ppo.rewards[3].name=b/c: give a plain word",
-            "trainer.ppo.rewards[3].only=math: give fields",
+            "trainer.ppo.rewards[0].source=http://h: a service is written http://HOST:PORT/MODEL",
+            "trainer.ppo.rewards[1].weigth: there is no such key",
+            "trainer.ppo.rewards[1].weight=nan: must be a number",
+            "trainer.ppo.rewards[2]='math': must be a section",
+            "trainer.ppo.rewards[3].name='b/c': must be a word",
+            "trainer.ppo.rewards[3].only='math': must be fields",
         ),
     ),
-    "no source of rewards": ("gpt_ppo_actor", 1, "trainer.ppo.rewards=[]", ("trainer.ppo.rewards=[]: nothing would",)),
-    "a reward model that is not there": (
-        "gpt_ppo_actor", 1, "'trainer.ppo.rewards=[{name: rm, source: /none/rm.nemo}]'",
-        ("trainer.ppo.rewards[0].source=/none/rm.nemo does not exist",),
-    ),
+    "no source of rewards": ("gpt_ppo_actor", 1, "trainer.ppo.rewards=[]", ("trainer.ppo.rewards=[]: give a list",)),
     "no heads": ("gpt_sft", 1, "model.num_attention_heads=0", ("num_attention_heads must be at least 1, got 0",)),
     "heads of no size": ("gpt_sft", 1, "model.kv_channels=-1", ("kv_channels must be at least 1, got -1",)),
     "rotation": ("gpt_sft", 1, "model.rotary_base=.nan", ("rotary_base must be a number above 0, got nan",)),
@@ -840,7 +834,7 @@ def test_algorithms_and_rewards_that_are_possible(model: Path, tmp_path: Path) -
     """Those of the package, and a user's; without a critic, what is said of one does not count."""
     (own := tmp_path / "own.py").write_text(OWN)
     rewards = f"'trainer.ppo.rewards=[{{name: a, source: {own}:reward, weight: 2, only: {{topic: [x, y]}}}}, "
-    rewards += f"{{name: b, source: exact_match}}, {{name: rm, source: {model}}}, {{name: c, source: http://h:1/m}}]'"
+    rewards += "{name: b, source: exact_match}, {name: c, source: http://h:1/m}]'"
     lines = (
         "trainer.ppo.dual_clip=3 model.ppo.ratio_eps_high=0.28 trainer.ppo.kl_in=loss",
         "trainer.ppo.estimator=grpo trainer.ppo.num_rollouts_per_prompt=8 trainer.ppo.dynamic_sampling.enable=True",
@@ -867,8 +861,7 @@ def test_settings_that_do_nothing_are_told(model: Path, caplog: pytest.LogCaptur
     assert told(
         "trainer.ppo.estimator=reinforce_plus_plus remote_critic_rm.critic.ip=h remote_critic_rm.critic.port=7 "
         "trainer.ppo.gae_lambda=0.9 trainer.ppo.policy_loss=reinforce model.ppo.ratio_eps=0.1 "
-        "model.ppo.cispo_ratio_max=9 trainer.ppo.overlong.penalty=2 trainer.ppo.dynamic_sampling.max_rounds=9 "
-        "trainer.ppo.reward_functions.seconds=1"
+        "model.ppo.cispo_ratio_max=9 trainer.ppo.overlong.penalty=2 trainer.ppo.dynamic_sampling.max_rounds=9"
     ) == [
         f"{keys}: no effect with {reason}"
         for keys, reason in (
@@ -881,7 +874,6 @@ def test_settings_that_do_nothing_are_told(model: Path, caplog: pytest.LogCaptur
             ("model.ppo.cispo_ratio_max=9", "trainer.ppo.policy_loss=reinforce"),
             ("trainer.ppo.dynamic_sampling.max_rounds=9", "trainer.ppo.dynamic_sampling.enable=False"),
             ("trainer.ppo.overlong.penalty=2", "trainer.ppo.overlong.buffer_tokens=0"),
-            ("trainer.ppo.reward_functions.seconds=1", "trainer.ppo.rewards=None"),
         )
     ]
 

@@ -21,6 +21,7 @@ from nemo_style_aligner.models.frozen import Placement
 from nemo_style_aligner.models.heads import MOST_ATTRIBUTES
 from nemo_style_aligner.models.kept_passes import KeepChoice
 from nemo_style_aligner.models.nonfinite import Action
+from nemo_style_aligner.models.policy_losses import Aggregation
 from nemo_style_aligner.parallel.detection import LARGEST_PORT
 from nemo_style_aligner.rl.remote_critic import TrainedCritic
 from nemo_style_aligner.seeds import LARGEST_SEED
@@ -103,8 +104,6 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.ppo.dual_clip", Range(1, low_excluded=True)),
     ("trainer.ppo.dynamic_sampling.max_rounds", _COUNT),
     ("trainer.ppo.overlong.*", _NOT_NEGATIVE),
-    ("trainer.ppo.reward_functions.threads", Range(1, 10_000)),
-    ("trainer.ppo.reward_functions.seconds", _SECONDS),
     ("trainer.ppo.initial_policy_kl_penalty", _NOT_NEGATIVE),
     ("trainer.ppo.kl_clamp", _POSITIVE),
     ("trainer.ppo.discount_factor", _SHARE),
@@ -179,7 +178,7 @@ CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("exp_manager.log_level", LOG_LEVELS),
     ("trainer.*.on_nonfinite", get_args(Action)),
     ("trainer.ppo.staleness", (0, 1)),
-    ("trainer.ppo.loss_aggregation", ("token_mean", "sequence_mean", "sequence_sum")),
+    ("trainer.ppo.loss_aggregation", get_args(Aggregation)),
     ("trainer.ppo.kl_in", ("reward", "loss")),
     ("trainer.ppo.kl_estimator", get_args(KLEstimator)),
     ("trainer.ppo.policy_logprobs", ("trainer", "engine")),

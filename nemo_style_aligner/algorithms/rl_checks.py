@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from nemo_style_aligner.algorithms.job_view import RESPONSES, Check, JobView
-from nemo_style_aligner.algorithms.reward_specs import REWARDS, RewardSpec, reward_specs
-from nemo_style_aligner.config import ConfigError, load_defaults
+from nemo_style_aligner.algorithms.scoring_setup import REWARDS
+from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.config_types import values
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.models.restore import read_base_config
+from nemo_style_aligner.models.policy_losses import LOSSES
 from nemo_style_aligner.rl.estimators import ESTIMATORS, Estimator, find_estimator
+from nemo_style_aligner.rl.reward_config import RewardConfigError, build_reward_source
+from nemo_style_aligner.rl.rewards import ExactMatch
+from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.user_code import UserCodeError, load_function
 
 _ESTIMATOR, _GROUP, _LOSS = "trainer.ppo.estimator", RESPONSES[1], "trainer.ppo.policy_loss"
 _CLIPPED = ("ppo", "gspo")
-_LOSSES = (*_CLIPPED, "cispo", "reinforce")
 _LONGEST = "model.ppo.length_params.max_length"
 
 
@@ -41,19 +40,8 @@ def needs_critic(view: JobView) -> bool:
 
 def uses_reward_service(view: JobView) -> bool:
     """Whether rewards come from the service that ``remote_critic_rm`` names."""
-    return any(spec.kind == "service" for spec in _specs(view))
-
-
-def _specs(view: JobView) -> list[RewardSpec]:
-    """Where rewards come from; nowhere if that cannot be read, which `_rewards` reports."""
-    with contextlib.suppress(ConfigError):
-        return reward_specs(_plain_rewards(view))
-    return []
-
-
-def _plain_rewards(view: JobView) -> Any:
     rewards = view.get(REWARDS)
-    return OmegaConf.to_container(rewards, resolve=True) if isinstance(rewards, ListConfig) else None
+    return rewards is None or any(isinstance(each, Mapping) and each.get("source") == "service" for each in rewards)
 
 
 def _estimator(view: JobView) -> Iterator[str]:
@@ -76,9 +64,9 @@ def _estimator(view: JobView) -> Iterator[str]:
 
 def _policy_loss(view: JobView) -> Iterator[str]:
     loss, dual, high = str(view.get(_LOSS)), "trainer.ppo.dual_clip", "model.ppo.ratio_eps_high"
-    is_users = loss not in _LOSSES
+    is_users = loss not in LOSSES
     if is_users and ":" not in loss:
-        yield f"{_LOSS}={loss}: choose {', '.join(_LOSSES)}, or give a file and a function of yours, FILE.py:NAME"
+        yield f"{_LOSS}={loss}: choose {', '.join(LOSSES)}, or give a file and a function of yours, FILE.py:NAME"
     elif is_users and not view.only_generates:
         try:
             load_function(loss, _LOSS)
@@ -116,29 +104,15 @@ def _overlong(view: JobView) -> Iterator[str]:
 
 
 def _rewards(view: JobView) -> Iterator[str]:
-    try:
-        specs = reward_specs(_plain_rewards(view))
-    except ConfigError as error:
-        yield from str(error).splitlines()
-        return
     if view.only_generates:
         return
-    for place, spec in enumerate(specs):
-        yield from _missing(spec, f"{REWARDS}[{place}].source")
-
-
-def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
-    """A problem if what a source of rewards needs is not on this machine."""
     try:
-        if spec.kind == "function":
-            load_function(spec.source, key)
-        elif spec.kind == "archive":
-            read_base_config(spec.source, key)
-    except (UserError, OSError, ValueError) as error:
-        text = " ".join(str(error).splitlines())
-        yield text if text.startswith(key) else f"{key}={spec.source}: {text}"
-    if spec.kind == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        yield f"{key}=math_verify is not installed: pip install math-verify"
+        rewards = build_reward_source(view.get(REWARDS), REWARDS, service=ExactMatch, limits=ClientLimits(), token=None)
+    except RewardConfigError as error:
+        yield from str(error).splitlines()
+        return
+    if rewards is not None:
+        rewards.close()
 
 
 RL_CHECKS: tuple[Check, ...] = (_estimator, _policy_loss, _dynamic_sampling, _overlong, _rewards)
@@ -165,13 +139,11 @@ def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield _ESTIMATOR, tuple(f"{service}.{name}" for name in of_critic)
         if view.get(_ESTIMATOR) in ESTIMATORS:
             yield _ESTIMATOR, ("trainer.ppo.gae_lambda",)
-    if loss in _LOSSES and loss not in _CLIPPED:
+    if loss in LOSSES and loss not in _CLIPPED:
         yield _LOSS, ("model.ppo.ratio_eps",)
-    if loss in _LOSSES and loss != "cispo":
+    if loss in LOSSES and loss != "cispo":
         yield _LOSS, ("model.ppo.cispo_ratio_max",)
     if not view.get("trainer.ppo.dynamic_sampling.enable"):
         yield "trainer.ppo.dynamic_sampling.enable", ("trainer.ppo.dynamic_sampling.max_rounds",)
     if view.get("trainer.ppo.overlong.buffer_tokens") == 0:
         yield "trainer.ppo.overlong.buffer_tokens", ("trainer.ppo.overlong.penalty",)
-    if view.get(REWARDS) is None:
-        yield REWARDS, ("trainer.ppo.reward_functions.*",)

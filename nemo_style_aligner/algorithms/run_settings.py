@@ -30,7 +30,6 @@ _MAY_DIFFER = (
     *("model.*_parallel_size", "model.sequence_parallel", "model.*micro_batch*", "model.activations_checkpoint_*"),
     *("model.*offload_adam_states", "model.*keep_activations", "model.rm_placement", "model.optim.overlap_grad_sync"),
     *("trainer.ppo.reference_policy_placement", "trainer.ppo.generation.*", "trainer.ppo.trt_llm.*"),
-    *("trainer.ppo.reward_functions.*",),
     # addresses, limits, secrets
     *("remote_critic_rm.*", "trainer.ppo.batch_iterator.*", "trainer.ppo.connections.*", "trainer.ppo.max_body_bytes"),
     *("trainer.ppo.port", "trainer.ppo.host", "trainer.ppo.token", "trainer.ppo.known_as"),
