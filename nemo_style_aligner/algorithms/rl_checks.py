@@ -13,6 +13,7 @@ from nemo_style_aligner.algorithms.job_view import RESPONSES, Check, JobView
 from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.config_types import values
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.models.policy_losses import LOSSES
 from nemo_style_aligner.rl.estimators import ESTIMATORS, Estimator, find_estimator
 from nemo_style_aligner.rl.math_verifier import MathVerifier
 from nemo_style_aligner.rl.reward_config import NO_ARCHIVES, REWARDS, RewardSpec, reward_specs
@@ -21,7 +22,6 @@ from nemo_style_aligner.user_code import UserCodeError, load_function
 
 _ESTIMATOR, _GROUP, _LOSS = "trainer.ppo.estimator", RESPONSES[1], "trainer.ppo.policy_loss"
 _CLIPPED = ("ppo", "gspo")
-_LOSSES = (*_CLIPPED, "cispo", "reinforce")
 _LONGEST = "model.ppo.length_params.max_length"
 
 
@@ -76,9 +76,9 @@ def _estimator(view: JobView) -> Iterator[str]:
 
 def _policy_loss(view: JobView) -> Iterator[str]:
     loss, dual, high = str(view.get(_LOSS)), "trainer.ppo.dual_clip", "model.ppo.ratio_eps_high"
-    is_users = loss not in _LOSSES
+    is_users = loss not in LOSSES
     if is_users and ":" not in loss:
-        yield f"{_LOSS}={loss}: choose {', '.join(_LOSSES)}, or give a file and a function of yours, FILE.py:NAME"
+        yield f"{_LOSS}={loss}: choose {', '.join(LOSSES)}, or give a file and a function of yours, FILE.py:NAME"
     elif is_users and not view.only_generates:
         try:
             load_function(loss, _LOSS)
@@ -164,9 +164,9 @@ def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield _ESTIMATOR, tuple(f"{service}.{name}" for name in of_critic)
         if view.get(_ESTIMATOR) in ESTIMATORS:
             yield _ESTIMATOR, ("trainer.ppo.gae_lambda",)
-    if loss in _LOSSES and loss not in _CLIPPED:
+    if loss in LOSSES and loss not in _CLIPPED:
         yield _LOSS, ("model.ppo.ratio_eps",)
-    if loss in _LOSSES and loss != "cispo":
+    if loss in LOSSES and loss != "cispo":
         yield _LOSS, ("model.ppo.cispo_ratio_max",)
     if not view.get("trainer.ppo.dynamic_sampling.enable"):
         yield "trainer.ppo.dynamic_sampling.enable", ("trainer.ppo.dynamic_sampling.max_rounds",)
