@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemo_style_aligner.functional import kl_penalty
-from nemo_style_aligner.models.policy_losses import LOSSES, LossInput, LossSettings, policy_objective
+from nemo_style_aligner.models.policy_losses import LOSSES, LossInput, LossSettings, PolicyLossError, policy_objective
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_losses.json").read_text())
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
@@ -222,6 +222,26 @@ def test_a_loss_of_ones_own() -> None:
     of_sequences = [x.sum() for x in batch.given.advantages.split(batch.lengths.tolist())]
     torch.testing.assert_close(total, -sum(m * a for m, a in zip(means, of_sequences, strict=True)) / 2)
     torch.testing.assert_close(sums["mean_logprob"], batch.given.logprobs.sum())
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        (lambda x: x, "mine returned a Tensor, and not .losses, statistics."),
+        (lambda x: (x.mean(), {}), r"mine returned losses of shape \[\], and not a number for each of .* 11 response"),
+        (lambda x: (x, {"ratio": x.mean()}), r"returned ratio of shape \[\]"),
+        (lambda x: (x, {"ratio": 0.5}), "returned ratio of shape float"),
+        (lambda x: (x, {"loss": x, "grad_norm": x}), "mine reports grad_norm, loss: choose other names"),
+    ],
+)
+def test_what_is_no_loss_is_refused(returned: Any, message: str) -> None:
+    """It would be summed and divided to something else without a word."""
+
+    def mine(given: LossInput, settings: LossSettings) -> Any:
+        return returned(-given.advantages * given.logprobs)
+
+    with pytest.raises(PolicyLossError, match=message):
+        policy_objective(Batch.random().given, LossSettings(mine))
 
 
 @pytest.mark.parametrize(

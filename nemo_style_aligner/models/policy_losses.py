@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.functional import KLEstimator, kl_penalty, segment_mean, sequence_ratios, spread
 from nemo_style_aligner.transfers import moved
 
+_TAKEN = {
+    *("loss", "num_items", "num_tokens", "approximate_kl", "kl_loss", "scaled_entropy", "padding_efficiency"),
+    *("dp_balance", "grad_norm", "lr", "skipped_updates", "optim_step"),
+}
+"""Names of what is logged with any policy loss."""
+
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
+
+
+class PolicyLossError(UserError, ValueError):
+    """A policy loss returned something that is no loss. The message says which, what, and what was expected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +200,11 @@ def policy_objective(
         (tokens, or sequences); and sums over tokens: ``num_tokens``, ``approximate_kl`` (the k3 estimate of KL(old
         policy || new policy)), ``scaled_entropy`` (0 without a bonus), ``kl_loss`` (the KL penalty before its
         coefficient, where there is one), and the policy loss's statistics.
+
+    Raises:
+        PolicyLossError: the policy loss, one of the user's, returned something else than a loss for each token.
     """
-    losses, statistics = settings.function(given, settings)
+    losses, statistics = _checked(settings.function(given, settings), given, settings)
     if importance_weights is not None:
         losses = losses * importance_weights
     log_ratio = given.log_ratio.detach()
@@ -212,6 +226,26 @@ def policy_objective(
         return losses.sum(), num_tokens, sums
     weights = moved(_weights(given.lengths, settings).to(losses.dtype), losses.device)
     return (losses * weights).sum(), num_sequences, sums
+
+
+def _checked(returned: Any, given: LossInput, settings: LossSettings) -> tuple[torch.Tensor, Statistics]:
+    """What a policy loss returned, if it is a loss for each token: another shape would be summed to something else."""
+    name = getattr(settings.function, "__name__", repr(settings.function))
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+        raise PolicyLossError(
+            f"the policy loss {name} returned a {type(returned).__name__}, and not (losses, statistics)"
+        )
+    losses, statistics = returned
+    if taken := statistics.keys() & _TAKEN:
+        raise PolicyLossError(f"the policy loss {name} reports {', '.join(sorted(taken))}: choose other names")
+    for what, x in {"losses": losses, **statistics}.items():
+        if not isinstance(x, torch.Tensor) or x.shape != given.logprobs.shape:
+            shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise PolicyLossError(
+                f"the policy loss {name} returned {what} of shape {shape}, and not a number for each of the micro "
+                f"batch's {len(given.logprobs)} response tokens: the trainer sums and divides them"
+            )
+    return losses, {what: x.detach() for what, x in statistics.items()}
 
 
 def _weights(lengths: torch.Tensor, settings: LossSettings) -> torch.Tensor:
