@@ -774,7 +774,6 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         (
             "trainer.ppo.rewards[0].source=http://h: choose exact_match, math_verify, service, http://HOST:PORT/NAME",
             "trainer.ppo.rewards[1] has no weigth: its keys are",
-            "trainer.ppo.rewards[1].name=a: another source has this name",
             "trainer.ppo.rewards[1].weight=nan: must be a finite number",
             "trainer.ppo.rewards[2]=math: give {name: NAME, source: SOURCE}",
             "trainer.ppo.rewards[3].name=b/c: give a plain word",
