@@ -238,11 +238,12 @@ def _keep(samples: Samples, held: int, entry: Path) -> None:
             samples.write(file)
         os.fsync(held)
         os.replace(unfinished, entry)
-        _remove_old(entry.parent)
     except OSError as error:
         logger.warning("tokenized data are not kept for the next start: %s: %s", entry, error.strerror)
         with contextlib.suppress(OSError):
             unfinished.unlink()
+    with contextlib.suppress(OSError):  # another process removes the same
+        _remove_old(entry.parent)
 
 
 def _remove_old(folder: Path) -> None:
