@@ -27,7 +27,7 @@ class UntrustedPathError(UserError):
 
 
 def cache_folder(name: str) -> Path:
-    """Where this user's folder ``name`` for compiled code is; it may not exist. RuntimeError: there is no home."""
+    """Where this user's folder ``name`` for what is made once is; it may not exist. RuntimeError: there is no home."""
     root = os.environ.get("NEMO_STYLE_ALIGNER_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "nemo_style_aligner" / name
 

@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 _CHANGE = "change the template (chat_template.jinja beside the tokenizer)"
 _PROBED_ROLES = ("system", "developer", "user", "assistant", "tool")
-_LAST = 64  # characters at a text's end that hold its last token
 
 
 @dataclass(frozen=True)
@@ -359,7 +358,7 @@ class _InTemplate:
         is_call = "tool_calls" in self._messages[i]
         content = without_spaces(self._turns[i].content or "")
         if len(text) > len(prompt.rstrip()) and not (content and without_spaces(text).endswith(content)):
-            last = tokenizer.text_to_ids(text[-_LAST:])[-1]
+            last = tokenizer.last_id(text)
             if last in tokenizer.markup_ids or (content and last in tokenizer.added_ids and not is_call):
                 return text, tokenizer.ids_to_text([last], keep_special=True)
         to_tool = is_call or (i + 1 < len(self._turns) and self._turns[i + 1].kind == "tool")

@@ -16,9 +16,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nemo_style_aligner.data.encoding import UNREADABLE, LineEncoder, Samples, encode_files
 from nemo_style_aligner.data.jsonl import DataError
@@ -34,8 +33,10 @@ logger = logging.getLogger(__name__)
 SIZE_VARIABLE = "NEMO_STYLE_ALIGNER_TOKENS_GB"
 """Environment variable: how many GB of samples are kept at most; 0: none."""
 
+LARGE = 1 << 20
+"""Bytes of text. Less is tokenized within a second or two, and not kept; and a process gets no less."""
+
 _GB = 20.0
-_LARGE = 1 << 20  # bytes of text: less is tokenized within a second or two, and not kept; also a process's least share
 _PACKED = 4  # times as much text is in a compressed file
 _UNFINISHED = ".unfinished"
 _SILENT_SECONDS = 1200.0  # the process that tokenizes is waited for, unless it does nothing for so long
@@ -43,7 +44,7 @@ _DEAD_SECONDS = 2 * 86400.0  # an unfinished file that is older has been left be
 _POLL_SECONDS = 0.2
 _TOLD_SECONDS = 30.0
 _AT_ONCE = 16 << 20  # bytes
-_SAYING = 64  # characters, so that a shorter one covers what was said before
+_DIGITS = 16  # of what is said there
 _LIBRARIES = ("tokenizers", "transformers", "jinja2", "sentencepiece")
 
 
@@ -57,15 +58,18 @@ def tokenized(paths: Sequence[str | Path], encoder: LineEncoder) -> Samples:
         NotWrittenError: there is no folder for temporary files.
     """
     progress = _Progress(paths)
-    processes = min(available_cores(), progress.total // _LARGE)
-    folder = _folder() if progress.total >= _LARGE else None
+    processes = min(available_cores(), progress.total // LARGE)
+    folder = _folder() if progress.total >= LARGE else None
     entry = folder and folder / _fingerprint(paths, encoder)
     while entry is not None:
         if (kept := _read(entry)) is not None:
             logger.info("%s: tokenized before, and kept in %s", progress.files, entry)
             return kept
         unfinished = entry.with_name(entry.name + _UNFINISHED)
-        if (held := _hold(unfinished, progress)) is None:
+        try:
+            held = _hold(unfinished, progress)
+        except OSError as error:
+            logger.warning("tokenized data are not kept for the next start: %s: %s", unfinished, error)
             break
         try:
             if _is_at(held, unfinished):  # else another process has finished it
@@ -73,9 +77,6 @@ def tokenized(paths: Sequence[str | Path], encoder: LineEncoder) -> Samples:
                 samples = encode_files(paths, encoder, processes, progress.add)
                 _keep(samples, held, entry)
                 return samples
-        except UserError as error:
-            _say(held, {"error": str(error)})
-            raise
         finally:
             os.close(held)
     return encode_files(paths, encoder, processes // ranks_on_this_machine(), progress.add)
@@ -102,15 +103,15 @@ class _Progress:
         self._began = self._told = time.monotonic()
 
     def note_in(self, descriptor: int) -> None:
-        """From now on also write it to a file."""
+        """From now on also write it to a file, for those who wait."""
         self._said_in = descriptor
-        _say(descriptor, {"done": 0})
 
     def add(self, size: int) -> None:
         """So many bytes more are done."""
         self.tell(self.done + size)
         if self._said_in is not None:
-            _say(self._said_in, {"done": self.done})
+            with contextlib.suppress(OSError):
+                os.pwrite(self._said_in, b"%0*d" % (_DIGITS, self.done), 0)
 
     def tell(self, done: int) -> None:
         """So many bytes are done now, of this process or of the one that is waited for."""
@@ -170,59 +171,31 @@ def _code() -> list[str]:
     return [*versions, *(hashlib.sha256(module.read_bytes()).hexdigest() for module in modules)]
 
 
-def _hold(unfinished: Path, progress: _Progress) -> int | None:
-    """Lock an entry that is to be made; returns its descriptor, or None if that cannot be waited for.
+def _hold(unfinished: Path, progress: _Progress) -> int:
+    """Lock an entry that is to be made, or that the process before has made; returns its descriptor.
 
     The file is the lock, which the kernel releases when its process ends. Meanwhile it says how far that process is.
 
     Raises:
-        DataError: that process has met it.
+        OSError: there cannot be a file, or no lock, or its process does nothing.
     """
+    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    said, changed = b"", time.monotonic()
     try:
-        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        logger.warning("tokenized data are not kept for the next start: %s", error)
-        return None
-    try:
-        said = _wait(descriptor, progress)
-    except OSError as error:  # a file system without locks
-        logger.warning("tokenized data are not kept for the next start: %s cannot be locked: %s", unfinished, error)
-        os.close(descriptor)
-        return None
-    if "error" in said:
-        os.close(descriptor)
-        raise DataError(said["error"])
-    return descriptor
-
-
-def _wait(descriptor: int, progress: _Progress) -> dict[str, Any]:
-    """Wait for the lock; returns what the process before has said last, if there was one. Raises OSError."""
-    said: dict[str, Any] = {}
-    changed = time.monotonic()
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return _said(descriptor) if said else {}
-        except BlockingIOError:
-            now = _said(descriptor)
-            if now != said:
-                said, changed = now, time.monotonic()
-            elif time.monotonic() - changed > _SILENT_SECONDS:
-                raise TimeoutError(f"its process has done nothing for {_SILENT_SECONDS:.0f} s") from None
-            progress.tell(said.get("done", 0))
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if (now := os.pread(descriptor, _DIGITS, 0)) != said:
+                    said, changed = now, time.monotonic()
+                elif time.monotonic() - changed > _SILENT_SECONDS:
+                    raise TimeoutError(f"its process has done nothing for {_SILENT_SECONDS:.0f} s") from None
+            progress.tell(int(said) if said.isdigit() else progress.done)
             time.sleep(_POLL_SECONDS)
-
-
-def _say(descriptor: int, what: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):
-        os.pwrite(descriptor, json.dumps(what).ljust(_SAYING).encode(), 0)
-
-
-def _said(descriptor: int) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        said = json.loads(os.pread(descriptor, 1 << 20, 0))
-        return said if isinstance(said, dict) else {}
-    return {}
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -265,11 +238,12 @@ def _keep(samples: Samples, held: int, entry: Path) -> None:
             samples.write(file)
         os.fsync(held)
         os.replace(unfinished, entry)
-        _remove_old(entry.parent)
     except OSError as error:
         logger.warning("tokenized data are not kept for the next start: %s: %s", entry, error.strerror)
         with contextlib.suppress(OSError):
             unfinished.unlink()
+    with contextlib.suppress(OSError):  # another process removes the same
+        _remove_old(entry.parent)
 
 
 def _remove_old(folder: Path) -> None:

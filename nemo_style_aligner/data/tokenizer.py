@@ -66,6 +66,7 @@ _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x)
 # Many tokenizers encode the start of a text differently when it follows a special token.
 _BEHIND_SPECIAL = ("It is 39", " naturally")
 _SPECIALS_IN_EXAMPLE = 16
+_LAST = 64  # characters at a text's end that hold its last token
 
 # Chat templates that state today's date (Llama 3.1 and later, GPT-OSS) get this one: data must not depend on the day.
 _DATE = "26 Jul 2024"
@@ -162,15 +163,43 @@ class Tokenizer(ABC):
         """Ids of each part of one text: those of the whole text, except that no token spans two parts.
 
         Each part is tokenized after the one before it, unless that is empty, rather than as a text of its own: many
-        tokenizers put a space before every text, which only the first part should have.
+        tokenizers put a space before every text, which only the first part should have. Of the part before, what stands
+        in front of its last special token is of no influence, and is not tokenized again.
         """
-        joined = [before + part for before, part in itertools.pairwise(parts)]
-        encoded = self.texts_to_ids([*parts, *joined])
+        befores = [part[self._last_special(part) :] for part in parts[:-1]]
+        joined = [before + part for before, part in zip(befores, parts[1:], strict=True)]
+        encoded = self.texts_to_ids([*parts[:1], *befores, *joined])
         result = encoded[:1]
-        for part, before_ids, both_ids in zip(parts[1:], encoded, encoded[len(parts) :], strict=False):
+        for (whole, part), before, before_ids, both_ids in zip(
+            itertools.pairwise(parts), befores, encoded[1:], encoded[len(parts) :], strict=False
+        ):
+            if before != whole and result[-1][-len(before_ids) :] != before_ids:
+                before_ids, both_ids = self.texts_to_ids([whole, whole + part])
             ids = _behind(before_ids, both_ids)
             result.append(self._continuation_ids(part) if ids is None else ids)
         return result
+
+    def _last_special(self, text: str) -> int:
+        """Where the last special token of ``text`` begins; 0 if there is none."""
+        return max((match.start() for match in self._specials.finditer(text)), default=0)
+
+    def last_id(self, text: str) -> int:
+        """The last token of ``text``."""
+        last = self._special_tokens.get(text[self._last_special(text) :])
+        return self.text_to_ids(text[-_LAST:])[-1] if last is None else last
+
+    @functools.cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        return {self.ids_to_text([i], keep_special=True): i for i in self.special_ids}
+
+    @functools.cached_property
+    def _specials(self) -> re.Pattern[str]:
+        tokens = sorted(filter(None, self._special_tokens), key=len, reverse=True)
+        if not tokens:
+            return re.compile("(?!)")
+        # Where none can begin, hundreds of them are not tried.
+        starts = "".join(re.escape(token) for token in {token[0] for token in tokens})
+        return re.compile(f"(?=[{starts}])(?:{'|'.join(map(re.escape, tokens))})")
 
     def _continuation_ids(self, text: str) -> list[int]:
         """Ids of ``text`` after another text with which it shares no token."""
