@@ -97,26 +97,29 @@ GROUP = 16  # responses to each prompt, which are compared with each other
 
 def make_step(actor: Actor, engine: EmbeddedEngine, lines: list[dict[str, str]], step: int) -> float:
     """Returns the mean reward."""
+    # Generate, with the newest weights: several responses to each prompt.
     engine.refit(export_weights(actor.model), version=step)
-    lines = [line for line in lines for _ in range(GROUP)]
-    samples = respond(engine, [line["text"] for line in lines], seed=step)
+    asked = [line for line in lines for _ in range(GROUP)]
+    samples = respond(engine, [line["text"] for line in asked], seed=step)
 
-    rewards = [reward(line["text"], text_of(sample), line) for line, sample in zip(lines, samples, strict=True)]
+    # Score.
+    rewards = [reward(line["text"], text_of(sample), line) for line, sample in zip(asked, samples, strict=True)]
 
-    batch = RaggedBatch(  # prompts and responses of different lengths, without padding
+    # Estimate: by how much was a response better than its group's others? That is the advantage of each of its tokens.
+    batch = RaggedBatch(  # prompts and responses of any lengths, without padding
         tokens=torch.tensor([t for s in samples for t in s.prompt_token_ids + s.token_ids], dtype=torch.int32),
         lengths=torch.tensor([len(s.prompt_token_ids) + len(s.token_ids) for s in samples]),
         prompt_lengths=torch.tensor([len(s.prompt_token_ids) for s in samples]),
         columns={},
         wanted=torch.ones(len(samples), dtype=torch.bool),
     )
-    # An advantage says by how much better a response was than its group's others, for each of its tokens.
     groups = torch.arange(len(samples)) // GROUP
     seen = StepRewards.of(torch.tensor(rewards, dtype=torch.float64), groups, batch.response_lengths)
     batch.columns["advantages"], _ = grpo(seen)
-    # How likely each token was when it was generated: PPO keeps the policy from moving too far from that in one step.
+
+    # Update: what was better becomes likelier, what was worse less likely. PPO's loss ends the pull on a token once its
+    # probability has moved far from what it was when it was generated.
     batch.columns["old_logprobs"] = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
-    # What was better than its group's others becomes likelier, what was worse less likely.
     actor.update(batch)
     return sum(rewards) / len(rewards)
 

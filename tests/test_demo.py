@@ -61,11 +61,11 @@ def test_a_demo_begins_anew_in_its_own_folder(tmp_path: Path) -> None:
 def test_a_model_learns_on_one_page() -> None:
     page = ROOT / "examples" / "rl_on_one_page.py"
     assert page.read_text().count("\n") <= 150
-    command = [sys.executable, str(page), "--steps", "30"]
+    command = [sys.executable, str(page), "--steps", "20"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
     rewards = [float(reward) for reward in re.findall(r"^step +\d+  mean reward ([\d.]+)$", shown, re.MULTILINE)]
-    assert len(rewards) == 4  # steps 1, 10, 20, 30
-    assert rewards[-1] > 0.08 > 4 * rewards[0]
+    assert len(rewards) == 3  # steps 1, 10, 20
+    assert rewards[-1] > 0.05 > 4 * rewards[0]
     assert rewards == sorted(rewards)
     assert re.search(r"^right: \d+ of 55$", shown, re.MULTILINE)
 
