@@ -41,8 +41,9 @@ from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.layers import uses_torch_attention, uses_transformer_engine
 from nemo_style_aligner.models.linear import widened
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching, micro_batches, used_lengths
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
+from nemo_style_aligner.models.packing import MicroBatching, micro_batches
+from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
+from nemo_style_aligner.models.policy_losses import LossSettings
 from nemo_style_aligner.models.products import own_kernels
 from nemo_style_aligner.parallel.groups import device, single_process
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
@@ -155,11 +156,9 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
         training_batching=batching,
         forward_batching=batching,
         temperature=1.0,
-        ratio_eps=0.2,
-        entropy_bonus=0.0,
+        loss=LossSettings(),
     )
-    batch = workload.batch
-    wanted = torch.ones_like(batch.mask, dtype=torch.bool) if is_padded else batch.mask != 0
+    batch = (workload.padded() if is_padded else workload).batch
     if is_padded:
         gpt.predict = all_logits  # type: ignore[assignment]
     optimizer.step(0.0, "nothing, for the moments to be there")
@@ -167,11 +166,10 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
     def train() -> None:
         model.module.train()
         optimizer.zero_grad()
-        train_step(model, batch, wanted, batching, actor._loss, scoring=Scoring())
+        train_step(model, batch, None, batching, actor._loss, scoring=Scoring())
 
     def score() -> None:
-        width = wanted.shape[1]
-        forward(model, Tokens(batch.tokens), wanted, batching, lambda x, _: x, (width,), Scoring())
+        forward(model, batch, None, batching, lambda x, _: x, scoring=Scoring())
 
     def copy() -> None:
         snapshot(prepare(model_tensors(model.gpt)))
@@ -189,10 +187,11 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
         action()
         measured[name] = max(0, meter.take() - before)
 
-    used = used_lengths(wanted)
+    sequences = batch.sequences()
+    used = sequences.used
     parts = micro_batches(used, batching)
     tokens = max(sum(used[i] for i in part) for part in parts)
-    positions = max(int(wanted[part].sum()) for part in parts)
+    positions = max(sum(sequences.num_outputs[i] for i in part) for part in parts)
     m = model_of_memory
     predicted = {
         "weights, gradients, Adam": m.static,

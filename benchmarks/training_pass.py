@@ -37,17 +37,18 @@ from common import (
 )
 from sampled_memory import peak_extra_bytes
 
-from nemo_style_aligner import functional
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.models import layer_kernels
-from nemo_style_aligner.models.actor import Actor, PolicyBatch
+from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching, micro_batches, shares, used_lengths
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
+from nemo_style_aligner.models.packing import MicroBatching, micro_batches, shares
+from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
+from nemo_style_aligner.models.policy_losses import LossSettings
+from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.groups import device, single_process
 from nemo_style_aligner.weights.huggingface_config import hf_config
@@ -57,21 +58,36 @@ OPTIM = {"name": "distributed_fused_adam", "lr": 1e-6, "weight_decay": 0.1, "bet
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Sequences: a prompt and a response each. ``batch.mask`` is 1 at the predictions of the responses' tokens."""
+    """Sequences: a prompt and a response each."""
 
-    batch: PolicyBatch
-    lengths: torch.Tensor
+    batch: RaggedBatch
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each sequence, int64 [n]."""
+        return self.batch.lengths
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompts and responses."""
         return int(self.lengths.sum())
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens of responses."""
+        return int(self.batch.response_lengths.sum())
+
     def operations(self, architecture: ModelArchitecture) -> list[int]:
         """Operations of a forward pass over each sequence, as far as the response's log-probs depend on it."""
-        wanted = self.batch.mask != 0
-        rows = zip(used_lengths(wanted), wanted.sum(1).tolist(), strict=True)
+        rows = zip((self.lengths - 1).tolist(), self.batch.response_lengths.tolist(), strict=True)
         return [architecture.forward_operations(*row) for row in rows]
+
+    def padded(self) -> Workload:
+        """Every row as long as the longest, with outputs at all positions, as without packing."""
+        tokens = self.batch.padded_tokens()
+        count, width = tokens.shape
+        lengths = torch.full((count,), width)
+        return as_workload(tokens.int().flatten(), lengths, torch.ones_like(lengths))
 
 
 def main() -> None:
@@ -108,19 +124,18 @@ def main() -> None:
             training_batching=batching,
             forward_batching=batching,
             temperature=1.0,
-            ratio_eps=0.2,
-            entropy_bonus=0.0,
+            loss=LossSettings(),
         )
         workload = make_workload(args, architecture)
         gc.collect()
         gc.freeze()  # as `RunControl.begin` does
-        results = {"packed": measure(actor, workload, batching, False, args.rounds, dtype)}
+        results = {"packed": measure(actor, workload, workload, batching, args.rounds, dtype)}
         if args.torch_layers:
             with unittest.mock.patch.object(layer_kernels, "best_kernels", lambda: None):
-                results["packed, torch's layers"] = measure(actor, workload, batching, False, args.rounds, dtype)
+                results["packed, torch's layers"] = measure(actor, workload, workload, batching, args.rounds, dtype)
         if not args.skip_padded:
             padded = MicroBatching(args.padded_rows)
-            results["padded"] = measure(actor, workload, padded, True, args.rounds, dtype)
+            results["padded"] = measure(actor, workload, workload.padded(), padded, args.rounds, dtype)
         for rows in () if args.hugging_face is None else args.hugging_face or (2,):
             name = f"hugging face, {rows} rows"
             results[name] = measure_hugging_face(architecture, workload, rows, args.rounds, dtype)
@@ -135,7 +150,7 @@ def main() -> None:
             "settings": {k: str(v) for k, v in vars(args).items()} | {"precision": precision},
             "parameters": architecture.num_parameters,
             "tokens": workload.num_tokens,
-            "scored_tokens": int(workload.batch.mask.sum()),
+            "scored_tokens": workload.num_scored,
             "passes": results,
             "head_memory_bytes": memory,
             "data_parallel_balance": balance,
@@ -165,42 +180,41 @@ def make_workload(args: argparse.Namespace, architecture: ModelArchitecture) -> 
     prompts = torch.tensor([draw.randint(*args.prompts) for _ in range(args.sequences)])
     lengths = prompts + torch.tensor(long_tailed(args.sequences, args.responses, draw))
     generator = torch.Generator().manual_seed(1)
-    width = int(lengths.max())
-    tokens = torch.randint(0, architecture.vocab_size, (args.sequences, width), generator=generator)
-    mask = functional.response_mask(prompts, lengths, width - 1)
-    old_logprobs = torch.full_like(mask, -10.0)
-    advantages = torch.randn(mask.shape, generator=generator)
-    return Workload(PolicyBatch(tokens, mask, old_logprobs, advantages, torch.ones_like(mask)), lengths)
+    tokens = torch.randint(0, architecture.vocab_size, (int(lengths.sum()),), generator=generator, dtype=torch.int32)
+    return as_workload(tokens, lengths, prompts)
+
+
+def as_workload(tokens: torch.Tensor, lengths: torch.Tensor, prompts: torch.Tensor) -> Workload:
+    """Sequences of ``tokens``, one after the other, with random advantages."""
+    count = int((lengths - prompts).sum())
+    advantages = torch.randn(count, generator=torch.Generator().manual_seed(2))
+    columns = {"old_logprobs": torch.full((count,), -10.0), "advantages": advantages}
+    wanted = torch.ones(len(lengths), dtype=torch.bool)
+    return Workload(RaggedBatch(tokens, lengths, prompts, columns, wanted))
 
 
 # ---- passes -------------------------------------------------------------------------------------
 
 
 def measure(
-    actor: Actor, workload: Workload, batching: MicroBatching, is_padded: bool, rounds: int, dtype: torch.dtype
+    actor: Actor, workload: Workload, given: Workload, batching: MicroBatching, rounds: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Our training and log-prob passes.
-
-    ``is_padded``: every row is as long as the longest, with outputs at all positions, as without packing.
-    """
-    batch = workload.batch
-    wanted = torch.ones_like(batch.mask, dtype=torch.bool) if is_padded else batch.mask != 0
-    model, scoring = actor.model, Scoring(actor.temperature)
+    """Our training and log-prob passes of what they are ``given`` of a workload: itself, or padded."""
+    batch, model, scoring = given.batch, actor.model, Scoring(actor.temperature)
 
     def train() -> None:
         model.module.train()
         actor.optimizer.zero_grad()
-        train_step(model, batch, wanted, batching, actor._loss, scoring=scoring)
+        train_step(model, batch, None, batching, actor._loss, scoring=scoring)
 
     def score() -> None:
-        width = wanted.shape[1]
-        forward(model, Tokens(batch.tokens), wanted, batching, lambda logprobs, _: logprobs, (width,), scoring)
+        forward(model, batch, None, batching, lambda logprobs, _: logprobs, scoring=scoring)
 
-    used = used_lengths(wanted)
+    used = batch.sequences().used
     return {
         "micro_batches": len(micro_batches(used, batching)),
         "computed_tokens": sum(used),
-        "padding_efficiency": sum(used_lengths(batch.mask != 0)) / sum(used),
+        "padding_efficiency": sum(workload.batch.sequences().used) / sum(used),
         **measure_passes(train, score, workload, model.architecture, rounds, dtype),
     }
 
@@ -219,15 +233,17 @@ def measure_hugging_face(
     with device():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     batch = workload.batch
+    tokens, mask = batch.padded_tokens(), batch.wanted_positions()
+    advantages = torch.zeros(mask.shape)
+    advantages[mask] = batch.columns["advantages"]
     by_length = sorted(range(len(workload.lengths)), key=lambda row: int(workload.lengths[row]))
     parts = []
     for first in range(0, len(by_length), num_rows):
         rows = by_length[first : first + num_rows]
         width = int(workload.lengths[rows].max())
         attended = torch.arange(width) < workload.lengths[rows, None]
-        mask = batch.mask[rows, : width - 1]
-        weights = (batch.advantages[rows, : width - 1] * mask)[:, int(mask.any(0).nonzero()[0]) :]
-        parts.append(tuple(x.to(device()) for x in (batch.tokens[rows, :width], attended, weights)))
+        weights = advantages[rows, int(mask[rows].any(0).nonzero()[0]) : width - 1]
+        parts.append(tuple(x.to(device()) for x in (tokens[rows, :width], attended, weights)))
 
     def loss(tokens: torch.Tensor, attended: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum over the positions of ``weights`` [b, k], the last of each row."""
@@ -317,7 +333,7 @@ def data_parallel_balance(work: list[int]) -> dict[int, dict[str, float]]:
 
 def head_memory(actor: Actor, workload: Workload) -> dict[str, int]:
     """The most memory that log-probs of all responses at once need beyond their inputs, forward and backward."""
-    count = int(workload.batch.mask.sum())
+    count = workload.num_scored
     weight = actor.model.gpt.shared_embedding_or_output_weight()
     hidden = torch.randn(count, 1, weight.shape[1], dtype=weight.dtype, device=weight.device).requires_grad_()
     targets = torch.zeros(count, dtype=torch.int64, device=weight.device)
@@ -359,7 +375,7 @@ def report(
                     str(result["micro_batches"]),
                 )
             )
-    print(f"{workload.num_tokens} tokens, {int(workload.batch.mask.sum())} of them in responses\n")
+    print(f"{workload.num_tokens} tokens, {workload.num_scored} of them in responses\n")
     print_table(("", "seconds", "tokens/s", "of GEMM rate", "padding efficiency", "micro batches"), rows)
     print_table(
         ("output layer, forward + backward", "extra memory"),
