@@ -30,7 +30,7 @@ from nemo_style_aligner.generation.engine import (  # noqa: E402
     GenerationResult,
     SamplingParams,
 )
-from nemo_style_aligner.rl.loop import PPOTrainer  # noqa: E402
+from nemo_style_aligner.rl.loop import RLTrainer  # noqa: E402
 from nemo_style_aligner.rl.rollouts import setup as rollout_setup  # noqa: E402
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator  # noqa: E402
 
@@ -60,8 +60,8 @@ def main() -> None:
     del sys.argv[1:3]
     build_ppo_trainer = rl_setup.build_ppo_trainer
 
-    def build(*args: Any) -> PPOTrainer:
-        trainer: PPOTrainer = build_ppo_trainer(*args)
+    def build(*args: Any) -> RLTrainer:
+        trainer: RLTrainer = build_ppo_trainer(*args)
         # Every step has the same prompts and lengths: once observed, they would be predicted exactly, and order of work
         # and balance of ranks would be an oracle's. Without observations all prompts are treated as new ones.
         trainer.train_prompts.observe = lambda rollouts: None  # type: ignore[method-assign]
