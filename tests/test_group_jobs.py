@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -207,9 +205,7 @@ def test_ranks_change_nothing(done: Path, flags: Callable[..., list[str]], tmp_p
             assert dict(found[name]) == pytest.approx(dict(points), rel=1e-4, abs=1e-5), name
 
 
-def test_killed_and_resumed_is_as_if_never_killed(
-    done: Path, flags: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_killed_and_resumed_is_as_if_never_killed(done: Path, flags: Callable[..., list[str]], tmp_path: Path) -> None:
     """In the middle of a step of several rounds."""
     drawn = [int(rounds) * SAMPLES for _, rounds in curves(done)["train_rollouts/sampling_rounds"]]
     command = script("train_gpt_ppo_actor.py", *flags(tmp_path, *grpo(tmp_path)))
@@ -341,7 +337,8 @@ def test_reinforce_against_a_reward_model_and_a_function_that_come_back(
     found = curves(tmp_path)
     of = {name: [value for _, value in points] for name, points in found.items()}
     assert len(of["train_rollouts/rewards/model"]) == 12
-    both = [sum(rewards) for rewards in zip(*(of[f"train_rollouts/rewards/{part}"] for part in ("model", "function")))]
+    model, function = (of[f"train_rollouts/rewards/{part}"] for part in ("model", "function"))
+    both = [one + other for one, other in zip(model, function, strict=True)]
     assert of["train_rollouts/rewards"] == pytest.approx(both, rel=1e-5)
     assert not any("critic" in name or "values" in name for name in found)
 

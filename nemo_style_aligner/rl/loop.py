@@ -359,6 +359,7 @@ class RLTrainer(TrainingLoop):
         return super().state_dict() | {
             **self.train_prompts.sampler(self.consumed_samples).state_dict(),
             "ppo_optimization_step": self.ppo_optimization_step,
+            "reinforce_optimization_step": self.ppo_optimization_step,  # its name in REINFORCE's checkpoints' names
             "warm_up_rounds": self.warm_up_rounds,
             "generation": self.schedule.state_dict(self.step),
             "critic": None if self.critic is None else self.critic.state_dict(),

@@ -57,7 +57,7 @@ class RLSettings(LoopSettings):
             step_limit=last_step,
             val_check_interval=int(ppo.val_check_interval or 0),
             save_interval=int(ppo.save_interval or 0),
-            critic_warmup_steps=int(ppo.get("critic_warmup_steps") or 0),  # only jobs that may have a critic have this key
+            critic_warmup_steps=int(ppo.get("critic_warmup_steps") or 0),  # not in jobs without critics
             num_ppo_epochs=int(ppo.num_ppo_epochs),
             global_batch_size=int(cfg.model.global_batch_size),
             seed=int(cfg.model.seed),
