@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
