@@ -101,7 +101,7 @@ GROUP_ALGORITHMS: dict[str, dict[str, Any]] = {
         "trainer.ppo.kl_in": "loss",
         "trainer.ppo.kl_estimator": "k3",
         "trainer.ppo.num_ppo_epochs": 2,
-        "model.ppo.ratio_eps": 0.01,
+        "model.ppo.ratio_eps": 0.1,
     },
     "rloo": {
         "trainer.ppo.estimator": "rloo",
