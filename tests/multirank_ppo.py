@@ -1,4 +1,5 @@
-"""One PPO step at many layouts, for test_ppo_invariance.py: ``python multirank_ppo.py <folder> [name ...]``.
+"""One step of PPO, or of a group estimator, at many layouts, for test_ppo_invariance.py:
+``python multirank_ppo.py <folder> [name ...]``.
 
 Imports torch and megatron-core once and forks the ranks of every layout. The same rollouts go through the real
 parts: archives, log-probs, critic service, advantages, policy and critic updates. Each layout leaves
@@ -36,9 +37,10 @@ from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import KeptPasses
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
-from nemo_style_aligner.rl.experience import Experience, make_experience
+from nemo_style_aligner.rl.experience import Experience, leave_out_nonfinite, make_experience
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.rollouts.collector import deal
 from nemo_style_aligner.rl.sample import Rollouts
@@ -56,7 +58,8 @@ NUM_SAMPLES, WIDTH = 16, 23
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How one PPO step is computed. All but ``tied``, ``precision`` and ``updates`` must leave the result as it is."""
+    """How one step is computed. All but ``tied``, ``precision``, ``updates`` and ``algorithm`` must leave the result as
+    it is."""
 
     name: str
     tp: int = 1
@@ -75,11 +78,39 @@ class Layout:
     updates: int = 2
     keep: str = "never"
     room: int | None = None  # tokens whose activations the memory holds
+    algorithm: str = "ppo"
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
 
+    @property
+    def reference(self) -> str:
+        """The layout on one rank that has the same result."""
+        if self.algorithm != "ppo":
+            return f"{self.algorithm}_reference"
+        return "tied_reference" if self.tied else "reference" if self.updates == 2 else "one_update"
+
+
+GROUP = 4
+GROUP_ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gspo": {  # a loss over whole sequences, a KL term in it, and samples that are dealt anew for the second epoch
+        "trainer.ppo.estimator": "grpo",
+        "trainer.ppo.policy_loss": "gspo",
+        "trainer.ppo.loss_aggregation": "sequence_mean",
+        "trainer.ppo.kl_in": "loss",
+        "trainer.ppo.kl_estimator": "k3",
+        "trainer.ppo.num_ppo_epochs": 2,
+        "model.ppo.ratio_eps": 0.1,
+    },
+    "rloo": {
+        "trainer.ppo.estimator": "rloo",
+        "trainer.ppo.policy_loss": "reinforce",
+        "trainer.ppo.loss_aggregation": "sequence_sum",
+        "trainer.ppo.mask_truncated": False,
+    },
+}
+"""Keys of the actor job that make a group estimator's step of it."""
 
 LAYOUTS = (
     # one rank
@@ -105,6 +136,9 @@ LAYOUTS = (
     Layout("kept_full_recompute", updates=1, placement="resident", keep="always", recompute="full"),
     Layout("kept_tokens", updates=1, placement="resident", keep="always", max_tokens=40),
     Layout("kept_first_update", placement="resident", keep="always"),
+    Layout("gspo_reference", algorithm="gspo"),
+    Layout("gspo_micro1", algorithm="gspo", micro=1, placement="resident"),
+    Layout("rloo_reference", algorithm="rloo"),
     # two
     Layout("tp2", tp=2),
     Layout("tp2_micro1", tp=2, micro=1, optimizer="fused_adam", placement="resident"),
@@ -125,6 +159,11 @@ LAYOUTS = (
     Layout("kept_tp2_in_part", tp=2, updates=1, placement="resident", keep="auto", room=60),
     Layout("kept_dp2", dp=2, updates=1, placement="resident", keep="always", overlap=True),
     Layout("kept_dp2_tokens", dp=2, updates=1, placement="resident", keep="auto", max_tokens=30),
+    Layout("gspo_tp2_sp", algorithm="gspo", tp=2, sequence_parallel=True),
+    Layout("gspo_pp2", algorithm="gspo", pp=2, micro=3),
+    Layout("gspo_dp2", algorithm="gspo", dp=2),
+    Layout("gspo_dp2_tokens", algorithm="gspo", dp=2, max_tokens=30, overlap=True),
+    Layout("rloo_dp2", algorithm="rloo", dp=2, micro=1),
     Layout("bf16_tp2_sp", tp=2, sequence_parallel=True, precision="bf16"),
     Layout("bf16_pp2", pp=2, precision="bf16"),
     Layout("bf16_dp2", dp=2, precision="bf16"),
@@ -132,6 +171,8 @@ LAYOUTS = (
     Layout("tp2_dp2_sp", tp=2, dp=2, sequence_parallel=True, micro=3),
     Layout("pp2_dp2_tokens", pp=2, dp=2, max_tokens=50),
     Layout("pp2_dp2", pp=2, dp=2, micro=1),
+    Layout("gspo_pp2_dp2", algorithm="gspo", pp=2, dp=2, micro=1),
+    Layout("rloo_tp2_dp2", algorithm="rloo", tp=2, dp=2),
     Layout("tied_tp2_pp2_sp", tp=2, pp=2, sequence_parallel=True, micro=2, recompute="full", tied=True),
 )
 
@@ -177,13 +218,13 @@ class Sequences:
     ended: torch.Tensor
     engine_logprobs: torch.Tensor
 
-    def share(self, own: torch.Tensor) -> Rollouts:
-        """Of a data-parallel rank with these samples."""
+    def share(self, own: torch.Tensor, group: int) -> Rollouts:
+        """Of a data-parallel rank with these samples. ``group``: samples to a prompt."""
         ids = torch.arange(NUM_SAMPLES)
         position = torch.arange(WIDTH)
         return Rollouts(
-            prompt_ids=ids,
-            groups=ids,
+            prompt_ids=ids // group,
+            groups=ids // group,
             prompt_lengths=self.prompt_lengths,
             lengths=self.lengths,
             ended=self.ended,
@@ -259,6 +300,8 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
                 "max_steps": 4,
             },
         )
+        for key, value in GROUP_ALGORITHMS.get(layout.algorithm, {}).items():
+            OmegaConf.update(cfg, key, value)
     else:
         cfg.model.rm_placement = layout.placement
         cfg.model.keep_activations = layout.keep
@@ -286,9 +329,7 @@ def ppo_step(folder: Path, layout: Layout) -> None:
     halves = [service.infer(batch.tokens[part, :width], batch.lengths[part]) for part, width in _requests(batch)]
     rewards = torch.cat([half["rewards"] for half in halves]).cpu()[:, 0]
     values = torch.cat([_wider(half["values"], WIDTH - 1) for half in halves]).cpu()
-    minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(NUM_SAMPLES, 0)]
-    work = map(trainer._work, batch.lengths.tolist(), (batch.lengths - batch.prompt_lengths).tolist())
-    rollouts = batch.share(deal(list(work), minibatches))
+    rollouts = _dealt(trainer, batch, group=1)
     columns = trainer.logprobs(rollouts, is_trained=True)
     columns["values"] = values[rollouts.own][batch.responses(rollouts.own)]
     scores = Scores(rewards.double(), {}, [])
@@ -307,14 +348,56 @@ def ppo_step(folder: Path, layout: Layout) -> None:
         tensors |= {prefix + name: tensor.clone() for name, tensor in export_weights(model)}
     trainer.metrics.close()
     service.metrics.close()
-    if dist.get_rank() == 0:
-        for part in ("actor", "critic"):
-            curves = read_metrics(log_dir / part)
-            metrics |= {f"{part}/{k}/{step}": v for k, points in curves.items() for step, v in points}
-        metrics = {k: v for k, v in metrics.items() if "timers/" not in k and "memory/" not in k}
-        metrics["critic_loss"] = critic_loss
-        save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, folder / f"{layout.name}.safetensors")
-        (folder / f"{layout.name}.json").write_text(json.dumps(metrics))
+    _write(
+        folder,
+        layout,
+        tensors,
+        metrics | {"critic_loss": critic_loss},
+        actor=log_dir / "actor",
+        critic=log_dir / "critic",
+    )
+
+
+def group_step(folder: Path, layout: Layout) -> None:
+    """The same of a group estimator: no critic, groups of samples, rewards from somewhere, of which one is missing."""
+    initialize_model_parallel(layout.tp, layout.pp, seed=1)
+    log_dir = folder / "logs" / layout.name
+    cfg = config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor")
+    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    trainer = _trainer(folder, layout, cfg, base, log_dir)
+    rollouts = _dealt(trainer, sequences(base.architecture.vocab_size), GROUP)
+    rewards = torch.randn(NUM_SAMPLES, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    rewards[5] = torch.nan
+    scores = Scores(rewards, {}, ["sample 5 has no reward"])
+    columns = trainer.logprobs(rollouts, is_trained=True)
+    rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, NonFinitePolicy("skip", 10))
+    experience, metrics = make_experience(rollouts, scores, columns, trainer.settings.advantages, version=0)
+    trainer.train_policy(experience)
+    tensors = _tensors(experience)
+    tensors |= {f"policy.{name}": tensor.clone() for name, tensor in export_weights(trainer.actor.model)}
+    trainer.metrics.close()
+    _write(folder, layout, tensors, metrics, actor=log_dir / "actor")
+
+
+def _dealt(trainer: RLTrainer, batch: Sequences, group: int) -> Rollouts:
+    """This rank's share, as `RLTrainer.deal` makes it."""
+    minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(NUM_SAMPLES, 0)]
+    work = map(trainer._work, batch.lengths.tolist(), (batch.lengths - batch.prompt_lengths).tolist())
+    return batch.share(deal(list(work), minibatches), group)
+
+
+def _write(
+    folder: Path, layout: Layout, tensors: dict[str, torch.Tensor], metrics: dict[str, float], **logs: Path
+) -> None:
+    """What a layout leaves, with the numbers that its jobs have logged."""
+    if dist.get_rank() != 0:
+        return
+    for job, log_dir in logs.items():
+        curves = read_metrics(log_dir)
+        metrics |= {f"{job}/{k}/{step}": v for k, points in curves.items() for step, v in points}
+    metrics = {k: v for k, v in metrics.items() if "timers/" not in k and "memory/" not in k}
+    save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, folder / f"{layout.name}.safetensors")
+    (folder / f"{layout.name}.json").write_text(json.dumps(metrics))
 
 
 def _requests(batch: Sequences) -> list[tuple[slice, int]]:
@@ -387,7 +470,7 @@ def run_layouts(folder: Path, layouts: Sequence[Layout]) -> None:
     from megatron.core import parallel_state
 
     for layout in layouts:
-        ppo_step(folder, layout)
+        (group_step if layout.algorithm in GROUP_ALGORITHMS else ppo_step)(folder, layout)
         parallel_state.destroy_model_parallel()
     if not torch.cuda.is_available():
         assert "torch._dynamo" not in sys.modules, "training loads torch's compiler, which takes a second or two"

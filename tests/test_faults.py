@@ -17,6 +17,8 @@ several faults at random instants and is started again as a user would, with the
 - ``FAULT_ACTOR="trainer.devices=3 trainer.ppo.rollout_devices=1 trainer.ppo.staleness=1"``: settings of the actor job,
   in the undisturbed run as well.
 - ``FAULT_KINDS="critic,connections: cut"``: these faults in every trial.
+- ``FAULT_ESTIMATOR=grpo``: an estimator that needs no critic. In the critic's place there is then a reward model's
+  service, which has nothing on disk.
 """
 
 from __future__ import annotations
@@ -44,15 +46,19 @@ from job_processes import Job, ranks_of, script, stored_weights
 from nemo_style_aligner.checkpoints.directory import CheckpointDirectory
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.telemetry.metrics import METRICS_FILE, read_metrics
 
 ONLY = [kind.strip() for kind in os.environ.get("FAULT_KINDS", "").split(",") if kind.strip()]
 TRIALS = int(os.environ.get("FAULT_TRIALS", "0"))
 SEED = int(os.environ.get("FAULT_SEED", "0"))
 CRITIC_RANKS = int(os.environ.get("FAULT_CRITIC_RANKS", "1"))
 ACTOR = os.environ.get("FAULT_ACTOR", "").split()
+ESTIMATOR = os.environ.get("FAULT_ESTIMATOR", "gae")
+HAS_CRITIC = ESTIMATOR == "gae"
 RUN_SECONDS, FAULT_SECONDS = 300.0, 150.0  # limits of a run, and what each fault may add, on a busy machine
-STEPS, WARMUP = 6, 2
+STEPS, WARMUP = 6, 2 if HAS_CRITIC else 0
+TRAINED = ("actor", "critic") if HAS_CRITIC else ("actor",)  # jobs that leave curves and weights
+GROUP = 1 if HAS_CRITIC else 4  # responses to a prompt
 SAVED_EVERY = 2
 KINDS = (
     "critic",
@@ -93,32 +99,19 @@ class Pair:
         critic_port = free_port()
         self.proxy = CuttingProxy(critic_port, seed)
         self._commands = {
-            "critic": script(
-                "serve_ppo_critic.py",
-                f"pretrained_checkpoint.restore_from_path={artefacts.rm}",
-                f"exp_manager.explicit_log_dir={folder / 'critic'}",
-                f"trainer.devices={CRITIC_RANKS}",
-                f"trainer.ppo.port={critic_port}",
-                f"trainer.ppo.known_as=['{self.proxy.HOST}:{critic_port}']",
-                "trainer.precision=32",
-                "model.encoder_seq_length=64",
-                "model.global_batch_size=8",
-                "model.micro_batch_size=4",
-                "model.forward_micro_batch_size=1",  # what a sequence is computed with depends on timing otherwise
-                "trainer.ppo.inference_micro_batch_size=4",
-                "model.optim.lr=1e-3",
-                "model.optim.sched.warmup_steps=2",
-                "model.hidden_dropout=0.1",  # random streams matter, too
-                "exp_manager.checkpoint_callback_params.always_save_nemo=True",
-            ),
+            "critic": _critic(artefacts, folder, critic_port, self.proxy)
+            if HAS_CRITIC
+            else _reward_model(artefacts, critic_port, self.proxy),
             "actor": script(
                 "train_gpt_ppo_actor.py",
                 "trainer.devices=2",
                 f"pretrained_checkpoint.restore_from_path={artefacts.sft}",
                 artefacts.data_prefix("prompts"),
                 f"exp_manager.explicit_log_dir={folder / 'actor'}",
-                f"remote_critic_rm.critic.ip={self.proxy.HOST}",
-                f"remote_critic_rm.critic.port={critic_port}",
+                f"remote_critic_rm.{'critic' if HAS_CRITIC else 'reward_model'}.ip={self.proxy.HOST}",
+                f"remote_critic_rm.{'critic' if HAS_CRITIC else 'reward_model'}.port={critic_port}",
+                f"trainer.ppo.estimator={ESTIMATOR}",
+                f"trainer.ppo.num_rollouts_per_prompt={GROUP}",
                 "remote_critic_rm.timeouts.ready_seconds=200",
                 "remote_critic_rm.timeouts.restart_seconds=200",
                 "trainer.precision=32",
@@ -133,7 +126,7 @@ class Pair:
                 "model.encoder_seq_length=64",
                 "model.global_batch_size=8",
                 "model.micro_batch_size=2",
-                "model.ppo.num_rollout_samples=16",
+                f"model.ppo.num_rollout_samples={16 // GROUP}",
                 "model.ppo.num_val_samples=8",
                 "model.ppo.rollout_micro_batch_size=1",
                 "model.ppo.forward_micro_batch_size=4",
@@ -174,7 +167,9 @@ class Pair:
     # ---- what a run leaves ------------------------------------------------------------------
 
     def ledger(self) -> dict[str, Any]:
-        """Of the critic's newest checkpoint."""
+        """Of the critic's newest checkpoint; empty without a critic."""
+        if not HAS_CRITIC:
+            return {}
         (newest,) = (self.folder / "critic" / "checkpoints").glob("*-last")
         return json.loads((newest / "trainer_state.json").read_text())["trainer"]["ledger"]
 
@@ -188,6 +183,39 @@ class Pair:
         """Of the job's archive."""
         archive = {"actor": "megatron_gpt_ppo_actor.nemo", "critic": "megatron_gpt_critic.nemo"}[name]
         return stored_weights(self.folder / name / "checkpoints" / archive)
+
+
+def _critic(artefacts: Artefacts, folder: Path, port: int, proxy: CuttingProxy) -> list[str]:
+    return script(
+        "serve_ppo_critic.py",
+        f"pretrained_checkpoint.restore_from_path={artefacts.rm}",
+        f"exp_manager.explicit_log_dir={folder / 'critic'}",
+        f"trainer.devices={CRITIC_RANKS}",
+        f"trainer.ppo.port={port}",
+        f"trainer.ppo.known_as=['{proxy.HOST}:{port}']",
+        "trainer.precision=32",
+        "model.encoder_seq_length=64",
+        "model.global_batch_size=8",
+        "model.micro_batch_size=4",
+        "model.forward_micro_batch_size=1",  # what a sequence is computed with depends on timing otherwise
+        "trainer.ppo.inference_micro_batch_size=4",
+        "model.optim.lr=1e-3",
+        "model.optim.sched.warmup_steps=2",
+        "model.hidden_dropout=0.1",  # random streams matter, too
+        "exp_manager.checkpoint_callback_params.always_save_nemo=True",
+    )
+
+
+def _reward_model(artefacts: Artefacts, port: int, proxy: CuttingProxy) -> list[str]:
+    return script(
+        "serve_reward_model.py",
+        f"rm_model_file={artefacts.rm}",
+        f"trainer.devices={CRITIC_RANKS}",
+        f"inference.port={port}",
+        f"inference.known_as=['{proxy.HOST}:{port}']",
+        "trainer.precision=32",
+        "model.forward_micro_batch_size=1",  # as the critic's
+    )
 
 
 class Campaign:
@@ -215,7 +243,8 @@ class Campaign:
         """Until something that a fault could spoil is under way; False when the run is over."""
         folder = self.pair.folder
         seen = set(self._batches())
-        what = self.random.choice(["batch", "batch", "critic saves", "actor saves", "any time"])
+        of_critic = ["critic saves"] if HAS_CRITIC else []
+        what = self.random.choice(["batch", "batch", *of_critic, "actor saves", "any time"])
         patience = time.monotonic() + self.random.uniform(0.0, 15.0) if what == "any time" else deadline
         while time.monotonic() < patience:
             if not self.pair.keep_running():
@@ -232,7 +261,10 @@ class Campaign:
         return True
 
     def _batches(self) -> list[str]:
-        return [path.name for path in self.pair.folder.glob("actor/critic_journal/*.safetensors")]
+        """What is new when a batch has been scored: a file in the critic's journal, or more in the actor's log."""
+        if HAS_CRITIC:
+            return [path.name for path in self.pair.folder.glob("actor/critic_journal/*.safetensors")]
+        return [str(path.stat().st_size) for path in self.pair.folder.glob(f"actor/{METRICS_FILE}")]
 
     def _inject(self, kind: str, deadline: float) -> None:
         jobs = self.pair.jobs
@@ -289,7 +321,7 @@ class Campaign:
 
     def _damage(self, deadline: float) -> None:
         """Kill a job as soon as it has two checkpoints, and spoil a file of the newer one."""
-        name = self.random.choice(["actor", "critic"])
+        name = self.random.choice(TRAINED)
         directory = CheckpointDirectory(self.pair.folder / name / "checkpoints", CheckpointSettings())
         self.injected[-1] = f"damage: {name}, too late"
         while len(directory.entries()) < 2:
@@ -354,21 +386,25 @@ class Reference:
 
 def outcome(pair: Pair) -> Reference:
     """What a run left."""
-    names = ("actor", "critic")
     return Reference(
-        pair.ledger(), {name: pair.curves(name) for name in names}, {name: pair.weights(name) for name in names}
+        pair.ledger(), {name: pair.curves(name) for name in TRAINED}, {name: pair.weights(name) for name in TRAINED}
     )
+
+
+def _wrong_in_ledger(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    wrong = []
+    (last,) = found["runs"].values()
+    batches = STEPS + WARMUP
+    if found["steps"] != batches or last["sequence_number"] != batches:
+        wrong.append(f"the critic trained {found['steps']} batches, the last number {last['sequence_number']}")
+    if found["history"] != expected["history"]:
+        wrong.append("other batches were trained")
+    return wrong
 
 
 def differences(found: Reference, expected: Reference) -> list[str]:
     """In what a disturbed run differs from the undisturbed one."""
-    wrong = []
-    (last,) = found.ledger["runs"].values()
-    batches = STEPS + WARMUP
-    if found.ledger["steps"] != batches or last["sequence_number"] != batches:
-        wrong.append(f"the critic trained {found.ledger['steps']} batches, the last number {last['sequence_number']}")
-    if found.ledger["history"] != expected.ledger["history"]:
-        wrong.append("other batches were trained")
+    wrong = [] if not HAS_CRITIC else _wrong_in_ledger(found.ledger, expected.ledger)
     for name, curves in expected.curves.items():
         wrong += [f"{name}: {key}" for key, points in curves.items() if found.curves[name].get(key) != points]
         weights = found.weights[name]
@@ -402,6 +438,7 @@ def test_whoever_dies_when_nothing_is_lost(reference: Reference, artefacts: Arte
             pair = Pair(artefacts, folder, seed=trial)
             choice = random.Random(trial)
             possible = [kind for kind in KINDS if disks or not kind.endswith("disk")]
+            possible = [kind for kind in possible if HAS_CRITIC or kind != "critic's disk"]
             if ONLY:
                 kinds = ONLY
             elif TRIALS == 1:  # one of each sort

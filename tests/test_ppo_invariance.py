@@ -1,4 +1,4 @@
-"""One PPO step is the same at every layout, and rollouts are the same whoever makes them."""
+"""One step, of PPO or a group estimator, is the same at every layout, and rollouts are the same whoever makes them."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ def test_the_step_is_one_that_could_differ(result: Callable[[str], Result]) -> N
     assert tensors["learns"].eq(False).sum() == 2
     assert not torch.equal(tensors["old_logprobs"], tensors["reference_logprobs"])
     assert tensors["rewards"].std() > 0.1 and tensors["values"].std() > 0.1
+    gspo, of_gspo = result("gspo_reference")
+    assert of_gspo["actor/train_optim/clip_fraction/3"] > 0 and of_gspo["actor/train_optim/kl_loss/3"] > 0
+    assert gspo["learns"].eq(False).sum() == 3 and of_gspo["nonfinite_samples"] == 1
+    rloo, _ = result("rloo_reference")
+    assert rloo["learns"].eq(False).sum() == 1 and rloo["advantages"].std() > 0.1
     tied, _ = result("tied_reference")
     assert "policy.lm_head.weight" in tensors and "policy.lm_head.weight" not in tied
 
@@ -67,9 +72,8 @@ def test_the_step_is_one_that_could_differ(result: Callable[[str], Result]) -> N
 def test_fp32_layouts_agree(result: Callable[[str], Result], layout: Any) -> None:
     """Log-probs, values, rewards, advantages, losses, gradient norms, new weights of policy and critic."""
     tensors, metrics = result(layout.name)
-    reference = "tied_reference" if layout.tied else "reference" if layout.updates == 2 else "one_update"
-    expected_tensors, expected_metrics = result(reference)
-    models = ("policy.", "critic.")
+    expected_tensors, expected_metrics = result(layout.reference)
+    models = ("policy.", "critic.") if layout.algorithm == "ppo" else ("policy.",)
     experience = {k: v for k, v in tensors.items() if not k.startswith(models)}
     assert largest_difference(experience, {k: expected_tensors[k] for k in experience}) < 5e-6
     for prefix in models:

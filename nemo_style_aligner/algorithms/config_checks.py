@@ -49,7 +49,7 @@ from nemo_style_aligner.algorithms.place_checks import (
     secret_problems,
     sft_data_problems,
 )
-from nemo_style_aligner.algorithms.rl_checks import settings_in_vain
+from nemo_style_aligner.algorithms.rl_checks import settings_in_vain, shares_secret
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, keys_without_effect, load_defaults, plain_config
@@ -221,6 +221,8 @@ def _what_is_there(view: JobView) -> Iterator[str]:
         yield from sft_data_problems(view.cfg.model.data)
     elif view.is_actor or view.name == "training_rm":
         yield from data_prefix_problems(view.get("model.data.data_prefix"))
+    if view.is_actor and not shares_secret(view):
+        return
     for token in ("remote_critic_rm.token", "trainer.ppo.token", "inference.token"):  # each in another job
         yield from secret_problems(view.get(token), token)
 

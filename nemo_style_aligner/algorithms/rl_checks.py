@@ -44,6 +44,12 @@ def uses_reward_service(view: JobView) -> bool:
     return any(spec.kind == "service" for spec in _specs(view))
 
 
+def shares_secret(view: JobView) -> bool:
+    """Whether the actor job serves anybody, or asks a service."""
+    is_asking = needs_critic(view) or any(spec.kind in ("service", "url") for spec in _specs(view))
+    return is_asking or bool(view.get("trainer.ppo.batch_iterator.use_flask"))
+
+
 def _specs(view: JobView) -> list[RewardSpec]:
     """Where rewards come from; nowhere if that cannot be read, which `_rewards` reports."""
     with contextlib.suppress(ConfigError):

@@ -13,7 +13,7 @@ from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.rl.estimators import Estimator
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.reward_config import build_reward_source
+from nemo_style_aligner.rl.reward_config import build_reward_source, reward_specs
 from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource
 from nemo_style_aligner.rl.rollouts.setup import shared_token
 from nemo_style_aligner.rl.scoring import Scorer
@@ -40,11 +40,12 @@ def build_scorer(cfg: DictConfig, run: Run, estimator: Estimator) -> Scorer:
 def _listed_rewards(cfg: DictConfig, service: Callable[[], RewardSource]) -> RewardSource:
     listed: Any = OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True)
     functions = cfg.trainer.ppo.reward_functions
+    asks_others = any(spec.kind == "url" for spec in reward_specs(listed))
     return build_reward_source(
         listed,
         service=service,
         limits=_limits(cfg),
-        token=shared_token(cfg),
+        token=shared_token(cfg) if asks_others else None,  # what asks nobody needs no secret
         threads=functions.threads,
         seconds=float(functions.seconds),
     )

@@ -13,7 +13,7 @@ from nemo_style_aligner import functional
 from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.functional import KLEstimator
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.rl.estimators import Estimator, StepRewards
 from nemo_style_aligner.rl.overlong import overlong_penalty
@@ -161,17 +161,42 @@ def leave_out_nonfinite(
     if not troubles:
         return rollouts, dict(columns)
     counts = ~torch.stack(list(bad.values())).any(0)
-    trouble = "; ".join(["NaN or Inf in " + "; in ".join(troubles), *scores.problems])
-    if policy.action == "stop" or not counts.any():
+    _report("; in ".join(troubles), scores, policy if counts.any() else STOP)
+    left_out = rollouts.spread(~counts)
+    cleared = {name: column.masked_fill(left_out, 0) for name, column in columns.items()}
+    engine_logprobs = rollouts.engine_logprobs.masked_fill(left_out, 0)
+    return dataclasses.replace(rollouts, counts=counts, engine_logprobs=engine_logprobs), cleared
+
+
+def report_missing_rewards(
+    scores: Scores, prompt_ids: torch.Tensor, dropped: torch.Tensor, policy: NonFinitePolicy
+) -> None:
+    """Report NaN and Inf in rewards of samples that dynamic sampling drops: `leave_out_nonfinite` never sees them.
+
+    Args:
+        prompt_ids: int64 [N].
+        dropped: bool [N].
+        policy: with ``stop`` those of the other samples end the run as well.
+
+    Raises:
+        NonFiniteError: there are such samples, and the policy is ``stop``.
+    """
+    missing = ~scores.rewards.isfinite()
+    if policy.action == "skip":
+        missing &= dropped
+    if missing.any():
+        rows = missing.nonzero()[:, 0].tolist()
+        _report(f"reward of samples {rows} (prompts {prompt_ids[missing].tolist()})", scores, policy)
+
+
+def _report(troubles: str, scores: Scores, policy: NonFinitePolicy) -> None:
+    trouble = "; ".join([f"NaN or Inf in {troubles}", *scores.problems])
+    if policy.action == "stop":
         raise NonFiniteError(
             f"{trouble}. These samples were not trained on. Check their prompts, the critic and the rewards, or "
             "set trainer.ppo.on_nonfinite=skip to leave such samples out as long as others remain"
         )
     warn_for_all_ranks(logger, "%s: these samples are left out", trouble)
-    left_out = rollouts.spread(~counts)
-    cleared = {name: column.masked_fill(left_out, 0) for name, column in columns.items()}
-    engine_logprobs = rollouts.engine_logprobs.masked_fill(left_out, 0)
-    return dataclasses.replace(rollouts, counts=counts, engine_logprobs=engine_logprobs), cleared
 
 
 def make_experience(

@@ -26,6 +26,7 @@ from nemo_style_aligner.rl.experience import (
     Experience,
     leave_out_nonfinite,
     make_experience,
+    report_missing_rewards,
     rollout_metrics,
     why_nothing_is_learnt,
 )
@@ -53,6 +54,7 @@ class RLTrainer(TrainingLoop):
 
     Attributes:
         consumed_samples: training prompts used.
+        redrawn_samples: those of them that dynamic sampling has drawn beside the first round of each step.
         ppo_optimization_step: policy updates made, those skipped for NaN or Inf included.
         warm_up_rounds: rounds of the critic's warm-up made.
     """
@@ -88,6 +90,7 @@ class RLTrainer(TrainingLoop):
         )
         self.title = "PPO" if settings.advantages.estimator.needs_values else settings.advantages.estimator.name
         self.consumed_samples = 0
+        self.redrawn_samples = 0
         self.ppo_optimization_step = 0
         self.warm_up_rounds = 0
 
@@ -127,6 +130,7 @@ class RLTrainer(TrainingLoop):
         self.run_control.check(ahead="training")
         self.train_prompts.observe(rollouts)  # changes the state, so after the last point that can abandon the step
         self.consumed_samples = start + consumed
+        self.redrawn_samples += consumed - self.train_prompts.batch_size
         rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.nonfinite)
         advantages, version = self.settings.advantages, self.ppo_optimization_step
         experience, metrics = make_experience(rollouts, scores, columns, advantages, version)
@@ -184,9 +188,11 @@ class RLTrainer(TrainingLoop):
     def _useful(self, collected: Collected) -> tuple[list[int], list[int]]:
         """Samples of groups whose rewards differ, and those of the other groups. Collective."""
         with self.timer("critic_wait"):
-            rewards = collected.wait_for_rewards().rewards
-        grouped = GroupedSamples(groups=collected.groups, counts=rewards.isfinite())
-        is_uniform = grouped.is_uniform(rewards)
+            scores = collected.wait_for_rewards()
+        grouped = GroupedSamples(groups=collected.groups, counts=scores.rewards.isfinite())
+        is_uniform = grouped.is_uniform(scores.rewards)
+        prompt_ids = torch.tensor([prompt.prompt_id for prompt in collected.prompts])
+        report_missing_rewards(scores, prompt_ids, is_uniform, self.settings.nonfinite)
         return (~is_uniform).nonzero()[:, 0].tolist(), is_uniform.nonzero()[:, 0].tolist()
 
     def deal(self, collected: Collected) -> Rollouts:
@@ -274,7 +280,7 @@ class RLTrainer(TrainingLoop):
             self.checkpoints.poll()
             if self.settings.save_interval and self.warm_up_rounds % self.settings.save_interval == 0:
                 self.save_unless_saved()
-        self.consumed_samples = 0
+        self.consumed_samples = self.redrawn_samples = 0
 
     # ---- validations and saves --------------------------------------------------------------
 
@@ -323,6 +329,12 @@ class RLTrainer(TrainingLoop):
     # ---- counters, logs, state --------------------------------------------------------------
 
     @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the run are made; dynamic sampling may use up the prompts of ``max_epochs`` before."""
+        is_used_up = self.redrawn_samples > 0 and self.epoch >= self.settings.max_epochs
+        return super().is_finished or is_used_up
+
+    @property
     def place(self) -> EpochSampler:
         """The order of the prompts, at the next one."""
         return self.train_prompts.sampler(self.consumed_samples)
@@ -359,6 +371,8 @@ class RLTrainer(TrainingLoop):
         return super().state_dict() | {
             **self.train_prompts.sampler(self.consumed_samples).state_dict(),
             "ppo_optimization_step": self.ppo_optimization_step,
+            "reinforce_optimization_step": self.ppo_optimization_step,  # its name in REINFORCE's checkpoints' names
+            "redrawn_samples": self.redrawn_samples,
             "warm_up_rounds": self.warm_up_rounds,
             "generation": self.schedule.state_dict(self.step),
             "critic": None if self.critic is None else self.critic.state_dict(),
@@ -372,11 +386,13 @@ class RLTrainer(TrainingLoop):
         place = self.train_prompts.sampler(0)
         place.load_state_dict(state)
         self.consumed_samples = place.consumed_samples
+        self.redrawn_samples = int(state.get("redrawn_samples", 0))
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
         if self.step > 0:  # before that, consumed_samples counts the warm-up's prompts
             prompts = self.train_prompts
             minibatches = prompts.batch_size * prompts.samples_per_prompt // self.settings.global_batch_size
-            steps_left = place.batches_until(self.settings.max_epochs)
+            in_first_rounds = prompts.sampler(self.consumed_samples - self.redrawn_samples)
+            steps_left = in_first_rounds.batches_until(self.settings.max_epochs)
             self.bound_steps(steps_left, self.ppo_optimization_step, minibatches * self.settings.num_ppo_epochs)
         self.warm_up_rounds = int(state["warm_up_rounds"])
         if self.critic is not None and state["critic"] is not None:

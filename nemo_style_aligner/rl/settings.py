@@ -57,7 +57,7 @@ class RLSettings(LoopSettings):
             step_limit=last_step,
             val_check_interval=int(ppo.val_check_interval or 0),
             save_interval=int(ppo.save_interval or 0),
-            critic_warmup_steps=int(ppo.critic_warmup_steps or 0),
+            critic_warmup_steps=int(ppo.get("critic_warmup_steps") or 0),  # not in jobs without critics
             num_ppo_epochs=int(ppo.num_ppo_epochs),
             global_batch_size=int(cfg.model.global_batch_size),
             seed=int(cfg.model.seed),
@@ -72,7 +72,7 @@ class RLSettings(LoopSettings):
                 kl_estimator=ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1"),
                 kl_clamp=ppo.kl_clamp,
                 gamma=float(ppo.discount_factor),
-                lam=float(ppo.gae_lambda),
+                lam=float(ppo.get("gae_lambda", 1.0)),  # of gae alone, which needs a critic
                 normalize=normalize,
                 unbiased=bool(ppo.advantage_whitening_unbiased),
                 mask_truncated=bool(ppo.mask_truncated),

@@ -1,0 +1,390 @@
+"""Jobs of group estimators, started as users start them: GRPO, RLOO and a user's own, tiny models, CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Artefacts
+from job_processes import Job, run, script, stored_weights, wait_until_ready
+from test_extending import EXAMPLES
+
+from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE
+from nemo_style_aligner.telemetry.metrics import read_metrics
+
+TIMEOUT = 240.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Curves = dict[str, list[tuple[int, float]]]
+
+NUM_PROMPTS = 48
+STEPS, PROMPTS, RESPONSES = 5, 4, 4
+SAMPLES = PROMPTS * RESPONSES
+
+# `kill_at` beside the file: the call at which the process that makes it is killed, once.
+REWARDS = """
+import os, pathlib, signal, time
+
+HERE, calls = pathlib.Path(__file__).parent, 0
+
+def form(prompt, response, line):
+    global calls
+    calls += 1
+    marker = HERE / "kill_at"
+    if marker.exists() and calls == int(marker.read_text()):
+        marker.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"digits": float(sum(map(str.isdigit, response)) > 3), "brief": 0.5 * (len(response) < 3)}
+
+def troubled(prompt, response, line):
+    global calls
+    calls += 1
+    if calls == 3:
+        raise KeyError("no such thing")
+    if calls == 9:
+        return float("nan")
+    if calls == 14:
+        time.sleep(60)
+    return len(response)
+
+def hanging(prompt, response, line):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def prompts(artefacts: Artefacts, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The prompts as a flag; every other one's line says ``kind: checked``."""
+    lines = [json.loads(line) for line in artefacts.data("train_prompts").read_text().splitlines()]
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    marked = [line | {"kind": ("plain", "checked")[row % 2]} for row, line in enumerate(lines[:NUM_PROMPTS])]
+    file.write_text("".join(json.dumps(line) + "\n" for line in marked))
+    return f"model.data.data_prefix={{train: [{file}], validation: [{file}], test: [{file}]}}"
+
+
+@pytest.fixture
+def flags(artefacts: Artefacts, prompts: str) -> Callable[..., list[str]]:
+    """Of a job in a folder: its log is ``folder / "log"``, its reward functions are in ``folder / "rewards.py"``."""
+
+    def made(folder: Path, *others: str, section: str = "ppo") -> list[str]:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "rewards.py").write_text(REWARDS)
+        return [
+            f"pretrained_checkpoint.restore_from_path={artefacts.sft}",
+            prompts,
+            f"exp_manager.explicit_log_dir={folder / 'log'}",
+            "trainer.precision=32",
+            f"trainer.{section}.max_steps={STEPS}",
+            f"trainer.{section}.val_check_interval=0",
+            f"trainer.{section}.save_interval=2",
+            f"trainer.{section}.num_rollouts_per_prompt={RESPONSES}",
+            "model.encoder_seq_length=64",
+            "model.global_batch_size=8",
+            "model.micro_batch_size=2",
+            f"model.{section}.num_rollout_samples={PROMPTS}",
+            f"model.{section}.num_val_samples=4",
+            f"model.{section}.rollout_micro_batch_size=4",
+            f"model.{section}.length_params.max_length=8",
+            "model.optim.lr=1e-3",
+            "model.optim.sched.warmup_steps=2",
+            *others,
+        ]
+
+    return made
+
+
+def grpo(folder: Path) -> tuple[str, ...]:
+    """Two sources of rewards, one for some prompts alone, most groups without a difference; one pass over the prompts."""
+    sources = (
+        f"{{name: form, source: '{folder}/rewards.py:form', weight: 0.5}}",
+        "{name: right, source: exact_match, weight: 2, only: {kind: checked}}",
+    )
+    return (
+        "trainer.ppo.estimator=grpo",
+        f"trainer.ppo.rewards=[{', '.join(sources)}]",
+        "trainer.ppo.dynamic_sampling.enable=True",
+        "trainer.ppo.dynamic_sampling.max_rounds=3",
+        "trainer.ppo.num_ppo_epochs=2",
+        "trainer.ppo.max_steps=-1",
+    )
+
+
+def curves(folder: Path) -> Curves:
+    """A job's numbers, apart from times and from how busy the engines were."""
+    varying = ("timers/", "memory/", "generation/")
+    return {name: points for name, points in read_metrics(folder / "log").items() if not name.startswith(varying)}
+
+
+def require_same_end(folder: Path, expected: Path) -> None:
+    """Curves and archive, bit for bit."""
+    found, wanted = curves(folder), curves(expected)
+    assert [name for name, points in wanted.items() if found.get(name) != points] == []
+    ours, theirs = (
+        stored_weights(next((job / "log" / "checkpoints").glob("*actor.nemo"))) for job in (folder, expected)
+    )
+    assert ours.keys() == theirs.keys() and len(theirs) > 5
+    assert [name for name, tensor in theirs.items() if not torch.equal(tensor, ours[name])] == []
+
+
+def killed_and_started_again(command: Sequence[str], folder: Path, at_call: int) -> str:
+    """Killed by its reward function; the output of the second start, which must be a success."""
+    (folder / "kill_at").write_text(str(at_call))
+    victim = Job(command, folder / "first.log")
+    try:
+        assert victim.wait(TIMEOUT) in (128 + signal.SIGKILL, 1), victim.describe()
+    finally:
+        victim.kill()
+    assert not (folder / "kill_at").exists(), victim.describe()
+    output = run(command, folder / "second.log", TIMEOUT)
+    assert "resumed from" in output
+    return output
+
+
+# ---- rewards by functions -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the job that other ones are compared with."""
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.fixture
+def done(undisturbed: Path, flags: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`undisturbed`, once it is done: on one rank, where there is no secret to share."""
+    if not (undisturbed / "log").exists():
+        with monkeypatch.context() as patch:
+            patch.setenv(TOKEN_FILE_VARIABLE, str(undisturbed / "nowhere" / "token"))
+            run(
+                script("train_gpt_ppo_actor.py", *flags(undisturbed, *grpo(undisturbed))),
+                undisturbed / "job.log",
+                TIMEOUT,
+            )
+    return undisturbed
+
+
+def test_parts_of_rewards_and_what_was_drawn_are_logged(done: Path) -> None:
+    """No critic and no secret is asked for."""
+    found = curves(done)
+    steps = list(range(len(found["train_rollouts/rewards"])))
+    of = {name: [value for _, value in points] for name, points in found.items()}
+    for name in ("rewards", "rewards/form", "rewards/form/digits", "rewards/form/brief", "rewards/right"):
+        assert [step for step, _ in found[f"train_rollouts/{name}"]] == steps, name
+    assert not any("critic" in name or "values" in name or "returns" in name for name in found)
+    assert "critic" not in (done / "job.log").read_text() and not (done / "log" / "critic_journal").exists()
+    rounds, dropped, useless, consumed = (
+        of[f"train_rollouts/{name}"]
+        for name in ("sampling_rounds", "dropped_samples", "uninformative_samples", "consumed_samples")
+    )
+    assert all(1 <= number <= 3 for number in rounds) and max(rounds) > 1 and max(dropped) > 0
+    assert consumed == [PROMPTS * sum(rounds[: step + 1]) for step in steps]
+    for drawn, out, left in zip(rounds, dropped, useless, strict=True):
+        useful = SAMPLES * drawn - out - left  # drawn samples of groups that teach something
+        assert out % RESPONSES == left % RESPONSES == 0
+        assert useful == SAMPLES - left if left else useful >= SAMPLES
+        assert drawn == 3 or not left
+    assert consumed[-2] < NUM_PROMPTS <= consumed[-1]  # max_epochs
+    assert of["train_rollouts/rollout_size"] == [SAMPLES] * len(steps)
+    assert len(of["train_optim/loss"]) == len(steps) * 2 * SAMPLES // 8
+
+
+def test_ranks_change_nothing(done: Path, flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Two data-parallel ranks, prompts from the queue."""
+    queue = ("trainer.ppo.batch_iterator.use_flask=True", "trainer.ppo.batch_iterator.port=0", "trainer.devices=2")
+    run(script("train_gpt_ppo_actor.py", *flags(tmp_path, *grpo(tmp_path), *queue)), tmp_path / "job.log", TIMEOUT)
+    found, expected = curves(tmp_path), curves(done)
+    assert found.keys() == expected.keys()
+    for name, points in expected.items():
+        if "padding_efficiency" not in name and "dp_balance" not in name:
+            assert dict(found[name]) == pytest.approx(dict(points), rel=1e-4, abs=1e-5), name
+
+
+def test_killed_and_resumed_is_as_if_never_killed(done: Path, flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    """In the middle of a step of several rounds."""
+    drawn = [int(rounds) * SAMPLES for _, rounds in curves(done)["train_rollouts/sampling_rounds"]]
+    command = script("train_gpt_ppo_actor.py", *flags(tmp_path, *grpo(tmp_path)))
+    killed_and_started_again(command, tmp_path, at_call=sum(drawn[:3]) + SAMPLES + 2)
+    require_same_end(tmp_path, done)
+
+
+def test_own_estimator_loss_and_reward_a_step_ahead(flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    """The examples of docs/extending.md; one rank trains, another generates; killed and resumed, too."""
+
+    def job(folder: Path) -> list[str]:
+        mine = folder / "my_rl.py"
+        arguments = flags(
+            folder,
+            f"trainer.ppo.estimator={mine}:step_scaled",
+            f"trainer.ppo.policy_loss={mine}:simple_policy_optimization",
+            f"trainer.ppo.rewards=[{{source: '{mine}:reward'}}, {{source: '{folder}/rewards.py:form'}}]",
+            "trainer.devices=2",
+            "trainer.ppo.rollout_devices=1",
+            "trainer.ppo.staleness=1",
+            "model.hidden_dropout=0.1",  # random streams matter, too
+        )
+        mine.write_text("\n\n".join(EXAMPLES))
+        return script("train_gpt_ppo_actor.py", *arguments)
+
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    undisturbed = Job(job(straight), tmp_path / "straight.log")
+    try:
+        killed_and_started_again(job(broken), broken, at_call=3 * SAMPLES + 5)
+        undisturbed.check(TIMEOUT)
+    finally:
+        undisturbed.kill()
+    require_same_end(broken, straight)
+    found = curves(straight)
+    assert {"train_rollouts/rewards/reward/right", "train_rollouts/rewards/form/digits"} <= found.keys()
+    assert [value for _, value in found["train_rollouts/staleness_max"]] == [0.0] + [2.0] * (STEPS - 1)
+    assert "train_optim/ratio" in found and "train_optim/ppo_ratio" not in found
+
+
+# ---- rewards that cannot be given ---------------------------------------------------------------
+
+
+def test_samples_without_a_reward_are_left_out(flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    """One call raises an error, one gives NaN, one takes too long; 16 calls are made in each step."""
+    output = run(
+        script(
+            "train_gpt_ppo_actor.py",
+            *flags(tmp_path, "trainer.ppo.estimator=rloo", "trainer.ppo.on_nonfinite=skip"),
+            f"trainer.ppo.rewards=[{{source: '{tmp_path}/rewards.py:troubled'}}]",
+            "trainer.ppo.reward_functions.seconds=1",
+            "trainer.ppo.max_steps=2",
+        ),
+        tmp_path / "job.log",
+        TIMEOUT,
+    )
+    assert [value for _, value in curves(tmp_path)["train_rollouts/nonfinite_samples"]] == [3.0, 0.0]
+    told = next(line for line in output.splitlines() if "these samples are left out" in line)
+    for what in (
+        "raised KeyError: 'no such thing'",
+        "returned nan, which is not a finite number",
+        "took more than 1 s",
+    ):
+        assert re.search(rf"sample \d+: .*rewards.py:troubled {what} .*prompts.jsonl:\d+", told), (what, told)
+
+
+def test_a_reward_that_never_comes_ends_the_job(flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    command = script(
+        "train_gpt_ppo_actor.py",
+        *flags(tmp_path, "trainer.ppo.estimator=rloo", "trainer.ppo.reward_functions.seconds=0.5"),
+        f"trainer.ppo.rewards=[{{source: '{tmp_path}/rewards.py:hanging'}}]",
+    )
+    job = Job(command, tmp_path / "job.log")
+    try:
+        assert job.wait(TIMEOUT) == 1, job.describe()
+    finally:
+        job.kill()
+    output = job.output()
+    assert "Traceback" not in output, output
+    (told,) = (line for line in output.splitlines() if "rror" in line)
+    assert "rewards.py:hanging" in told
+
+
+# ---- services -----------------------------------------------------------------------------------
+
+
+def reward_model(artefacts: Artefacts, port: int, log: Path) -> Job:
+    """serve_reward_model.py, ready."""
+    job = Job(
+        script("serve_reward_model.py", f"rm_model_file={artefacts.rm}", f"inference.port={port}"),
+        log,
+    )
+    wait_until_ready(job, port, TIMEOUT)
+    return job
+
+
+def test_reinforce_against_a_reward_model_and_a_function_that_come_back(
+    artefacts: Artefacts, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """The services of a model and of a function, both killed in the middle and started again; no critic anywhere."""
+    model_port, function_port = free_port(), free_port()
+    arguments = flags(
+        tmp_path,
+        f"remote_rm.reward_model.port={model_port}",
+        f"trainer.reinforce.rewards=[{{name: model, source: service}}, "
+        f"{{name: function, source: 'http://127.0.0.1:{function_port}/reward_model'}}]",
+        "remote_rm.timeouts.ready_seconds=120",
+        "trainer.reinforce.max_steps=12",
+        "trainer.devices=2",
+        "model.pipeline_model_parallel_size=2",
+        section="reinforce",
+    )
+    function_command = script(
+        "serve_reward_function.py",
+        *("--function", f"{tmp_path / 'rewards.py'}:form", "--tokenizer", str(artefacts.sft)),
+        *("--port", str(function_port)),
+    )
+    jobs: list[Job] = []
+    try:
+        actor = Job(script("train_gpt_reinforce_actor.py", *arguments), tmp_path / "job.log")
+        jobs += [actor]
+        for start in ("first", "second"):
+            jobs.append(Job(function_command, tmp_path / f"function_{start}.log"))
+            jobs.append(reward_model(artefacts, model_port, tmp_path / f"model_{start}.log"))
+            wait_until_ready(jobs[-2], function_port, TIMEOUT)
+            if start == "first":
+                wait_for_rewards(actor, tmp_path)
+                for service in jobs[1:]:
+                    service.kill()
+        actor.check(TIMEOUT)
+    finally:
+        for job in jobs:
+            job.kill()
+    found = curves(tmp_path)
+    of = {name: [value for _, value in points] for name, points in found.items()}
+    assert len(of["train_rollouts/rewards/model"]) == 12
+    model, function = (of[f"train_rollouts/rewards/{part}"] for part in ("model", "function"))
+    both = [one + other for one, other in zip(model, function, strict=True)]
+    assert of["train_rollouts/rewards"] == pytest.approx(both, rel=1e-5)
+    assert not any("critic" in name or "values" in name for name in found)
+
+
+def wait_for_rewards(actor: Job, folder: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not (folder / "log").exists() or "train_rollouts/rewards" not in read_metrics(folder / "log"):
+        assert actor.process.poll() is None and time.monotonic() < deadline, actor.describe()
+        time.sleep(0.05)
+
+
+# ---- settings -----------------------------------------------------------------------------------
+
+
+def test_settings_that_do_not_fit_are_refused_before_any_weight_is_read(
+    flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """All of them at once, by the names that the job's user knows."""
+    mistakes = {
+        "ppo": {
+            "trainer.ppo.estimator=rloo trainer.ppo.num_rollouts_per_prompt=1": "give 2 or more",
+            "trainer.ppo.critic_warmup_steps=1": "there is no critic to warm up",
+            "trainer.ppo.policy_loss=cispo trainer.ppo.dual_clip=2.0": "only ppo has this bound",
+            "trainer.ppo.kl_in=loss trainer.ppo.initial_policy_kl_penalty=0": "there is no penalty to put there",
+            "trainer.ppo.rewards=[{source:nobody.py:reward}]": "trainer.ppo.rewards[0].source",
+        },
+        "reinforce": {
+            "trainer.reinforce.estimator=gae": "trainer.reinforce.estimator=gae needs a critic",
+            "trainer.reinforce.rewards=[{source:service,weight:much}]": "trainer.reinforce.rewards[0].weight=much",
+        },
+    }
+    jobs: dict[str, Job] = {}
+    try:
+        for section, made in mistakes.items():
+            given = flags(tmp_path / section, *" ".join(made).split(), section=section)
+            jobs[section] = Job(script(f"train_gpt_{section}_actor.py", *given), tmp_path / f"{section}.log")
+        for section, made in mistakes.items():
+            assert jobs[section].wait(TIMEOUT) == 2, jobs[section].describe()
+            output = jobs[section].output()
+            assert [told for told in made.values() if told not in output] == [], output
+            assert "Traceback" not in output and not (tmp_path / section / "log").exists()
+    finally:
+        for job in jobs.values():
+            job.kill()
