@@ -101,7 +101,7 @@ def flags(artefacts: Artefacts, prompts: str) -> Callable[..., list[str]]:
 
 
 def grpo(folder: Path) -> tuple[str, ...]:
-    """Two sources of rewards, one for some prompts alone, most groups without a difference; one pass over the prompts."""
+    """Two sources of rewards, one for some prompts alone, most groups without a difference; one pass over prompts."""
     sources = (
         f"{{name: form, source: '{folder}/rewards.py:form', weight: 0.5}}",
         "{name: right, source: exact_match, weight: 2, only: {kind: checked}}",
