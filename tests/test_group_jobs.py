@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Curves = dict[str, list[tuple[int, float]]]
 
-NUM_PROMPTS = 48
+NUM_PROMPTS = 24
 STEPS, PROMPTS, RESPONSES = 5, 4, 4
 SAMPLES = PROMPTS * RESPONSES
 
@@ -188,7 +188,7 @@ def test_parts_of_rewards_and_what_was_drawn_are_logged(done: Path) -> None:
         assert out % RESPONSES == left % RESPONSES == 0
         assert useful == SAMPLES - left if left else useful >= SAMPLES
         assert drawn == 3 or not left
-    assert consumed[-2] < NUM_PROMPTS <= consumed[-1]  # max_epochs
+    assert len(steps) == NUM_PROMPTS // PROMPTS  # of one epoch, whatever was drawn
     assert of["train_rollouts/rollout_size"] == [SAMPLES] * len(steps)
     assert len(of["train_optim/loss"]) == len(steps) * 2 * SAMPLES // 8
 
