@@ -16,6 +16,7 @@ from nemo_style_aligner.rl.experience import (
     Experience,
     leave_out_nonfinite,
     make_experience,
+    report_missing_rewards,
     why_nothing_is_learnt,
 )
 from nemo_style_aligner.rl.sample import Rollouts
@@ -147,6 +148,19 @@ def test_stop_names_the_samples_and_their_prompts() -> None:
     assert "initial policy's log-probs of samples [4] (prompts [44])" in message
     assert "on_nonfinite=skip" in message
     assert isinstance(error.value, UserError) and error.value.exit_status == 1  # the job prints no traceback
+
+
+def test_a_missing_reward_is_never_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """By dynamic sampling, where the other rewards of its group are equal."""
+    whole, dropped = step(), torch.tensor([True, True, False, False, False, False])
+    whole.scores.rewards[1] = math.nan
+    prompt_ids = whole.rollouts.prompt_ids
+    with pytest.raises(NonFiniteError, match=r"reward of samples \[1\] \(prompts \[41\]\).*on_nonfinite=skip"):
+        report_missing_rewards(whole.scores, prompt_ids, ~dropped, STOP)
+    report_missing_rewards(whole.scores, prompt_ids, ~dropped, SKIP)
+    assert not caplog.messages  # it is among those that are trained on, and will be left out there
+    report_missing_rewards(whole.scores, prompt_ids, dropped, SKIP)
+    assert "reward of samples [1] (prompts [41]): these samples are left out" in caplog.text
 
 
 def test_a_step_of_nothing_but_nan_ends_the_job_in_any_case() -> None:

@@ -329,12 +329,6 @@ class RLTrainer(TrainingLoop):
     # ---- counters, logs, state --------------------------------------------------------------
 
     @property
-    def is_finished(self) -> bool:
-        """Whether all steps of the run are made; dynamic sampling may use up the prompts of ``max_epochs`` before."""
-        is_used_up = self.redrawn_samples > 0 and self.epoch >= self.settings.max_epochs
-        return super().is_finished or is_used_up
-
-    @property
     def place(self) -> EpochSampler:
         """The order of the prompts, at the next one."""
         return self.train_prompts.sampler(self.consumed_samples)
