@@ -39,7 +39,7 @@ from nemo_style_aligner.servers.secret import SecretError, make_secret, read_sec
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER, Watchdog
 from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder, temporary_base
-from nemo_style_aligner.user_code import UserCodeError
+from nemo_style_aligner.user_code import UserCodeError, load_function
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0, reason="NOT TESTED: what other users of this machine can plant; only root can become two of them"
