@@ -262,12 +262,8 @@ def test_samples_without_a_reward_are_left_out(flags: Callable[..., list[str]], 
     )
     assert [value for _, value in curves(tmp_path)["train_rollouts/nonfinite_samples"]] == [3.0, 0.0]
     told = next(line for line in output.splitlines() if "these samples are left out" in line)
-    for what in (
-        "raised KeyError: 'no such thing'",
-        "returned nan, which is not a finite number",
-        "took more than 1 s",
-    ):
-        assert re.search(rf"sample \d+: .*rewards.py:troubled {what} .*prompts.jsonl:\d+", told), (what, told)
+    for what in ("raised KeyError: 'no such thing'", "returned nan, which is not", "took more than 1 s"):
+        assert re.search(rf"sample \d+: .*rewards.py:troubled {what}.* for the prompt of .*:\d+", told), (what, told)
 
 
 def test_a_reward_that_never_comes_ends_the_job(flags: Callable[..., list[str]], tmp_path: Path) -> None:
