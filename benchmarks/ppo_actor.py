@@ -3,7 +3,7 @@
     python ppo_actor.py ADDRESS LENGTHS.json OVERRIDES...
 
 The additions surround the trainer: its engine is asked for responses of given lengths, which no config key can set for
-each prompt; lengths are not remembered to predict those of later steps; and after each step rank 0 waits for its turn,
+each sample; lengths are not remembered to predict those of later steps; and after each step rank 0 waits for its turn,
 and the other ranks for rank 0. What is timed is untouched.
 """
 
@@ -36,27 +36,37 @@ from nemo_style_aligner.rl.rollouts.generator import LocalGenerator  # noqa: E40
 
 
 class ForcedLengths:
-    """An engine whose responses have the lengths that ``lengths`` says for their prompts; otherwise ``engine``."""
+    """An engine whose responses have the lengths that ``lengths`` says for their prompts; otherwise ``engine``.
 
-    def __init__(self, engine: GenerationEngine, lengths: dict[tuple[int, ...], int]) -> None:
+    Args:
+        lengths: of the samples of each prompt, which follow each other.
+    """
+
+    def __init__(self, engine: GenerationEngine, lengths: dict[tuple[int, ...], list[int]]) -> None:
         self._engine = engine
         self._lengths = lengths
+
+    def _length(self, sample: GenerationRequest | GenerationResult) -> int:
+        lengths = self._lengths[tuple(sample.prompt_token_ids)]
+        return lengths[sample.request_id % len(lengths)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
         """See `GenerationEngine.generate`; RuntimeError if a response has another length than forced."""
-        forced = (dataclasses.replace(r, max_new_tokens=self._lengths[tuple(r.prompt_token_ids)]) for r in requests)
+        forced = (dataclasses.replace(request, max_new_tokens=self._length(request)) for request in requests)
         for result in self._engine.generate(forced, dataclasses.replace(sampling, ignore_eos=True, min_new_tokens=0)):
-            if len(result.token_ids) != self._lengths[tuple(result.prompt_token_ids)]:
+            if len(result.token_ids) != self._length(result):
                 raise RuntimeError(f"sample {result.request_id} has {len(result.token_ids)} tokens, not those forced")
             yield result
 
 
 def main() -> None:
     address = sys.argv[1]
-    lengths = {tuple(prompt): length for prompt, length in json.loads(Path(sys.argv[2]).read_text())}
+    lengths: dict[tuple[int, ...], list[int]] = {}
+    for prompt, length in json.loads(Path(sys.argv[2]).read_text()):
+        lengths.setdefault(tuple(prompt), []).append(length)
     del sys.argv[1:3]
     build_ppo_trainer = rl_setup.build_ppo_trainer
 

@@ -1,4 +1,7 @@
-"""The contenders of `ppo_step.py`, each in processes of its own that sleep while it is not their turn."""
+"""The contenders of `ppo_step.py`, of which those of `grpo_step.py` are kinds, each in processes of its own.
+
+These sleep while it is not their turn.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,6 @@ from nemo_style_aligner.telemetry.metrics import read_metrics
 
 BENCHMARKS = Path(__file__).resolve().parent
 SCRIPTS = BENCHMARKS.parent / "examples" / "nlp" / "gpt"
-TRL_VERSION = "1.12.0"
-INSTALL_TRL = "pip install -e '.[bench-trl]'"
 START_SECONDS = 600.0
 STEP_SECONDS = 3600.0
 WAIT_POLICY = "PASSIVE"  # OMP_WAIT_POLICY that our jobs choose where nothing is set
@@ -62,7 +63,7 @@ class TrlSetting:
     Attributes:
         threads: of TRL; our jobs choose theirs as they do for users.
         micro_batch: sequences per forward-backward pass.
-        rollout_batch: sequences at a time in generation and scoring.
+        rollout_batch: sequences at a time in generation and scoring; None: TRL does not let users choose.
         wait_policy: OMP_WAIT_POLICY; None: unset.
         stop_id, pad_id: tokens that end and fill up responses; ``pad_id`` is in no prompt.
         environment: of its process, without the wait policy.
@@ -71,7 +72,7 @@ class TrlSetting:
 
     threads: int
     micro_batch: int
-    rollout_batch: int
+    rollout_batch: int | None
     wait_policy: str | None
     stop_id: int
     pad_id: int
@@ -86,7 +87,8 @@ class TrlSetting:
     def halved(self, rollouts: int) -> TrlSetting | None:
         """With both batches halved, for ``rollouts`` sequences a step; None if they cannot become smaller."""
         micro_batch = max((n for n in range(1, self.micro_batch // 2 + 1) if rollouts % n == 0), default=1)
-        smaller = dataclasses.replace(self, micro_batch=micro_batch, rollout_batch=max(1, self.rollout_batch // 2))
+        rollout_batch = None if self.rollout_batch is None else max(1, self.rollout_batch // 2)
+        smaller = dataclasses.replace(self, micro_batch=micro_batch, rollout_batch=rollout_batch)
         return None if smaller == self else smaller
 
 
@@ -100,6 +102,7 @@ class Setting:
         micro_batch: sequences per forward-backward pass of ours.
         actor, critic: more config overrides of ours.
         environment: of our processes.
+        kl_coef: weight of the KL penalty.
         device: "cpu" or "cuda".
         step_seconds: a contender that needs longer for a step has failed.
         trl: None where TRL takes no part.
@@ -111,6 +114,7 @@ class Setting:
     actor: Sequence[str]
     critic: Sequence[str]
     environment: dict[str, str]
+    kl_coef: float = KL_COEF
     device: str = "cpu"
     step_seconds: float = STEP_SECONDS
     trl: TrlSetting | None = None
@@ -249,11 +253,13 @@ class OwnJobs:
 
     Attributes:
         name: in the report.
+        has_critic: otherwise there is only the actor job.
         options: overrides of the actor job that make it this contender.
     """
 
     name = "ours"
-    options: tuple[str, ...] = ()
+    has_critic = True
+    options: tuple[str, ...] = ("trainer.ppo.kl_estimator=k1",)
 
     def __init__(self, workload: Workload, setting: Setting, folder: Path) -> None:
         self._workload, self._setting, self._folder = workload, setting, folder
@@ -263,18 +269,18 @@ class OwnJobs:
         prompts, lengths = folder / "prompts.jsonl", folder / "lengths.json"
         prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in workload.texts))
         lengths.write_text(json.dumps(list(zip(workload.prompts, workload.lengths, strict=True))))
-        self._critic = start(
-            [sys.executable, str(SCRIPTS / "serve_ppo_critic.py"), *self.critic_overrides()],
-            folder / "critic.log",
-            setting.environment,
-        )
+        critic = None
+        if self.has_critic:
+            command = [sys.executable, str(SCRIPTS / "serve_ppo_critic.py"), *self.critic_overrides()]
+            critic = start(command, folder / "critic.log", setting.environment)
+        self._critic = critic
         command = [sys.executable, str(BENCHMARKS / "ppo_actor.py"), "ADDRESS", str(lengths)]
         self._actor = Player(
             "actor",
             [*command, *self.actor_overrides(prompts)],
             folder / "actor.log",
             setting.environment,
-            (self._critic, "critic", folder / "critic.log"),
+            None if critic is None else (critic, "critic", folder / "critic.log"),
         )
 
     def _common(self) -> list[str]:
@@ -302,7 +308,7 @@ class OwnJobs:
 
     def actor_overrides(self, prompts: Path) -> list[str]:
         """The actor's command line."""
-        count = len(self._workload.prompts)
+        count, group = len(self._workload.prompts), self._workload.group
         return [
             f"pretrained_checkpoint.restore_from_path={self._setting.models.policy_nemo}",
             f"model.data.data_prefix={{train: [{prompts}]}}",
@@ -310,12 +316,13 @@ class OwnJobs:
             f"exp_manager.explicit_log_dir={self._folder / 'actor'}",
             *(f"trainer.ppo.max_epochs={MAX_STEPS}", f"trainer.ppo.max_steps={MAX_STEPS}"),
             *("trainer.ppo.val_check_interval=0", "trainer.ppo.save_interval=0"),
-            *(f"model.ppo.num_rollout_samples={count}", f"trainer.ppo.generation.num_slots={count}"),
+            *(f"model.ppo.num_rollout_samples={count // group}", f"trainer.ppo.num_rollouts_per_prompt={group}"),
+            f"trainer.ppo.generation.num_slots={count}",
             f"model.ppo.rollout_micro_batch_size={self._setting.micro_batch}",
             f"model.ppo.length_params.max_length={max(self._workload.lengths)}",
             # Responses of forced length look truncated, but must give a policy gradient all the same.
             *("model.ppo.sampling_params.end_strings=[]", "trainer.ppo.mask_truncated=False"),
-            *(f"trainer.ppo.initial_policy_kl_penalty={KL_COEF}", "trainer.ppo.kl_estimator=k1"),
+            f"trainer.ppo.initial_policy_kl_penalty={self._setting.kl_coef}",
             *self._common(),
             *self.options,
             *self._setting.actor,
@@ -327,7 +334,7 @@ class OwnJobs:
         self._critic_before = self._critic_seconds()
 
     def step(self) -> Step:
-        """One PPO step."""
+        """One step."""
         self._actor.step(self._setting.step_seconds)
         self._steps += 1
         curves = read_metrics(self._folder / "actor")
@@ -345,9 +352,10 @@ class OwnJobs:
             if timer.startswith("step/") and not is_part and not has_parts:
                 phases[timer.removeprefix("step/")] = timers[timer]
         phases["rest"] = timers["step"] - sum(phases.values())
-        critic = self._critic_seconds()
-        for command, phase in (("infer", "score"), ("train", "train_critic")):
-            phases[phase] = critic.get(command, 0.0) - self._critic_before.get(command, 0.0)
+        critic, before = self._critic_seconds(), self._critic_before
+        if self.has_critic:
+            for command, phase in (("infer", "score"), ("train", "train_critic")):
+                phases[phase] = critic.get(command, 0.0) - before.get(command, 0.0)
         self._critic_before = critic
         count = rollouts["rollout_size"]
         return Step(
@@ -359,7 +367,9 @@ class OwnJobs:
         )
 
     def _critic_seconds(self) -> dict[str, float]:
-        """Seconds that the critic job has computed so far, by command, from its /metrics."""
+        """Seconds that the critic job, if there is one, has computed so far, by command, from its /metrics."""
+        if not self.has_critic:
+            return {}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}/metrics",
             headers={"Authorization": f"Bearer {self._setting.environment[TOKEN_VARIABLE]}"},
@@ -373,7 +383,7 @@ class OwnJobs:
 
     def roots(self) -> dict[str, int]:
         """Process ids by name."""
-        return {"actor": self._actor.pid, "critic": self._critic.pid}
+        return {"actor": self._actor.pid} | ({} if self._critic is None else {"critic": self._critic.pid})
 
     def device_peaks(self) -> dict[str, int]:
         """The most of the GPU's memory that was allocated so far, by process."""
@@ -398,16 +408,17 @@ class OwnJobs:
         }
 
     def stop(self) -> None:
-        """End both jobs."""
+        """End the jobs."""
         self._actor.stop()
-        stop(self._critic)
+        if self._critic is not None:
+            stop(self._critic)
 
 
 class EngineLogprobs(OwnJobs):
     """Ours with the engine's log-probs in place of a pass of the policy, as in TRL."""
 
     name = "ours_engine_logprobs"
-    options = ("trainer.ppo.policy_logprobs=engine",)
+    options = (*OwnJobs.options, "trainer.ppo.policy_logprobs=engine")
 
 
 def own_steps(
@@ -449,9 +460,18 @@ def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
 
 
 class Trl:
-    """TRL's PPO trainer, policy and critic in one process."""
+    """TRL's PPO trainer, policy and critic in one process.
+
+    Attributes:
+        name: in the report.
+        script: what it runs.
+        version, install: of trl that the script is written for, and how to get it.
+    """
 
     name = "trl"
+    script = "ppo_trl.py"
+    version = "1.12.0"
+    install = "pip install -e '.[bench-trl]'"
 
     def __init__(self, workload: Workload, setting: Setting, folder: Path) -> None:
         trl = setting.trl
@@ -459,6 +479,8 @@ class Trl:
         settings = {
             "policy": str(setting.models.policy),
             "reward_model": str(setting.models.reward_model),
+            "texts": workload.texts,
+            "group": workload.group,
             "output": str(folder / "trl"),
             "dtype": setting.dtype,
             "device": setting.device,
@@ -467,14 +489,14 @@ class Trl:
             "rollout_batch": trl.rollout_batch,
             "stop_id": trl.stop_id,
             "pad_id": trl.pad_id,
-            "kl_coef": KL_COEF,
+            "kl_coef": setting.kl_coef,
             "lr": LEARNING_RATE,
             "max_steps": MAX_STEPS,
             "prompts": list(zip(workload.prompts, workload.lengths, strict=True)),
         }
         file = folder / "trl.json"
         file.write_text(json.dumps(settings))
-        command = [trl.python, str(BENCHMARKS / "ppo_trl.py"), "ADDRESS", str(file)]
+        command = [trl.python, str(BENCHMARKS / self.script), "ADDRESS", str(file)]
         policy = {"OMP_WAIT_POLICY": trl.wait_policy} if trl.wait_policy else {}
         self._setting, self._device_peak = setting, 0
         self._process = Player("TRL", command, folder / "trl.log", trl.environment | policy)
@@ -484,7 +506,7 @@ class Trl:
         self._process.wait_until_ready(START_SECONDS)
 
     def step(self) -> Step:
-        """One PPO step."""
+        """One step."""
         answer = self._process.step(self._setting.step_seconds)
         self._device_peak = max(self._device_peak, answer["device_peak_bytes"])
         phases = dict(answer["phases"])
@@ -510,18 +532,18 @@ class Trl:
         self._process.stop()
 
 
-def trl_obstacle(python: str) -> str | None:
+def trl_obstacle(kind: type[Trl], python: str) -> str | None:
     """Why TRL cannot take part, and what would help; None if it can."""
     script = "import importlib.metadata; print(importlib.metadata.version('trl'))"
     try:
         asked = subprocess.run([python, "-c", script], capture_output=True, text=True)
     except OSError as error:
         return f"{python} cannot be started: {error}"
-    help_ = f"{INSTALL_TRL} (or name another environment with --trl-python)"
+    help_ = f"{kind.install} (or name another environment with --trl-python)"
     if asked.returncode:
         return f"{python} has no trl: {help_}"
     version = asked.stdout.strip()
-    return None if version == TRL_VERSION else f"{python} has trl {version}, not {TRL_VERSION}: {help_}"
+    return None if version == kind.version else f"{python} has trl {version}, not {kind.version}: {help_}"
 
 
 @contextlib.contextmanager

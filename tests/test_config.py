@@ -269,6 +269,9 @@ def test_a_run_without_checkpoints_of_nemos_saves_at_its_end() -> None:
     (note,) = check_config(cfg, "gpt_ppo_actor")
     assert note.endswith("is taken as trainer.ppo.save_interval=0; the state at the end is saved all the same")
     assert cfg.trainer.ppo.save_interval == 0
+    off, interval = "exp_manager.create_checkpoint_callback=False", "trainer.ppo.val_check_interval=3"
+    follows = composed("gpt_ppo_actor", off, interval)
+    assert check_config(follows, "gpt_ppo_actor") and follows.trainer.ppo.save_interval == 0
     (note,) = check_config(composed("gpt_ppo_critic", "exp_manager.create_checkpoint_callback=False"), "gpt_ppo_critic")
     assert note == (
         "exp_manager.create_checkpoint_callback=False has no effect: this job does not have trainer.ppo.save_interval"

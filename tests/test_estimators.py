@@ -17,12 +17,12 @@ from nemo_style_aligner.rl.estimators import (
     ESTIMATORS,
     Estimator,
     EstimatorError,
+    GroupedSamples,
     StepRewards,
     estimator,
     find_estimator,
 )
-from nemo_style_aligner.rl.groups import GroupedSamples
-from nemo_style_aligner.rl.overlong import overlong_penalty
+from nemo_style_aligner.rl.experience import overlong_penalty
 from nemo_style_aligner.user_code import UserCodeError
 
 DATA = Path(__file__).parent / "data"

@@ -26,7 +26,7 @@ from nemo_style_aligner.rl.experience import make_experience
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
-from nemo_style_aligner.rl.rollouts.generation_totals import GenerationTotals
+from nemo_style_aligner.rl.rollouts.generator import GenerationTotals
 from nemo_style_aligner.rl.rollouts.prompts import PromptSource
 from nemo_style_aligner.rl.rollouts.setup import sampling_params
 from nemo_style_aligner.rl.settings import RLSettings
@@ -325,7 +325,7 @@ def test_policy_and_critic_are_trained_on_what_is_theirs() -> None:
     sent: list[torch.Tensor] = []
     client: Any = SimpleNamespace(train_async=lambda *tensors: sent.extend(tensors))
     journal: Any = object()
-    RemoteCritic(client, journal, "refuse", 1.0).start_training(experience.value_batch())
+    RemoteCritic(client, journal, "refuse").start_training(experience.value_batch())
     tokens, returns, values, mask = sent
     assert mask.sum(1).tolist() == lengths  # also of the response that was cut off
     of_samples = rollouts.tokens.split(rollouts.lengths.tolist())

@@ -38,13 +38,12 @@ from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import outgoing_address, own_address
 from nemo_style_aligner.parallel.stop_points import StopEarlyError
 from nemo_style_aligner.rl.rewards import Reward
-from nemo_style_aligner.rl.rollouts import generator, intake, setup, work_client, work_server
-from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
-from nemo_style_aligner.rl.rollouts.intake import AcceptedResponses, ScoredResponses
+from nemo_style_aligner.rl.rollouts import collector, generator, setup, work_client, work_server
+from nemo_style_aligner.rl.rollouts.collector import ScoredResponses
+from nemo_style_aligner.rl.rollouts.generator import AcceptedResponses, LocalGenerator, RequestSupply
+from nemo_style_aligner.rl.rollouts.prompts import ResponseLengths
 from nemo_style_aligner.rl.rollouts.remote import RemoteRound
-from nemo_style_aligner.rl.rollouts.response_lengths import ResponseLengths
 from nemo_style_aligner.rl.rollouts.setup import build_work_source, open_work_queue
-from nemo_style_aligner.rl.rollouts.supply import RequestSupply
 from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
 from nemo_style_aligner.rl.rollouts.work_queue import (
     DRAINED,
@@ -754,7 +753,7 @@ def known_rewards(samples: Sequence[Sample]) -> concurrent.futures.Future[list[R
 
 def test_scores_are_given_up_when_none_comes_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(intake, "time", types.SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(collector, "time", types.SimpleNamespace(monotonic=clock))
     critic = LateScores()
     responses = critic.scored(batch_size=2, seconds=0.4)
     for request_id in range(5):

@@ -16,7 +16,6 @@ from nemo_style_aligner.functional import KLEstimator
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.rl.estimators import Estimator, StepRewards
-from nemo_style_aligner.rl.overlong import overlong_penalty
 from nemo_style_aligner.rl.sample import Rollouts
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.values import ValueBatch
@@ -278,6 +277,26 @@ def why_nothing_is_learnt(experience: Experience, settings: AdvantageSettings) -
         f"all {len(rollouts)} responses are left out of the policy's loss, so there is nothing for it to learn: "
         f"{named}{others}"
     )
+
+
+def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer_tokens: int, penalty: float) -> torch.Tensor:
+    """What a response's length adds to its reward: DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
+
+    0 up to ``max_length - buffer_tokens``, from there on a straight line down to ``-penalty`` at ``max_length``.
+
+    Args:
+        lengths: int64 [N], response tokens.
+        max_length: the most tokens that a response may have.
+        buffer_tokens: how many of them are penalised; 0: none.
+        penalty: at the limit (1 in the paper).
+
+    Returns:
+        fp64 [N].
+    """
+    if buffer_tokens == 0:
+        return torch.zeros(len(lengths), dtype=torch.float64)
+    excess = (lengths.double() - (max_length - buffer_tokens)) / buffer_tokens
+    return -penalty * excess.clamp(0, 1)
 
 
 # ---- over the tokens of all ranks ---------------------------------------------------------------

@@ -22,6 +22,7 @@ from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.jobs.training_loop import TrainingLoop
 from nemo_style_aligner.models.actor import Actor
+from nemo_style_aligner.rl.estimators import GroupedSamples
 from nemo_style_aligner.rl.experience import (
     Experience,
     leave_out_nonfinite,
@@ -30,7 +31,6 @@ from nemo_style_aligner.rl.experience import (
     rollout_metrics,
     why_nothing_is_learnt,
 )
-from nemo_style_aligner.rl.groups import GroupedSamples
 from nemo_style_aligner.rl.rollouts.collector import Collected, RolloutCollector, deal
 from nemo_style_aligner.rl.rollouts.prompts import PromptSource
 from nemo_style_aligner.rl.rollouts.schedule import GenerationSchedule

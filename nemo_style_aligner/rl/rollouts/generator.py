@@ -2,23 +2,70 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
-from nemo_style_aligner.generation.engine import GenerationEngine, GenerationResult, SamplingParams
+from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel import stop_points, stop_signals, worlds
-from nemo_style_aligner.rl.rollouts.generation_totals import GenerationTotals
-from nemo_style_aligner.rl.rollouts.intake import AcceptedResponses, ResponseSink
-from nemo_style_aligner.rl.rollouts.supply import RequestSupply
+from nemo_style_aligner.parallel.agreement import result_on_every_rank
+from nemo_style_aligner.parallel.groups import all_reduce_sums, device
 from nemo_style_aligner.rl.rollouts.work_source import WorkSource
 from nemo_style_aligner.rl.sample import Prompt
+from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.stream import export_weights
+
+
+class ResponseSink(Protocol):
+    """Takes finished responses."""
+
+    def add(self, result: GenerationResult) -> None:
+        """Take a response; does not keep the engine waiting."""
+        ...
+
+    def flush(self) -> None:
+        """Process what was taken so far: no more responses come for now."""
+        ...
+
+
+class AcceptedResponses:
+    """Reports responses to the work source, and hands on those that it accepts.
+
+    The engine is not kept waiting: a response waits for the work source's answer while others are generated.
+    A response that came too late, because its sample went to another rank, is dropped.
+    """
+
+    def __init__(self, work: WorkSource, sink: ResponseSink) -> None:
+        self._work = work
+        self._sink = sink
+        self._reported: collections.deque[tuple[GenerationResult, concurrent.futures.Future[list[int]]]] = (
+            collections.deque()
+        )
+
+    def add(self, result: GenerationResult) -> None:
+        """Report a response, and hand on earlier ones whose answers have come."""
+        self._reported.append((result, self._work.complete_async([result.request_id])))
+        while self._reported and self._reported[0][1].done():
+            self._accept()
+
+    def flush(self) -> None:
+        """Wait for all answers of the work source, and flush the sink."""
+        while self._reported:
+            self._accept()
+        self._sink.flush()
+
+    def _accept(self) -> None:
+        result, answer = self._reported.popleft()
+        if answer.result():
+            self._sink.add(result)
 
 
 class Round(Protocol):
@@ -216,3 +263,117 @@ class KeptRound:
     def metrics(self) -> dict[str, float]:
         """Empty: this run did not generate the round."""
         return {}
+
+
+# ---- what an engine works on next, and what it did -----------------------------------------------
+
+
+class RequestSupply:
+    """Requests for an engine's `generate`, an iterable that can be iterated again after each `wait`.
+
+    Attributes:
+        num_running: requests handed out whose results have not come; the caller decrements it for each result.
+    """
+
+    def __init__(
+        self, work: WorkSource, group: EngineGroup, num_slots: int, prompts: Sequence[Prompt], seed: int
+    ) -> None:
+        self.num_running = 0
+        self._work = work
+        self._group = group
+        self._num_slots = num_slots
+        self._prompts = prompts
+        self._seed = seed
+        self._ids: collections.deque[int] = collections.deque()
+
+    def wait(self) -> bool:
+        """Wait for work; False if the round is complete, or after a stop signal. Call it when nothing is running."""
+        self._lease(wait=True)
+        return bool(self._ids)
+
+    def __iter__(self) -> Iterator[GenerationRequest]:
+        """Yield requests as long as there are ids to lease; the engine pulls one whenever a slot is free."""
+        while self._ids:
+            sample_id = self._ids.popleft()
+            self.num_running += 1
+            yield GenerationRequest(sample_id, self._prompts[sample_id].token_ids, derive_seed(self._seed, sample_id))
+            if not self._ids:
+                self._lease()
+
+    def _lease(self, wait: bool = False) -> None:
+        """Lease as many ids as there are free slots, and share them with all ranks of the group."""
+        n = max(1, self._num_slots - self.num_running)
+        # A stop signal interrupts a round, but not if it came before the round, nor if several ranks share the engine:
+        # then nothing more is leased.
+        is_asking = self._group.is_leader and not stop_signals.received()
+        if wait and self._group.control is not None:
+            self._ids.extend(self._wait_together(n, is_asking))
+        else:
+            self._ids.extend(self._group.share(self._work.lease(n, wait=wait) if is_asking else []))
+
+    def _wait_together(self, n: int, is_asking: bool) -> list[int]:
+        """Have the leader wait for ids, as long as others complete some; its group hears from it every few seconds."""
+        group, lease = self._group, None
+        thread = concurrent.futures.ThreadPoolExecutor(1, "lease")
+        try:
+            if group.is_leader:
+                lease = thread.submit(self._work.lease, n, wait=True) if is_asking else thread.submit(list)
+            return result_on_every_rank(lease, group.control, group.leader)
+        finally:
+            thread.shutdown(wait=False)  # an error must not wait for other workers' completions
+
+
+_SUMMED = ("generated_tokens", "prefill_tokens", "shared_prefix_tokens", "steps", "active_slot_steps", "preemptions")
+
+
+class GenerationTotals:
+    """Sums over the calls of `GenerationEngine.generate` in one phase on this rank."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(_SUMMED, 0)
+        self._peak_kv_share = 0.0
+        self._seconds = 0.0
+
+    def add(self, engine: GenerationEngine, seconds: float) -> None:
+        """Add the counters of a finished ``engine.generate`` call that took ``seconds``."""
+        statistics = engine.statistics
+        for name in _SUMMED:
+            self._sums[name] += getattr(statistics, name)
+        if statistics.num_pages:
+            self._peak_kv_share = max(self._peak_kv_share, statistics.peak_pages / statistics.num_pages)
+        self._seconds += seconds
+
+    @property
+    def tokens(self) -> int:
+        """New tokens."""
+        return self._sums["generated_tokens"]
+
+    def metrics(self, engine: GenerationEngine, is_leader: bool) -> dict[str, float]:
+        """The metrics over all engines, the same on every rank. Collective.
+
+        ``tokens_per_second`` is new tokens over the time of the slowest engine; ``balance`` is the engines' mean time
+        over the slowest's, 1 if all took equally long; ``active_slots`` is the mean over all engines' forward passes;
+        ``peak_kv_share`` is the mean of the engines' peak shares of KV memory; ``compilations`` counts since the start.
+
+        Args:
+            is_leader: whether this rank speaks for its engine (ranks may share one).
+        """
+        weight = 1.0 if is_leader else 0.0
+        own = {name: weight * value for name, value in self._sums.items()}
+        own |= {"engines": weight, "seconds": weight * self._seconds, "peak_kv_share": weight * self._peak_kv_share}
+        sums = all_reduce_sums(own | {"compilations": weight * engine.num_compilations})
+        slowest = torch.tensor([self._seconds], dtype=torch.float64, device=device())
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        longest = max(float(slowest), 1e-9)
+        return {
+            "tokens": sums["generated_tokens"],
+            "tokens_per_second": sums["generated_tokens"] / longest,
+            "prompt_tokens_computed": sums["prefill_tokens"],
+            "prompt_tokens_shared": sums["shared_prefix_tokens"],
+            "passes": sums["steps"],
+            "active_slots": sums["active_slot_steps"] / max(sums["steps"], 1.0),
+            "preemptions": sums["preemptions"],
+            "peak_kv_share": sums["peak_kv_share"] / sums["engines"],
+            "balance": sums["seconds"] / (sums["engines"] * longest),
+            "compilations": sums["compilations"],
+        }

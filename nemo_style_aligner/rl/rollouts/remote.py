@@ -17,7 +17,7 @@ from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.parallel.groups import all_reduce_max, broadcast_object, current_layout
 from nemo_style_aligner.parallel.worlds import Link, Wait
-from nemo_style_aligner.rl.rollouts.intake import ResponseSink
+from nemo_style_aligner.rl.rollouts.generator import ResponseSink
 from nemo_style_aligner.rl.rollouts.wire import pack_request, unpack_results
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.telemetry import activity
