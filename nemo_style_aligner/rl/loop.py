@@ -385,7 +385,7 @@ class RLTrainer(TrainingLoop):
         if self.step > 0:  # before that, consumed_samples counts the warm-up's prompts
             prompts = self.train_prompts
             minibatches = prompts.batch_size * prompts.samples_per_prompt // self.settings.global_batch_size
-            in_first_rounds = prompts.sampler(self.consumed_samples - self.redrawn_samples)
+            in_first_rounds = prompts.sampler(max(0, self.consumed_samples - self.redrawn_samples))
             steps_left = in_first_rounds.batches_until(self.settings.max_epochs)
             self.bound_steps(steps_left, self.ppo_optimization_step, minibatches * self.settings.num_ppo_epochs)
         self.warm_up_rounds = int(state["warm_up_rounds"])
