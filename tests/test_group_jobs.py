@@ -47,7 +47,7 @@ def troubled(prompt, response, line):
     global calls
     calls += 1
     if calls == 3:
-        raise KeyError("no such thing")
+        raise ValueError("no such\\nthing")
     if calls == 14 or calls > 16:
         time.sleep(60)
     return float("nan") if calls == 9 else len(response)
@@ -266,7 +266,7 @@ def failing(flags: Callable[..., list[str]], tmp_path: Path) -> Callable[..., li
 
 def require_reasons(told: str) -> None:
     """An error, a NaN and a call that takes too long are named with the function and the prompts."""
-    for what in ("raised KeyError: 'no such thing'", "returned nan, which is not", "took more than 0.5 s"):
+    for what in ("raised ValueError: no such thing", "returned nan, which is not", "took more than 0.5 s"):
         assert re.search(rf"sample \d+: .*rewards.py:troubled {what}.* for the prompt of .*:\d+", told), (what, told)
 
 
