@@ -291,7 +291,10 @@ def test_a_missing_reward_ends_the_job(failing: Callable[[str], list[str]], tmp_
 def test_reinforce_against_a_reward_model_and_a_function_that_comes_back(
     artefacts: Artefacts, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """Two pipeline stages; the function's service is killed after the first step and started again. No critic."""
+    """Two pipeline stages; the function's service is killed after the first step and started again. No critic.
+
+    With the flags of NeMo-Aligner's tests/functional/reinforce.sh that are nobody's but NeMo's.
+    """
     model_port, function_port = free_port(), free_port()
     arguments = flags(
         tmp_path,
@@ -302,7 +305,12 @@ def test_reinforce_against_a_reward_model_and_a_function_that_comes_back(
         "trainer.reinforce.max_steps=12",
         "trainer.reinforce.max_epochs=2",
         "trainer.devices=2",
-        "model.pipeline_model_parallel_size=2",
+        "++model.pipeline_model_parallel_size=2",
+        *("trainer.reinforce.trt_llm.enable=True", "trainer.reinforce.trt_llm.reshard=True"),
+        *("trainer.reinforce.trt_llm.model_type=llama", "trainer.reinforce.rollout_batch_seq_length=32"),
+        *("++trainer.reinforce.flask_server.enable=True", "trainer.reinforce.batch_iterator.port=0"),
+        *("++model.offload_adam_states=False", "++model.dist_ckpt_load_strictness=log_all", "++model.enable_nge=True"),
+        *("+model.overwrite_base_config.optim=True", "~model.optim", "++model.optim={name:sgd}", "++exp_manager=null"),
         section="reinforce",
     )
     of_model = script("serve_reward_model.py", f"rm_model_file={artefacts.rm}", f"inference.port={model_port}")
