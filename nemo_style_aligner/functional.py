@@ -12,6 +12,7 @@ whatever the micro batch or the data-parallel size. No function returns NaN for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -31,22 +32,27 @@ def zero_where_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 # ---- whitening --------------------------------------------------------------------------------
 
 
-def whiten(x: torch.Tensor, mask: torch.Tensor, unbiased: bool) -> torch.Tensor:
+def whiten(
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    unbiased: bool,
+    total: Callable[[torch.Tensor], torch.Tensor] = torch.sum,
+) -> torch.Tensor:
     """``(x - mean) / sqrt(var + 1e-8)`` over the mask, two passes; zeros where masked.
 
     The variance is summed around the mean in a second pass, because ``E[x^2] - E[x]^2`` loses all
     its digits in fp32 when the mean is large.
 
     Args:
-        x, mask: [b, s-1].
+        x, mask: of any shape.
         unbiased: divide the variance by n-1 (as TRL does) instead of n (as NeMo-Aligner does).
+        total: sums a tensor of x's shape in fp64, over all ranks where x is a part.
     """
     # In fp64, so that the order of the rows does not change the result, to fp32 rounding.
     values = zero_where_masked(x, mask).double()
-    count = (mask != 0).sum()
-    mean = values.sum() / count.clamp(min=1)
-    squares = zero_where_masked(values - mean, mask).square().sum()
-    variance = squares / (count - 1 if unbiased else count).clamp(min=1)
+    count = total((mask != 0).double())
+    mean = total(values) / count.clamp(min=1)
+    variance = total(zero_where_masked(values - mean, mask).square()) / (count - int(unbiased)).clamp(min=1)
     return zero_where_masked((values - mean) * torch.rsqrt(variance + 1e-8), mask).to(x.dtype)
 
 

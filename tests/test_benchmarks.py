@@ -79,11 +79,19 @@ ARGUMENTS = {
         *("--ragged-prompts", "2", "9", "--ragged-lengths", "2", "12", "--rounds", "1", "--floor-megabytes", "16"),
         *("--contenders", "own", "own-engine", "trl"),
     ],
+    "grpo_step.py": [
+        *("--model", "tiny", "--no-trl", "--workloads", "ragged", "--rollouts", "4", "--group", "2"),
+        *("--micro-batch", "2", "--ragged-prompts", "20", "30", "--ragged-lengths", "2", "12", "--rounds", "1"),
+        *("--floor-megabytes", "16", "--kl", "0"),
+    ],
+    "batch_memory.py": ["--samples", "64", "--lengths", "4", "400", "--ranks", "2"],
 }
 
 REFUSED = [  # an option with a bad value, after what makes it bad if it is not so by itself
     "ppo_step.py --contenders trl --no-trl",
     "ppo_step.py --micro-batch 0",
+    "grpo_step.py --group 1",
+    "grpo_step.py --kl -1",
     "ppo_step.py --warm-up -1",
     "generation.py --workloads foo",
     "generation.py --ragged-lengths 50 8",
@@ -98,7 +106,7 @@ REFUSED = [  # an option with a bad value, after what makes it bad if it is not 
 ]
 
 # They start jobs of their own, which takes minutes.
-WITH_JOBS = ("ppo_step.py", "growth.py", "off_policy.py", "learning.py")
+WITH_JOBS = ("ppo_step.py", "grpo_step.py", "growth.py", "off_policy.py", "learning.py")
 with_jobs = pytest.mark.skipif(not TEST_PPO_STEP, reason="starts jobs of its own: TEST_PPO_STEP=1 runs it")
 
 
@@ -266,6 +274,58 @@ def test_ppo_step(reports: dict[str, Report]) -> None:
     assert engine["floor_seconds"] <= ours["floor_seconds"]  # which counts a pass that is kept for training once
 
 
+@with_jobs
+def test_grpo_step(reports: dict[str, Report]) -> None:
+    """One job, no critic, no reference; each sample of a group has a forced length of its own."""
+    output, report = reports["grpo_step.py"]
+    assert not report["failed"], output
+    ragged = report["workloads"]["ragged"]
+    ours = ragged["ours"]
+    assert ragged["group"] == 2 and ragged["rollouts"] == 4 and ours["tokens"] == ragged["new_tokens"] > 2 * 4
+    assert ours["metrics"]["response_lengths"] * 4 == ragged["prompt_tokens"] + ragged["new_tokens"]
+    assert ragged["floor_seconds"].keys() == {"refit", "generate", "logprobs", "train_policy"} < ours["phases"].keys()
+    assert not ours["phases"].keys() & {"score", "train_critic", "init_logprobs", "wait_for_critic"}
+    assert sum(phase["seconds"]["median"] for phase in ours["phases"].values()) == pytest.approx(
+        ours["seconds"]["median"]
+    )
+    assert ours["peak_bytes"].keys() == {"actor", "together"}
+    assert ours["metrics"]["rewards/vowels"] == ours["metrics"]["rewards"] > 0
+
+
+@with_jobs
+def test_grpo_step_against_trl(tmp_path: Path) -> None:
+    """Counts of both sides are checked in the benchmark: forced lengths, one for each sample of a group."""
+    python = trl_python("1.16.0", "TRL_GRPO_PYTHON")
+    arguments = [word for word in ARGUMENTS["grpo_step.py"] if word not in ("--no-trl", "--kl", "0")]
+    arguments += ["--trl-micro-batch", "2", "--trl-python", python, "--trl-wait-policy", "PASSIVE"]
+    output, report = benchmark("grpo_step.py", tmp_path, arguments)
+    assert not report["failed"] and not report["skipped"], output
+    ragged = report["workloads"]["ragged"]
+    assert ragged["trl"]["tokens"] == ragged["ours"]["tokens"] and ragged["ours_is_times_faster"].keys() == SPREAD
+    assert {"generate", "score", "init_logprobs", "train"} < ragged["trl"]["phases"].keys()
+    assert "init_logprobs" in ragged["ours"]["phases"] and ragged["ours"]["metrics"]["kl_loss"] >= 0
+
+
+def test_batch_memory(reports: dict[str, Report]) -> None:
+    output, report = reports["batch_memory.py"]
+    held, responses = report["ranks"]["2"]["held"], report["tokens"] - 64 * 64
+    share = (4 * report["tokens"] + 7 * 4 * responses) / 2  # token ids, and seven numbers of each response token
+    assert share < held < 1.2 * share + 64 * 64 < report["padded_bytes"] / 4, output
+    assert report["ranks"]["2"]["peak"] >= 0
+
+
+def trl_python(version: str, variable: str) -> str:
+    """An interpreter with this version of trl; without one, the test is skipped, with a warning."""
+    python = os.environ.get(variable, sys.executable)
+    script = "import importlib.metadata; print(importlib.metadata.version('trl'))"
+    found = subprocess.run([python, "-c", script], capture_output=True, text=True).stdout.strip()
+    if found != version:
+        missing = f"{python} has trl {found or 'not at all'}, {version} is needed ({variable}=...)"
+        warnings.warn(f"NOT TESTED against TRL: {missing}", stacklevel=1)
+        pytest.skip(f"NOT TESTED against TRL: {missing}")
+    return python
+
+
 def test_no_module_hides_a_package_of_the_peers() -> None:
     """A script's folder comes first where Python looks: peers would import ours for what they can do without."""
     script = "import sys; sys.path.insert(0, sys.argv[1]); import transformers.integrations.hub_kernels, transformers; "
@@ -283,13 +343,7 @@ def test_no_module_hides_a_package_of_the_peers() -> None:
 @with_jobs
 def test_ppo_step_against_trl(tmp_path: Path) -> None:
     """One at a time, on another seed's workload, with the engine's log-probs; TRL's settings tried out."""
-    python = os.environ.get("TRL_PYTHON", sys.executable)
-    script = "import importlib.metadata; print(importlib.metadata.version('trl'))"
-    found = subprocess.run([python, "-c", script], capture_output=True, text=True).stdout.strip()
-    if found != "1.12.0":
-        message = f"NOT TESTED against TRL: {python} has trl {found or 'not at all'}, 1.12.0 is needed (TRL_PYTHON=...)"
-        warnings.warn(message, stacklevel=1)
-        pytest.skip(message)
+    python = trl_python("1.12.0", "TRL_PYTHON")
     arguments = [
         *("--model", "tiny", "--trl-python", python, "--contenders", "own-engine", "trl", "--workloads", "ragged"),
         *("--rollouts", "2", "--micro-batch", "2", "--trl-micro-batch", "2", "--ragged-prompts", "2", "9"),

@@ -253,7 +253,8 @@ def make_experience(
     if settings.overlong_buffer:
         metrics["overlong_penalty"] = overlong[counts].mean().item()
     if settings.normalize:
-        advantages = _whitened(rollouts, advantages, learns, settings.unbiased)
+        in_loss = rollouts.spread(learns)
+        advantages = functional.whiten(advantages, in_loss, settings.unbiased, lambda x: rollouts.sums(x).sum())
     made = {**columns, "advantages": advantages, "importance_weights": weights}
     return Experience(rollouts, learns, made if returns is None else made | {"returns": returns}), metrics
 
@@ -312,20 +313,6 @@ def _moments(name: str, x: torch.Tensor, rollouts: Rollouts) -> dict[str, float]
     mean = _token_mean(rollouts, x, rollouts.counts)
     variance = _token_mean(rollouts, (x.double() - mean).square(), rollouts.counts)
     return {f"{name}_mean": mean.item(), f"{name}_std": variance.sqrt().item()}
-
-
-def _whitened(rollouts: Rollouts, x: torch.Tensor, rows: torch.Tensor, unbiased: bool) -> torch.Tensor:
-    """``(x - mean) / sqrt(var + 1e-8)`` over the response tokens of some samples, zeros in the others.
-
-    In two passes and fp64: ``E[x^2] - E[x]^2`` would lose all digits where the mean is large.
-
-    Args:
-        unbiased: divide the variance by n-1 (as TRL does) instead of n (as NeMo-Aligner does).
-    """
-    centred = x.double() - _token_mean(rollouts, x, rows)
-    count = int(rollouts.response_lengths[rows].sum())
-    variance = rollouts.sums(centred.square())[rows].sum() / max(1, count - 1 if unbiased else count)
-    return (centred * torch.rsqrt(variance + 1e-8)).masked_fill(~rollouts.spread(rows), 0).to(x.dtype)
 
 
 # ---- importance ---------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from attack.conftest import ROUNDS
 from nemo_style_aligner import trusted_paths
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.algorithms.place_checks import log_directory_problems
-from nemo_style_aligner.algorithms.reward_function import RewardFunctionError, load_reward_function
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.native.compilation import NativeUnavailable, compilation_key, find_compiler, find_or_compile
 from nemo_style_aligner.parallel.stop_signals import REQUEUE_FILE, write_requeue_file
@@ -40,6 +39,7 @@ from nemo_style_aligner.servers.secret import SecretError, make_secret, read_sec
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER, Watchdog
 from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder, temporary_base
+from nemo_style_aligner.user_code import UserCodeError, load_function
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0, reason="NOT TESTED: what other users of this machine can plant; only root can become two of them"
@@ -497,10 +497,10 @@ def test_secrets_functions_and_temporary_files(
 
     as_user(VICTIM, lambda: (shared / "own.py").write_text("def reward(prompt, response, line):\n    return 1.0\n"))
     for name in ("reward.py", "own.py", "mine/reward.py"):  # own.py: what it imports would be looked for beside it
-        with pytest.raises(RewardFunctionError, match="would be executed, but"):
-            as_user(VICTIM, lambda name=name: load_reward_function(f"{shared / name}:reward") and None)
+        with pytest.raises(UserCodeError, match="would be executed, but"):
+            as_user(VICTIM, lambda name=name: load_function(f"{shared / name}:reward", "rewards") and None)
     as_user(VICTIM, lambda: shutil.copytree(mine, ground / "home" / "own", symlinks=True))
-    as_user(VICTIM, lambda: load_reward_function(f"{ground}/home/own/reward.py:reward") and None)
+    as_user(VICTIM, lambda: load_function(f"{ground}/home/own/reward.py:reward", "rewards") and None)
 
     (ground / "open").mkdir()
     (ground / "open").chmod(0o777)
