@@ -79,6 +79,6 @@ def _require_closed(file: Path, what: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """What the user's code raised, and where."""
+    """What the user's code raised, and where, in a line."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {error} ({frames[-1].filename}:{frames[-1].lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({frames[-1].filename}:{frames[-1].lineno})"

@@ -366,7 +366,7 @@ def small_disks(folder: Path) -> Iterator[dict[str, Path]]:
         for name in ("critic", "actor"):
             place = folder / name
             place.mkdir(parents=True)
-            command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MEBIBYTES}m", "tmpfs", str(place)]
+            command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MEBIBYTES}m,mode=700", "tmpfs", str(place)]
             if os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0:
                 mounted[name] = place
         yield mounted if len(mounted) == 2 else {}

@@ -47,7 +47,7 @@ def troubled(prompt, response, line):
     global calls
     calls += 1
     if calls == 3:
-        raise KeyError("no such thing")
+        raise ValueError("no such\\nthing")
     if calls == 14 or calls > 16:
         time.sleep(60)
     return float("nan") if calls == 9 else len(response)
@@ -266,7 +266,7 @@ def failing(flags: Callable[..., list[str]], tmp_path: Path) -> Callable[..., li
 
 def require_reasons(told: str) -> None:
     """An error, a NaN and a call that takes too long are named with the function and the prompts."""
-    for what in ("raised KeyError: 'no such thing'", "returned nan, which is not", "took more than 0.5 s"):
+    for what in ("raised ValueError: no such thing", "returned nan, which is not", "took more than 0.5 s"):
         assert re.search(rf"sample \d+: .*rewards.py:troubled {what}.* for the prompt of .*:\d+", told), (what, told)
 
 
@@ -291,7 +291,10 @@ def test_a_missing_reward_ends_the_job(failing: Callable[[str], list[str]], tmp_
 def test_reinforce_against_a_reward_model_and_a_function_that_comes_back(
     artefacts: Artefacts, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """Two pipeline stages; the function's service is killed after the first step and started again. No critic."""
+    """Two pipeline stages; the function's service is killed after the first step and started again. No critic.
+
+    With the flags of NeMo-Aligner's tests/functional/reinforce.sh that are nobody's but NeMo's.
+    """
     model_port, function_port = free_port(), free_port()
     arguments = flags(
         tmp_path,
@@ -302,7 +305,12 @@ def test_reinforce_against_a_reward_model_and_a_function_that_comes_back(
         "trainer.reinforce.max_steps=12",
         "trainer.reinforce.max_epochs=2",
         "trainer.devices=2",
-        "model.pipeline_model_parallel_size=2",
+        "++model.pipeline_model_parallel_size=2",
+        *("trainer.reinforce.trt_llm.enable=True", "trainer.reinforce.trt_llm.reshard=True"),
+        *("trainer.reinforce.trt_llm.model_type=llama", "trainer.reinforce.rollout_batch_seq_length=32"),
+        *("++trainer.reinforce.flask_server.enable=True", "trainer.reinforce.batch_iterator.port=0"),
+        *("++model.offload_adam_states=False", "++model.dist_ckpt_load_strictness=log_all", "++model.enable_nge=True"),
+        *("+model.overwrite_base_config.optim=True", "~model.optim", "++model.optim={name:sgd}", "++exp_manager=null"),
         section="reinforce",
     )
     of_model = script("serve_reward_model.py", f"rm_model_file={artefacts.rm}", f"inference.port={model_port}")

@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.values import ValueSource
 from nemo_style_aligner.servers.reward_client import SequencesToScore
 
-_TOLD = 5  # failed rewards of a rank whose reasons are passed on
+T = TypeVar("T")
+
+_TOLD = 3  # failed rewards of a step whose reasons are passed on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Scores:
     Attributes:
         rewards: fp64 [N]; NaN where a source failed.
         parts: of each reward, by name, fp64 [N]; NaN in samples that have no such part.
-        problems: why rewards are NaN, as far as that is known; some of them.
+        problems: why the first rewards that are NaN are, as far as that is known.
     """
 
     rewards: torch.Tensor
@@ -120,16 +122,19 @@ class Scores:
         table = all_gather_rows(table.to(device())).cpu()
         columns = torch.full((num_samples, 1 + len(part_names)), math.nan, dtype=torch.float64)
         columns[table[:, 0].long()] = table[:, 1:]
-        problems = [f"sample {place}: {reward.problem}" for place, reward in own if reward.problem is not None]
+        problems = sorted((place, reward.problem) for place, reward in own if reward.problem is not None)
+        problems = sorted(_everyones(problems[:_TOLD]))[:_TOLD]
         return cls(
-            columns[:, 0], dict(zip(part_names, columns[:, 1:].unbind(1), strict=True)), _everyones(problems[:_TOLD])
+            columns[:, 0],
+            dict(zip(part_names, columns[:, 1:].unbind(1), strict=True)),
+            [f"sample {place}: {problem}" for place, problem in problems],
         )
 
 
-def _everyones(lines: list[str]) -> list[str]:
-    """The lines of all ranks. Collective."""
-    if not all_reduce_max(len(lines)) or dist.get_world_size() == 1:
-        return lines
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, lines)
-    return [line for part in gathered for line in part]
+def _everyones(things: list[T]) -> list[T]:
+    """The things of all ranks. Collective."""
+    if not all_reduce_max(len(things)) or dist.get_world_size() == 1:
+        return things
+    gathered: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, things)
+    return [thing for part in gathered for thing in part]
