@@ -24,7 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from ranks import fork_ranks
 from safetensors.torch import save_file
 
-from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.job_setup import Run, forward_batching
+from nemo_style_aligner.algorithms.job_view import as_served
 from nemo_style_aligner.algorithms.rl_setup import build_actor
 from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -42,8 +43,9 @@ from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
 from nemo_style_aligner.rl.experience import Experience, leave_out_nonfinite, make_experience
 from nemo_style_aligner.rl.loop import RLTrainer
+from nemo_style_aligner.rl.reward_models import ModelRewards
 from nemo_style_aligner.rl.rollouts.collector import deal
-from nemo_style_aligner.rl.sample import Rollouts
+from nemo_style_aligner.rl.sample import Rollouts, Sample
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
@@ -329,6 +331,7 @@ def ppo_step(folder: Path, layout: Layout) -> None:
     halves = [service.infer(batch.tokens[part, :width], batch.lengths[part]) for part, width in _requests(batch)]
     rewards = torch.cat([half["rewards"] for half in halves]).cpu()[:, 0]
     values = torch.cat([_wider(half["values"], WIDTH - 1) for half in halves]).cpu()
+    ours = _rewards_in_job(actor_cfg, folder / _file("rm", layout.tied), batch)
     rollouts = _dealt(trainer, batch, group=1)
     columns = trainer.logprobs(rollouts, is_trained=True)
     columns["values"] = values[rollouts.own][batch.responses(rollouts.own)]
@@ -343,7 +346,7 @@ def ppo_step(folder: Path, layout: Layout) -> None:
         told = f"{layout.name}: training has computed {passes} forward passes of policy and critic"
         assert all((count == 0) == is_all_kept for count in passes), told
 
-    tensors = _tensors(experience) | {"rewards": rewards}
+    tensors = _tensors(experience) | {"rewards": rewards, "rewards in the job": ours}
     for prefix, model in (("policy.", trainer.actor.model), ("critic.", service.critic.model)):
         tensors |= {prefix + name: tensor.clone() for name, tensor in export_weights(model)}
     trainer.metrics.close()
@@ -398,6 +401,25 @@ def _write(
     metrics = {k: v for k, v in metrics.items() if "timers/" not in k and "memory/" not in k}
     save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, folder / f"{layout.name}.safetensors")
     (folder / f"{layout.name}.json").write_text(json.dumps(metrics))
+
+
+def _rewards_in_job(cfg: DictConfig, archive: Path, batch: Sequences) -> torch.Tensor:
+    """What the reward model gives inside the actor's job, fp32 [N] on rank 0: only some ranks have samples."""
+    base = open_base_model(str(archive), as_served(cfg), key="trainer.ppo.rewards")
+    head = RewardHeadConfig.from_model_config(base.config)
+    source = ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
+    source.load()
+    lengths = zip(batch.lengths.tolist(), batch.prompt_lengths.tolist(), strict=True)
+    samples = [
+        Sample(place, 0, {}, batch.tokens[place, :length].tolist(), prompt, True, str)
+        for place, (length, prompt) in enumerate(lengths)
+    ]
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    own = samples[:3] * (rank == last) + samples[:2:-1] * (rank == 0)  # the others have none
+    future = source.score(own)
+    source.score_together()
+    scored = [(sample.sample_id, reward) for sample, reward in zip(own, future.result(0), strict=True)]
+    return Scores.gathered(NUM_SAMPLES, scored).rewards.float()
 
 
 def _requests(batch: Sequences) -> list[tuple[slice, int]]:

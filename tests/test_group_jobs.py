@@ -8,14 +8,29 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from conftest import Artefacts
 from job_processes import Job, run, script, stored_weights
+from small_models import SHAPE
 from test_extending import EXAMPLES
 
+from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.scoring_setup import build_scorer
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.rl.estimators import ESTIMATORS
+from nemo_style_aligner.servers.reward_client import SequencesToScore
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE
 from nemo_style_aligner.telemetry.metrics import read_metrics
 
@@ -95,11 +110,12 @@ def flags(artefacts: Artefacts, prompts: str) -> Callable[..., list[str]]:
     return made
 
 
-def grpo(folder: Path) -> tuple[str, ...]:
-    """Two sources of rewards, one for some prompts alone; many groups without a difference; a pass over the prompts."""
+def grpo(folder: Path, reward_model: Path) -> tuple[str, ...]:
+    """Sources of rewards, some for some prompts alone; many groups without a difference; a pass over the prompts."""
     sources = (
         f"{{name: form, source: '{folder}/rewards.py:form', weight: 0.5}}",
         "{name: right, source: exact_match, weight: 2, only: {kind: checked}}",
+        f"{{source: '{reward_model}', weight: 0.1, only: {{kind: checked}}}}",
     )
     return (
         "trainer.ppo.estimator=grpo",
@@ -150,25 +166,35 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def done(undisturbed: Path, flags: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> Path:
+def done(
+    artefacts: Artefacts, undisturbed: Path, flags: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """`undisturbed`, once it is done: on one rank, where there is no secret to share."""
     if not (undisturbed / "log").exists():
         with monkeypatch.context() as patch:
             patch.setenv(TOKEN_FILE_VARIABLE, str(undisturbed / "nowhere" / "token"))
             run(
-                script("train_gpt_ppo_actor.py", *flags(undisturbed, *grpo(undisturbed))),
+                script("train_gpt_ppo_actor.py", *flags(undisturbed, *grpo(undisturbed, artefacts.rm))),
                 undisturbed / "job.log",
                 TIMEOUT,
             )
     return undisturbed
 
 
-def test_parts_of_rewards_and_what_was_drawn_are_logged(done: Path) -> None:
+def test_parts_of_rewards_and_what_was_drawn_are_logged(artefacts: Artefacts, done: Path) -> None:
     """No critic and no secret is asked for."""
     found = curves(done)
     steps = list(range(len(found["train_rollouts/rewards"])))
     of = {name: [value for _, value in points] for name, points in found.items()}
-    for name in ("rewards", "rewards/form", "rewards/form/digits", "rewards/form/brief", "rewards/right"):
+    rm = artefacts.rm.stem
+    for name in (
+        "rewards",
+        "rewards/form",
+        "rewards/form/digits",
+        "rewards/form/brief",
+        "rewards/right",
+        f"rewards/{rm}",
+    ):
         assert [step for step, _ in found[f"train_rollouts/{name}"]] == steps, name
     assert not any("critic" in name or "values" in name or "returns" in name for name in found)
     assert "critic" not in (done / "job.log").read_text() and not (done / "log" / "critic_journal").exists()
@@ -188,10 +214,16 @@ def test_parts_of_rewards_and_what_was_drawn_are_logged(done: Path) -> None:
     assert len(of["train_optim/loss"]) == len(steps) * 2 * SAMPLES // 8
 
 
-def test_ranks_change_nothing(done: Path, flags: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_ranks_change_nothing(
+    artefacts: Artefacts, done: Path, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
     """Two data-parallel ranks, prompts from the queue."""
     queue = ("trainer.ppo.batch_iterator.use_flask=True", "trainer.ppo.batch_iterator.port=0", "trainer.devices=2")
-    run(script("train_gpt_ppo_actor.py", *flags(tmp_path, *grpo(tmp_path), *queue)), tmp_path / "job.log", TIMEOUT)
+    run(
+        script("train_gpt_ppo_actor.py", *flags(tmp_path, *grpo(tmp_path, artefacts.rm), *queue)),
+        tmp_path / "job.log",
+        TIMEOUT,
+    )
     found, expected = curves(tmp_path), curves(done)
     assert found.keys() == expected.keys()
     for name, points in expected.items():
@@ -199,10 +231,12 @@ def test_ranks_change_nothing(done: Path, flags: Callable[..., list[str]], tmp_p
             assert dict(found[name]) == pytest.approx(dict(points), rel=1e-4, abs=1e-5), name
 
 
-def test_killed_and_resumed_is_as_if_never_killed(done: Path, flags: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_killed_and_resumed_is_as_if_never_killed(
+    artefacts: Artefacts, done: Path, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
     """In the middle of a step of several rounds."""
     drawn = [int(rounds) * SAMPLES for _, rounds in curves(done)["train_rollouts/sampling_rounds"]]
-    command = script("train_gpt_ppo_actor.py", *flags(tmp_path, *grpo(tmp_path)))
+    command = script("train_gpt_ppo_actor.py", *flags(tmp_path, *grpo(tmp_path, artefacts.rm)))
     kill_and_start_again(command, tmp_path, at_call=sum(drawn[:3]) + SAMPLES + 2)
     require_same_end(tmp_path, done)
 
@@ -237,6 +271,56 @@ def test_own_estimator_loss_and_reward_a_step_ahead(flags: Callable[..., list[st
     assert {"train_rollouts/rewards/reward/right", "train_rollouts/rewards/form/digits"} <= found.keys()
     assert [value for _, value in found["train_rollouts/staleness_max"]] == [0.0] + [2.0] * (STEPS - 1)
     assert "train_optim/ratio" in found and "train_optim/ppo_ratio" not in found
+
+
+def test_a_reward_model_in_the_job(artefacts: Artefacts, flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    """The only source, on two ranks, of which some have nothing to score; its weights come and go."""
+    arguments = flags(
+        tmp_path,
+        "trainer.ppo.estimator=rloo",
+        f"trainer.ppo.rewards=[{{source: '{artefacts.rm}', weight: 2}}]",
+        "trainer.ppo.reference_policy_placement=swap",
+        "trainer.devices=2",
+        "trainer.ppo.max_steps=2",
+        "trainer.ppo.val_check_interval=1",
+        "model.ppo.num_val_samples=1",
+    )
+    output = run(script("train_gpt_ppo_actor.py", *arguments), tmp_path / "job.log", TIMEOUT)
+    assert f"loading the weights of {artefacts.rm}" in output
+    for part in ("train", "val"):
+        whole, of_model = (
+            [value for _, value in curves(tmp_path)[f"{part}_rollouts/{name}"]]
+            for name in ("rewards", f"rewards/{artefacts.rm.stem}")
+        )
+        assert len(whole) == 2 and whole == pytest.approx([2 * value for value in of_model])
+
+
+def test_a_reward_model_that_does_not_fit_is_refused_before_weights_are_loaded(
+    artefacts: Artefacts, tmp_path: Path
+) -> None:
+    """A language model, another tokenizer's, one for shorter sequences or fewer tokens."""
+    other, shape = tmp_path / "other.nemo", ModelArchitecture(**SHAPE)
+    train_character_tokenizer("abc", tmp_path / "tokenizer")
+
+    def refused(archive: Path, sequences: SequencesToScore) -> str:
+        cfg = load_defaults("gpt_ppo_actor")
+        cfg.trainer.ppo.rewards = [{"source": str(archive)}]
+        policy = open_base_model(str(artefacts.sft), cfg)
+        with pytest.raises(UserError) as error:
+            build_scorer(cfg, cast(Run, None), ESTIMATORS["rloo"], policy, sequences)
+        return str(error.value)
+
+    with single_process(1):
+        model = build_model(shape, {}, torch.float32, head=RewardHeadConfig(), trainable=False)
+        save_nemo(other, model, shape.to_nemo_config(), tmp_path / "tokenizer")
+        fitting = SequencesToScore(64, 10, "")
+        assert f"{artefacts.sft} has no reward head" in refused(artefacts.sft, fitting)
+        assert f"{other} has a different tokenizer" in refused(other, fitting)
+        key = "trainer.ppo.rewards[0].source="
+        told = refused(artefacts.rm, SequencesToScore(65, 10, ""))
+        assert told.startswith(f"{key}{artefacts.rm} takes sequences of at most 64 tokens, but") and "have 65" in told
+        told = refused(artefacts.rm, SequencesToScore(64, 1000, ""))
+        assert told.startswith(f"{key}{artefacts.rm}: its token ids end at ") and "those of this job at 999" in told
 
 
 # ---- rewards that cannot be given ---------------------------------------------------------------
@@ -294,12 +378,14 @@ def test_reinforce_against_a_reward_model_and_a_function_that_comes_back(
     """Two pipeline stages; the function's service is killed after the first step and started again. No critic.
 
     With the flags of NeMo-Aligner's tests/functional/reinforce.sh that are nobody's but NeMo's.
+    The same reward model inside the job gives the same rewards.
     """
     model_port, function_port = free_port(), free_port()
     arguments = flags(
         tmp_path,
         f"remote_rm.reward_model.port={model_port}",
         "trainer.reinforce.rewards=[{name: model, source: service}, "
+        f"{{name: ours, source: '{artefacts.rm}', weight: 0}}, "
         f"{{name: function, source: 'http://127.0.0.1:{function_port}/reward_model'}}]",
         "remote_rm.timeouts.ready_seconds=120",
         "trainer.reinforce.max_steps=12",
@@ -313,7 +399,10 @@ def test_reinforce_against_a_reward_model_and_a_function_that_comes_back(
         *("+model.overwrite_base_config.optim=True", "~model.optim", "++model.optim={name:sgd}", "++exp_manager=null"),
         section="reinforce",
     )
-    of_model = script("serve_reward_model.py", f"rm_model_file={artefacts.rm}", f"inference.port={model_port}")
+    of_model = script(
+        "serve_reward_model.py",
+        *(f"rm_model_file={artefacts.rm}", f"inference.port={model_port}", "trainer.precision=32"),
+    )
     of_function = script(
         "serve_reward_function.py",
         *("--function", f"{tmp_path / 'rewards.py'}:form", "--tokenizer", str(artefacts.sft)),
@@ -336,6 +425,7 @@ def test_reinforce_against_a_reward_model_and_a_function_that_comes_back(
             job.kill()
     found = curves(tmp_path)
     of = {name: [value for _, value in points] for name, points in found.items()}
-    by_model, by_function = (of[f"train_rollouts/rewards/{part}"] for part in ("model", "function"))
+    by_model, by_ours, by_function = (of[f"train_rollouts/rewards/{part}"] for part in ("model", "ours", "function"))
+    assert by_ours == pytest.approx(by_model, rel=1e-5, abs=1e-6) and len(set(by_ours)) > 1
     assert of["train_rollouts/rewards"] == pytest.approx([sum(two) for two in zip(by_model, by_function, strict=True)])
     assert len(by_model) == 12 and not any("critic" in name or "values" in name for name in found)

@@ -68,6 +68,14 @@ def test_the_step_is_one_that_could_differ(result: Callable[[str], Result]) -> N
     assert "policy.lm_head.weight" in tensors and "policy.lm_head.weight" not in tied
 
 
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.algorithm == "ppo"], ids=lambda layout: layout.name)
+def test_a_reward_model_gives_the_same_rewards_in_the_job(result: Callable[[str], Result], layout: Any) -> None:
+    """As the service of the critic's job, whichever ranks have the samples."""
+    tensors, _ = result(layout.name)
+    tolerance = 2e-2 if layout.precision == "bf16" else 5e-6
+    torch.testing.assert_close(tensors["rewards in the job"], tensors["rewards"], rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("layout", FP32, ids=lambda layout: layout.name)
 def test_fp32_layouts_agree(result: Callable[[str], Result], layout: Any) -> None:
     """Log-probs, values, rewards, advantages, losses, gradient norms, new weights of policy and critic."""

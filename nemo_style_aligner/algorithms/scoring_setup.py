@@ -79,9 +79,9 @@ def _listed_rewards(
 def _reward_model(cfg: DictConfig, policy: BaseModel, sequences: SequencesToScore, path: str, key: str) -> ModelRewards:
     """A reward model in this job, if it can score the sequences."""
     base = open_base_model(path, as_served(cfg), key=key)
+    require_same_tokenizer(policy.path, base.path)
     require_reward_head(base.path)
     require_weights(base.path, base.architecture)
-    require_same_tokenizer(policy.path, base.path)
     length = base.max_sequence_length
     if sequences.max_length > length:
         raise ConfigError(
