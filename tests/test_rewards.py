@@ -75,8 +75,8 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def no_service() -> RewardSource:
-    raise AssertionError("no source is called service")
+def no_source(*_: str) -> RewardSource:
+    raise AssertionError("no source is a service or an archive")
 
 
 @pytest.fixture
@@ -84,7 +84,11 @@ def build() -> Iterator[Any]:
     built: list[RewardSum] = []
 
     def make(*sections: dict[str, Any], **options: Any) -> RewardSum:
-        built.append(build_reward_source(sections, service=no_service, limits=LIMITS, token=None, **options))
+        built.append(
+            build_reward_source(
+                sections, service=no_source, reward_model=no_source, limits=LIMITS, token=None, **options
+            )
+        )
         return built[-1]
 
     yield make
@@ -265,13 +269,12 @@ def test_sources_are_chosen_by_the_line_and_lines_are_checked_at_the_start(build
         ([], [r"=\[\]: nothing would be rewarded"]),
         ([{"source": "/nowhere.py:reward"}], [r"\[0\].source=/nowhere.py:reward: /nowhere.py: no such file"]),
         ([{"source": "FILE:three"}], [r"\[0\].source=.*functions.py has no function three; it has right,"]),
-        ([{"source": "rm.nemo"}], [r"\[0\].source=rm.nemo: .* start serve_reward_model.py with it"]),
     ],
 )
 def test_mistakes_in_the_config_are_told_at_once(sections: list[Any], messages: list[str], functions: str) -> None:
     listed = json.loads(json.dumps(sections).replace("FILE", functions))
     with pytest.raises(UserError) as error:
-        build_reward_source(listed, service=no_service, limits=LIMITS, token=None)
+        build_reward_source(listed, service=no_source, reward_model=no_source, limits=LIMITS, token=None)
     lines = str(error.value).splitlines()
     assert len(lines) == len(messages)
     for line, message in zip(lines, messages, strict=True):

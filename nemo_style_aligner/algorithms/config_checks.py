@@ -39,6 +39,7 @@ from nemo_style_aligner.algorithms.job_view import (
     TP,
     Check,
     JobView,
+    base_config,
 )
 from nemo_style_aligner.algorithms.place_checks import (
     checkpoint_directory_problems,
@@ -60,7 +61,7 @@ from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_opti
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import why_not_kept
 from nemo_style_aligner.models.optimizer import Schedule
-from nemo_style_aligner.models.restore import lay_over, read_base_config
+from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.rl.rollouts.setup import sampling_params
 from nemo_style_aligner.telemetry.metrics import wandb_settings
@@ -97,7 +98,7 @@ def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) ->
     architecture = None
     key = _ARCHIVE_KEYS.get(name, "pretrained_checkpoint.restore_from_path")
     try:
-        base = _base_config(OmegaConf.select(cfg, key), key)
+        base = base_config(OmegaConf.select(cfg, key), key)
         OmegaConf.set_struct(cfg, False)
         cfg.model = plain_config(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
         problems += wrong_types(cfg, load_defaults(name))  # of the checkpoint: the job's own have been checked
@@ -111,15 +112,6 @@ def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) ->
     # Most checks compute with sizes: they would make no sense with one that is out of range by itself.
     checks = (_values_that_are_read_as_a_whole,) if _any_size_wrong(problems) else _CHECKS[name]
     return problems + [problem for check in (*checks, _places) for problem in check(view)]
-
-
-def _base_config(path: str | None, key: str) -> dict[str, Any]:
-    """The config that `read_base_config` reads; an error that does not name ``key`` gets ``key=path`` in front."""
-    try:
-        return read_base_config(path, key)[1]
-    except (OSError, ValueError, RuntimeError) as error:
-        text = " ".join(str(error).splitlines())  # tarfile's error has a line for each compression
-        raise ValueError(text if text.startswith(key) else f"{key}={path}: {text}") from error
 
 
 def _any_size_wrong(problems: list[str]) -> bool:

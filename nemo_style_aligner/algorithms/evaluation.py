@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.data.answers import ANSWER, EXTRACTION, find_answer, is_right, problem_of
 from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_rows
@@ -175,20 +175,8 @@ def evaluate(
     return Responses([row for row in rows if row is not None])
 
 
-def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:
-    """Raise CheckpointMismatchError if the reward model's tokenizer is not the policy's; warn if only one had BOS."""
-    policy, reward_model = (load_nemo_tokenizer(path) for path in (model_path, reward_model_path))
-    if None not in (with_bos := {policy.format.add_bos, reward_model.format.add_bos}) and len(with_bos) > 1:
-        logger.warning("of %s and %s, only one was trained on texts with BOS", model_path, reward_model_path)
-    if policy.fingerprint() != reward_model.fingerprint():
-        raise CheckpointMismatchError(
-            f"{reward_model_path} has a different tokenizer from {model_path}: it would misread the responses. "
-            "Give a reward model that was trained from the policy's base model"
-        )
-
-
 def score(responses: Responses, reward_model_path: Path, precision: str) -> None:
-    """Fill in every response's reward, in place. Call `require_same_tokenizer` first.
+    """Fill in every response's reward, in place. Call `models.restore.require_same_tokenizer` first.
 
     Raises:
         CheckpointMismatchError: the reward model has fewer positions than a response takes, or no head.

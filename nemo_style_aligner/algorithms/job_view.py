@@ -10,6 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.models.restore import read_base_config
 
 TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
 GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
@@ -91,3 +93,29 @@ class JobView:
 
 Check = Callable[[JobView], Iterator[str]]
 """One line for each problem: key=value, why it cannot be, what to do."""
+
+
+def base_config(path: str | None, key: str) -> dict[str, Any]:
+    """The config that `read_base_config` reads.
+
+    Raises:
+        ValueError: in one line that begins with ``key``.
+    """
+    try:
+        return read_base_config(path, key)[1]
+    except (OSError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).splitlines())  # tarfile's error has a line for each compression
+        raise ValueError(text if text.startswith(key) else f"{key}={path}: {text}") from error
+
+
+def as_served(cfg: DictConfig) -> DictConfig:
+    """The config with which ``serve_reward_model.py`` would serve a reward model in the layout of an actor's job.
+
+    As in the critic's job, the attributes of a regression model are merged.
+    """
+    served = load_defaults("inference_rm")
+    for key in (TP, PP, "model.sequence_parallel", "trainer.precision"):
+        if (value := OmegaConf.select(cfg, key)) is not None:
+            OmegaConf.update(served, key, value)
+    served.model.regression.merge_attributes = True
+    return served

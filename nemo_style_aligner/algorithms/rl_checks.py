@@ -9,14 +9,17 @@ from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
-from nemo_style_aligner.algorithms.job_view import RESPONSES, Check, JobView
+from nemo_style_aligner.algorithms.job_view import RESPONSES, Check, JobView, as_served, base_config
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.config_types import values
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.policy_losses import LOSSES
+from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.rl.estimators import ESTIMATORS, Estimator, find_estimator
 from nemo_style_aligner.rl.math_verifier import MathVerifier
-from nemo_style_aligner.rl.reward_config import NO_ARCHIVES, REWARDS, RewardSpec, reward_specs
+from nemo_style_aligner.rl.reward_config import REWARDS, RewardSpec, reward_specs
 from nemo_style_aligner.rl.reward_functions import require_arguments
 from nemo_style_aligner.user_code import UserCodeError, load_function
 
@@ -130,7 +133,21 @@ def _rewards(view: JobView) -> Iterator[str]:
     if view.only_generates:
         return
     for place, spec in enumerate(specs):
-        yield from _missing(spec, f"{REWARDS}[{place}].source")
+        key = f"{REWARDS}[{place}].source"
+        yield from _misfits(view, spec.source, key) if spec.kind == "archive" else _missing(spec, key)
+
+
+def _misfits(view: JobView, path: str, key: str) -> Iterator[str]:
+    """Problems of a reward model in this job, as far as its config tells."""
+    try:
+        given = OmegaConf.to_container(as_served(view.cfg).model, resolve=True)
+        config = lay_over(base_config(path, key), given)
+        problems = ModelArchitecture.from_nemo_config(config).layout_problems(view.tp_size, view.pp_size)
+        RewardHeadConfig.from_model_config(config)
+    except (ValueError, KeyError) as error:
+        problems = [str(error.args[0])]
+    for problem in problems:
+        yield problem if problem.startswith(key) else f"{key}={path}: {problem}"
 
 
 def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
@@ -142,8 +159,6 @@ def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
             MathVerifier()
     except UserError as error:
         yield str(error) if str(error).startswith(key) else f"{key}={spec.source}: {error}"
-    if spec.kind == "archive":
-        yield f"{key}={spec.source}: {NO_ARCHIVES}"
 
 
 RL_CHECKS: tuple[Check, ...] = (_estimator, _policy_loss, _dynamic_sampling, _overlong, _rewards)

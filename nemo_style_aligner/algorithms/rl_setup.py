@@ -61,13 +61,15 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     longest = longest_trained if val_prompts is None else max(longest_trained, val_prompts.longest + longest_response)
     require_kv_cache(cfg, longest)
     settings = RLSettings.from_config(cfg, train_prompts.batches_per_epoch)
-    scorer = build_scorer(cfg, run, settings.advantages.estimator)  # the secret may be missing: before weights are read
-    if isinstance(scorer.rewards, RewardSum):
-        scorer.rewards.check(train_prompts.lines() | ({} if val_prompts is None else val_prompts.lines()))
-    actor = build_actor(cfg, base, base.load(), settings)
     num_rollouts = train_prompts.batch_size * train_prompts.samples_per_prompt
     vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
     sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint(), longest_trained * num_rollouts)
+    estimator = settings.advantages.estimator
+    scorer = build_scorer(cfg, run, estimator, base, sequences)  # the secret may be missing: before weights are read
+    if isinstance(scorer.rewards, RewardSum):
+        scorer.rewards.check(train_prompts.lines() | ({} if val_prompts is None else val_prompts.lines()))
+    scorer.load_models()  # first: while weights arrive, the policy's optimizer takes no memory
+    actor = build_actor(cfg, base, base.load(), settings)
     ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
     with activity.phase("waiting for the services"), activity.bounded(ready_seconds):
         scorer.wait_until_ready(ready_seconds, sequences)

@@ -9,11 +9,17 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner.algorithms.job_setup import Run
+from nemo_style_aligner.algorithms.job_setup import Run, forward_batching
+from nemo_style_aligner.algorithms.job_view import as_served
+from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head, require_weights
+from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.rl.estimators import Estimator
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.reward_config import build_reward_source, reward_specs
+from nemo_style_aligner.rl.reward_models import ModelRewards
 from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource
 from nemo_style_aligner.rl.rollouts.setup import shared_token
 from nemo_style_aligner.rl.scoring import Scorer
@@ -21,34 +27,75 @@ from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
 from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.http_connection import server_url
-from nemo_style_aligner.servers.reward_client import RewardClient
+from nemo_style_aligner.servers.reward_client import RewardClient, SequencesToScore
 
 _INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted
 
 
-def build_scorer(cfg: DictConfig, run: Run, estimator: Estimator) -> Scorer:
-    """The reward source of the job, and its critic if the estimator needs values."""
+def build_scorer(
+    cfg: DictConfig, run: Run, estimator: Estimator, policy: BaseModel, sequences: SequencesToScore
+) -> Scorer:
+    """The reward source of the job, and its critic if the estimator needs values; no weights are read.
+
+    Args:
+        policy: whose responses are scored.
+        sequences: what they are.
+
+    Raises:
+        ConfigError, CheckpointMismatchError: a reward model in this job does not fit.
+    """
     critic = build_remote_critic(cfg, run) if estimator.needs_values else None
     service: Callable[[], RewardSource] = lambda: _reward_service(cfg) if critic is None else critic  # noqa: E731
-    rewards = service() if cfg.trainer.ppo.rewards is None else _listed_rewards(cfg, service)
+    models: list[ModelRewards] = []
+
+    def reward_model(path: str, key: str) -> ModelRewards:
+        models.append(_reward_model(cfg, policy, sequences, path, key))
+        return models[-1]
+
+    rewards = service() if cfg.trainer.ppo.rewards is None else _listed_rewards(cfg, service, reward_model)
     timeouts = cfg.remote_critic_rm.timeouts
     silence = 2 * sum(float(timeouts[key]) for key in ("total_seconds", "restart_seconds"))
     described = "the rewards" if critic is None else "the critic and the rewards"
-    return Scorer(rewards, critic, silence, described)
+    return Scorer(rewards, critic, silence, described, models)
 
 
-def _listed_rewards(cfg: DictConfig, service: Callable[[], RewardSource]) -> RewardSource:
+def _listed_rewards(
+    cfg: DictConfig, service: Callable[[], RewardSource], reward_model: Callable[[str, str], RewardSource]
+) -> RewardSource:
     listed: Any = OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True)
     functions = cfg.trainer.ppo.reward_functions
     asks_others = any(spec.kind == "url" for spec in reward_specs(listed))
     return build_reward_source(
         listed,
         service=service,
+        reward_model=reward_model,
         limits=_limits(cfg),
         token=shared_token(cfg) if asks_others else None,  # what asks nobody needs no secret
         threads=functions.threads,
         seconds=float(functions.seconds),
     )
+
+
+def _reward_model(cfg: DictConfig, policy: BaseModel, sequences: SequencesToScore, path: str, key: str) -> ModelRewards:
+    """A reward model in this job, if it can score the sequences."""
+    base = open_base_model(path, as_served(cfg), key=key)
+    require_reward_head(base.path)
+    require_weights(base.path, base.architecture)
+    require_same_tokenizer(policy.path, base.path)
+    length = base.max_sequence_length
+    if sequences.max_length > length:
+        raise ConfigError(
+            f"{key}={path} takes sequences of at most {length} tokens, but this job's longest prompt and response may "
+            f"have {sequences.max_length} together: lower model.ppo.length_params.max_length or "
+            "trainer.ppo.trt_llm.max_input_len"
+        )
+    if sequences.vocab_size > base.architecture.vocab_size:
+        raise ConfigError(
+            f"{key}={path}: its token ids end at {base.architecture.vocab_size - 1}, those of this job at "
+            f"{sequences.vocab_size - 1}: give a reward model that was trained from the policy's base model"
+        )
+    head = RewardHeadConfig.from_model_config(base.config)
+    return ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
 
 
 def _reward_service(cfg: DictConfig) -> RewardSource:

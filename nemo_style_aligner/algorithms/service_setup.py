@@ -117,7 +117,7 @@ def serve(server: ModelServer, backend: ModelBackend, control: RunControl) -> in
 
 def _limits(base: BaseModel, section: DictConfig) -> ModelLimits:
     return ModelLimits(
-        max_sequence_length=int(base.config.get("encoder_seq_length") or base.architecture.max_position_embeddings),
+        max_sequence_length=base.max_sequence_length,
         vocab_size=base.architecture.vocab_size,
         tokenizer=base.tokenizer.fingerprint(),
         max_body_bytes=int(section.max_body_bytes),

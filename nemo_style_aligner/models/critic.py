@@ -71,8 +71,11 @@ class RewardModel:
         if not isinstance(self._weights, MegatronModel):
             self._weights.leave(to_change=to_change)
 
-    def rewards(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """int64 [n, s], int64 [n], held by every rank -> fp32 [n, `RewardHeadConfig.num_rewards`] on every rank."""
+    def rewards(self, tokens: torch.Tensor, lengths: torch.Tensor, *, is_whole: bool = True) -> torch.Tensor:
+        """int64 [n, s], int64 [n] -> fp32 [n, `RewardHeadConfig.num_rewards`].
+
+        ``is_whole``: every rank holds all sequences, and gets all rewards; otherwise, a data-parallel rank its own.
+        """
         return forward(
             self._weights if isinstance(self._weights, MegatronModel) else self._weights.enter(),
             ScoringBatch(tokens, lengths),
@@ -80,6 +83,7 @@ class RewardModel:
             self.batching,
             lambda outputs, batch: pool_rewards(outputs, batch.lengths, self.head),
             (self.head.num_rewards,),
+            is_whole=is_whole,
         )
 
 

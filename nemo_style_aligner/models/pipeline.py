@@ -366,29 +366,31 @@ def forward(
     row_shape: tuple[int, ...] = (),
     scoring: Scoring | None = None,
     keep: KeptPasses | None = None,
+    is_whole: bool = True,
 ) -> torch.Tensor:
     """Forward pass, without gradients. Data-parallel ranks share the work on a padded batch, which all of them hold.
 
     Args:
         batch: any number of rows.
-        wanted, batching, scoring: see `train_step`.
+        wanted, batching, scoring, is_whole: see `train_step`.
         output_function: called on the last stage; returns fp32 [micro batch, *row_shape].
         row_shape: shape of one row of results.
         keep: keeps the micro batches for training, with their activations as far as memory has room.
 
     Returns:
-        fp32 [n, *row_shape], the same on every rank; zero in rows where nothing is wanted. Of a ragged batch fp32 [R],
-        of this rank's own response tokens.
+        fp32 [n, *row_shape], zero in rows where nothing is wanted; the same on every rank if the batch is whole. Of a
+        ragged batch fp32 [R], of this rank's own response tokens.
     """
     asked = _Asked.of(batch, wanted)
     is_ragged, sequences = asked.width is None, asked.sequences
+    is_whole = is_whole and not is_ragged
     size = int(batch.response_lengths.sum()) if is_ragged else len(sequences)
     results = torch.zeros(size, *row_shape, dtype=torch.float32, device=device())
     if not any(sequences.used):
         return results
-    plan = plan_forward(model, sequences, batching, predicts=scoring is not None, is_whole=not is_ragged, keep=keep)
+    plan = plan_forward(model, sequences, batching, predicts=scoring is not None, is_whole=is_whole, keep=keep)
     local = _outputs(model, asked, plan, output_function, scoring, keep, row_shape)
-    if not is_ragged:
+    if is_whole:
         local = all_gather_rows(local, parallel_state.get_data_parallel_group())
     chosen = torch.tensor([row for part in plan.parts for row in part])
     results[moved(batch.response_places(chosen) if is_ragged else chosen, results.device)] = local

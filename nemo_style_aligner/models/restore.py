@@ -21,10 +21,12 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_weights,
     require_weights,
 )
+from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.config import plain_config
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import download_hint
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,11 @@ class BaseModel:
     config: DictConfig
     dtype: torch.dtype
     tokenizer: Tokenizer
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest sequence that the model is for."""
+        return int(self.config.get(_LENGTH) or self.architecture.max_position_embeddings)
 
     def build(self, *, head: RewardHeadConfig | None = None, trainable: bool = True) -> MegatronModel:
         """An uninitialised model of this shape (see `build_model`)."""
@@ -117,6 +124,20 @@ def open_base_model(
         dtype=parse_precision(cfg.trainer.precision),
         tokenizer=load_nemo_tokenizer(location),
     )
+
+
+def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:
+    """Raise CheckpointMismatchError if the reward model's tokenizer is not the policy's; warn if only one had BOS."""
+    policy, reward_model = (load_nemo_tokenizer(path) for path in (model_path, reward_model_path))
+    if None not in (with_bos := {policy.format.add_bos, reward_model.format.add_bos}) and len(with_bos) > 1:
+        warn_for_all_ranks(
+            logger, "of %s and %s, only one was trained on texts with BOS", model_path, reward_model_path
+        )
+    if policy.fingerprint() != reward_model.fingerprint():
+        raise CheckpointMismatchError(
+            f"{reward_model_path} has a different tokenizer from {model_path}: it would misread the responses. "
+            "Give a reward model that was trained from the policy's base model"
+        )
 
 
 JOB_SETTINGS = (

@@ -27,7 +27,7 @@ _PATTERNS: Mapping[str, str] = {
 }
 _KINDS: tuple[SourceKind, ...] = ("exact_match", "math_verify", "service", "url", "archive", "function")
 _KEYS: Mapping[str, Any] = {"name": None, "source": None, "weight": 1.0, "only": {}}  # and their defaults
-_CHOICES = "exact_match, math_verify, service, http://HOST:PORT/NAME or FILE.py:NAME"
+_CHOICES = "exact_match, math_verify, service, http://HOST:PORT/NAME, FILE.py:NAME or MODEL.nemo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,7 @@ def build_reward_source(
     rewards: Sequence[Any],
     *,
     service: Callable[[], RewardSource],
+    reward_model: Callable[[str, str], RewardSource],
     limits: ClientLimits,
     token: str | None,
     threads: int | None = None,
@@ -89,6 +90,7 @@ def build_reward_source(
     Args:
         rewards: the list.
         service: makes what the source ``service`` means in this job.
+        reward_model: makes a source of an archive; its arguments are its path and the config key that names it.
         limits: of requests to other services.
         token: the secret that is shared with them; None: no authentication.
         threads: calls of a function at a time; see `FunctionRewards`.
@@ -113,7 +115,7 @@ def build_reward_source(
         if spec.kind == "function":
             function = load_function(spec.source, key)
             return FunctionRewards(function, spec.source, seconds=seconds, max_parallel=threads)
-        raise ConfigError(f"{key}={spec.source}: {NO_ARCHIVES}")
+        return reward_model(spec.source, key)
 
     return RewardSum(
         [
@@ -123,18 +125,13 @@ def build_reward_source(
     )
 
 
-NO_ARCHIVES = (
-    "a reward model has a job of its own: start serve_reward_model.py with it, and give http://HOST:PORT/reward_model"
-)
-
-
 def _kind_of(source: str) -> SourceKind | None:
     return next((kind for kind in _KINDS if re.fullmatch(_PATTERNS.get(kind, kind), source)), None)
 
 
 def _name(reward: Mapping[str, Any]) -> str:
     """The source's name; without one, what it is called: a function, a service's model."""
-    return reward.get("name") or re.split(r"[:/]", reward["source"])[-1]
+    return reward.get("name") or re.split(r"[:/]", reward["source"].rstrip("/"))[-1].removesuffix(".nemo")
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
+from nemo_style_aligner.rl.reward_models import ModelRewards
 from nemo_style_aligner.rl.rewards import Reward, RewardSource
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.values import ValueSource
@@ -59,15 +60,22 @@ class Scorer:
         values: gives values; None where no values are needed.
         silence_seconds: after so long without any score a rank gives up.
         described: names what to check then.
+        models: the reward models of this job, which are among ``rewards``.
     """
 
     def __init__(
-        self, rewards: RewardSource, values: ValueSource | None, silence_seconds: float, described: str
+        self,
+        rewards: RewardSource,
+        values: ValueSource | None,
+        silence_seconds: float,
+        described: str,
+        models: Sequence[ModelRewards] = (),
     ) -> None:
         self.rewards = rewards
         self.values = values
         self.silence_seconds = silence_seconds
         self.described = described
+        self.models = models
 
     @property
     def last_progress(self) -> float:
@@ -78,6 +86,16 @@ class Scorer:
         """Have samples scored; returns at once."""
         values = None if self.values is None else self.values.values(samples)
         return ScoredBatch(samples, self.rewards.score(samples), values)
+
+    def load_models(self) -> None:
+        """Load the weights of this job's reward models. Collective."""
+        for model in self.models:
+            model.load()
+
+    def score_together(self) -> None:
+        """Have this job's reward models score what they were given. Collective."""
+        for model in self.models:
+            model.score_together()
 
     def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
         """Wait until the services that are used are there, and fit this job. Collective.

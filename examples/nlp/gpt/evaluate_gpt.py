@@ -91,9 +91,10 @@ def main() -> None:
 
 def _evaluate(args: argparse.Namespace) -> None:
     print(f"loading torch and megatron-core, then {args.model}", file=sys.stderr, flush=True)
-    from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, require_same_tokenizer, score
+    from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, score
     from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
     from nemo_style_aligner.generation.engine import SamplingParams
+    from nemo_style_aligner.models.restore import require_same_tokenizer
     from nemo_style_aligner.parallel.groups import single_process
 
     logging.basicConfig(format="%(levelname)s: %(message)s")

@@ -62,6 +62,10 @@ class ScoredResponses:
             self._unsent = []
             self._last_heard = time.monotonic()
 
+    def score_together(self) -> None:
+        """Have those scored that ranks score together. Collective; once they have all that there is to score."""
+        self._scorer.score_together()
+
     def are_scored(self, seconds: float) -> bool:
         """Wait for the scores of `results`, at most ``seconds``; return whether all have come.
 
@@ -230,6 +234,7 @@ def _exchanged(
 
 
 def _await_scores(responses: ScoredResponses) -> None:
+    responses.score_together()
     is_missing = True
     while is_missing:  # scoring may outlast a collective's timeout: no rank waits for it in one
         activity.progress()  # for the watchdog: `are_scored` has a limit of its own
