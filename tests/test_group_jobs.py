@@ -396,7 +396,7 @@ def test_reinforce_against_a_reward_model_and_a_function_that_comes_back(
         *("trainer.reinforce.trt_llm.model_type=llama", "trainer.reinforce.rollout_batch_seq_length=32"),
         *("++trainer.reinforce.flask_server.enable=True", "trainer.reinforce.batch_iterator.port=0"),
         *("++model.offload_adam_states=False", "++model.dist_ckpt_load_strictness=log_all", "++model.enable_nge=True"),
-        *("+model.overwrite_base_config.optim=True", "~model.optim", "++model.optim={name:sgd}", "++exp_manager=null"),
+        *("+model.overwrite_base_config.optim=True", "~model.optim", "++model.optim={name:sgd}"),
         section="reinforce",
     )
     of_model = script(
