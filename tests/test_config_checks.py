@@ -854,6 +854,23 @@ def test_algorithms_and_rewards_that_are_possible(model: Path, tmp_path: Path) -
     assert found.endswith("num_rollouts_per_prompt=1: it compares the responses to a prompt; give 2 or more")
 
 
+def test_a_reward_model_in_the_job_has_the_layout_of_the_policy(model: Path, tmp_path: Path) -> None:
+    """Its own shape must allow it; its archive's settings are read."""
+    config = yaml.safe_load((model / "model_config.yaml").read_text())
+    (other := tmp_path / "other.nemo").mkdir()
+    listed, key = f"'trainer.ppo.rewards=[{{source: {other}}}]'", f"trainer.ppo.rewards[0].source={other}: "
+    for changed, told in (
+        ({"num_layers": 5}, "model.pipeline_model_parallel_size=2: the model's num_layers=5 is not a multiple of it"),
+        ({"reward_model_type": "ranking"}, "model.reward_model_type='ranking': choose binary_ranking or regression"),
+        ({"num_layers": None}, "num_layers"),
+        ({"reward_model_type": "regression", "regression": {"num_attributes": 3}}, None),
+    ):
+        (other / "model_config.yaml").write_text(yaml.safe_dump(config | changed))
+        found = problems(model, "gpt_ppo_actor", f"{listed} model.pipeline_model_parallel_size=2", 2)
+        assert [problem.startswith(key) for problem in found] == [True] * (told is not None), found
+        assert told is None or told in found[0], found
+
+
 def test_settings_that_do_nothing_are_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     def told(line: str) -> list[str]:
         caplog.clear()
