@@ -33,6 +33,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "exa
 SLOWEST_FILES = (
     "test_jobs.py",
     "test_checkpoints.py",  # which needs nothing of what the first makes for others
+    "test_group_jobs.py",
     "test_supervised_jobs.py",
     "test_ppo_invariance.py",
     "test_weights.py",
