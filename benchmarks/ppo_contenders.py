@@ -141,6 +141,7 @@ class Step:
         phases: seconds by phase; of ours, those in `BESIDE` overlap the others.
         prompt_tokens, new_tokens: counted by the contender.
         metrics: what else it logged.
+        cpu_seconds: processor time of all its processes, which hardly depends on what else the machine does.
     """
 
     seconds: float
@@ -148,6 +149,7 @@ class Step:
     prompt_tokens: int
     new_tokens: int
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    cpu_seconds: float = 0.0
 
     def check_counts(self, name: str, workload: Workload) -> None:
         """Raise unless the step had exactly the workload's tokens: a contender that does less must not look fast."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_contenders import ContenderFailed, OwnJobs, Setting, Step, Trl, TrlSetting, busy_core
-from ppo_memory import ResidentPeak, largest
+from ppo_memory import ResidentPeak, cpu_seconds, largest
 from ppo_models import Workload
 from ppo_report import Figures, in_words
 
@@ -88,7 +88,10 @@ class Side:
 
     def _step(self, what: str) -> Step:
         assert self._jobs is not None, "not started"
+        pids = self._jobs.roots().values()
+        before = cpu_seconds(pids)
         made = self._jobs.step()
+        made = dataclasses.replace(made, cpu_seconds=cpu_seconds(pids) - before)
         made.check_counts(self.name, self._workload)
         say(f"{self._workload.name}, {what}: {self.name} {made.seconds:.1f} s")
         return made

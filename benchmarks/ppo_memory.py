@@ -1,4 +1,4 @@
-"""How much memory the contenders of `ppo_step.py` hold, measured from outside in the same way for all."""
+"""Memory and processor time of the contenders of `ppo_step.py`, measured from outside in the same way for all."""
 
 from __future__ import annotations
 
@@ -56,6 +56,19 @@ def resident_bytes(pid: int) -> int:
         for each in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it has just ended
                 total += each.memory_info().rss
+    return total
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Processor time of some processes and all below them so far; of children that have ended, too."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    times = each.cpu_times()
+                    total += times.user + times.system + times.children_user + times.children_system
     return total
 
 

@@ -106,6 +106,7 @@ def summarise(workload: Workload, figures: dict[str, Figures], floors: dict[str,
             ):
                 if our.keys() & their.keys():
                     rows[f"{name}_is_times_faster{end}"] = ratios(our, their)
+                    rows[f"{name}_takes_times_less_cpu{end}"] = ratios(our, their, "cpu_seconds")
     lengths = workload.sequence_lengths
     padded = len(lengths) * (max(map(len, workload.prompts)) + max(workload.lengths))
     return {
@@ -138,6 +139,7 @@ def side_figures(workload: Workload, mine: Figures, floors: dict[str, float]) ->
         "rounds": len(steps),
         "tokens": steps[0].new_tokens,
         "seconds": spread(seconds),
+        "cpu_seconds": spread([step.cpu_seconds for step in steps]),
         "warm_up_seconds": [step.seconds for step in mine.warm_up_steps],
         "samples_per_second": spread([rollouts / s for s in seconds]),
         "new_tokens_per_second": spread([workload.new_tokens / s for s in seconds]),
@@ -158,9 +160,10 @@ def side_figures(workload: Workload, mine: Figures, floors: dict[str, float]) ->
     return figures
 
 
-def ratios(ours: Mapping[int, Step], theirs: Mapping[int, Step]) -> dict[str, float]:
-    """How many times faster ours is, round by round."""
-    return spread([theirs[round_].seconds / ours[round_].seconds for round_ in ours.keys() & theirs.keys()])
+def ratios(ours: Mapping[int, Step], theirs: Mapping[int, Step], what: str = "seconds") -> dict[str, float]:
+    """How many times less of ``what``, a field of `Step`, ours takes, round by round."""
+    rounds = ours.keys() & theirs.keys()
+    return spread([getattr(theirs[round_], what) / getattr(ours[round_], what) for round_ in rounds])
 
 
 def print_workload(result: dict[str, Any]) -> None:
@@ -213,17 +216,31 @@ def print_workload(result: dict[str, Any]) -> None:
                 f"{side['generation_tokens_per_second']:.1f}",
                 f"{side['fraction_of_floor']:.1%}",
                 f"{side['share_of_waiting']:.1%}",
+                f"{side['cpu_seconds']['median']:.1f}",
                 memory,
                 shared,
             )
         )
-    columns = ("", "samples/s", "rounds", "tokens/s", "generating", "of floor", "waiting", "peak GiB", "cores shared")
+    columns = (
+        "",
+        "samples/s",
+        "rounds",
+        "tokens/s",
+        "generating",
+        "of floor",
+        "waiting",
+        "CPU s",
+        "peak GiB",
+        "cores shared",
+    )
     print_table(columns, table)
     for name in sides:
         for end, where in (("", ""), ("_with_cores_shared", " with the cores shared")):
             if (ratio := result.get(f"{name}_is_times_faster{end}")) is not None:
+                cpu = result[f"{name}_takes_times_less_cpu{end}"]
                 print(
-                    f"{name} is {ratio['median']:.2f} x as fast as TRL{where} ({ratio['min']:.2f}-{ratio['max']:.2f})"
+                    f"{name} is {ratio['median']:.2f} x as fast as TRL{where} ({ratio['min']:.2f}-{ratio['max']:.2f}); "
+                    f"TRL takes {cpu['median']:.2f} x the processor time ({cpu['min']:.2f}-{cpu['max']:.2f})"
                 )
     for name, reason in result.get("failed", {}).items():
         print(f"{name} FAILED: {reason}")

@@ -302,6 +302,8 @@ def test_grpo_step_against_trl(tmp_path: Path) -> None:
     assert not report["failed"] and not report["skipped"], output
     ragged = report["workloads"]["ragged"]
     assert ragged["trl"]["tokens"] == ragged["ours"]["tokens"] and ragged["ours_is_times_faster"].keys() == SPREAD
+    cpu = {name: ragged[name]["cpu_seconds"]["median"] for name in ("ours", "trl")}
+    assert ragged["ours_takes_times_less_cpu"]["median"] == pytest.approx(cpu["trl"] / cpu["ours"])  # of one round
     assert {"generate", "score", "init_logprobs", "train"} < ragged["trl"]["phases"].keys()
     assert "init_logprobs" in ragged["ours"]["phases"] and ragged["ours"]["metrics"]["kl_loss"] >= 0
 
