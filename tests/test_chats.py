@@ -227,7 +227,7 @@ def test_prompts_are_what_comes_before_each_answer(make: Any, tmp_path: Path) ->
         item = last[len(last) - 1]
         starts = [i for i in range(1, len(item.targets)) if item.targets[i] > item.targets[i - 1]]
         assert prompts[0].token_ids == item.token_ids[: starts[-1]], template
-        assert prompts[0].text == spell(tokenizer, item.token_ids[: starts[-1]])
+        assert prompts[0].line["text"] == spell(tokenizer, item.token_ids[: starts[-1]])
         assert prompts[0].line["answer"] == "a2" and prompts.written.chat == last.written.chat
         pairs = jsonl(tmp_path / "c.jsonl", {"prompt": [USER, ANSWER, AGAIN], "chosen": [LAST], "rejected": [ANSWER]})
         end = max(i for i, target in enumerate(item.targets) if target) + 1

@@ -947,9 +947,9 @@ def test_blend_keeps_its_proportions_everywhere(
 
     files = tuple(jsonl(tmp_path / f"{c}.jsonl", *({"text": f"{c}{i}"} for i in range(4))) for c in "ab")
     joined = DataSource(files).build(lambda paths: PromptDataset(paths, tokenizer, 9))
-    assert [joined[i].text for i in range(len(joined))] == ["a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"]
+    assert [joined[i].line["text"] for i in range(len(joined))] == ["a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"]
     mixed = DataSource(files, (0.5, 0.5)).build(lambda paths: PromptDataset(paths, tokenizer, 9))
-    assert [mixed[i].text for i in range(len(mixed))] == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
+    assert [mixed[i].line["text"] for i in range(len(mixed))] == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]
 
 
 def test_pad_rows() -> None:
