@@ -108,9 +108,7 @@ def test_a_service_listens_as_its_config_says(
     change(section, SERVED | own)
     cfg.model.merge_with(HEAD | {"regression": REGRESSION})
     tokenizer = SimpleNamespace(fingerprint=lambda: "of the tokenizer", text_as_trained=lambda text: [len(text)])
-    base: Any = SimpleNamespace(
-        config={"encoder_seq_length": 99}, architecture=ModelArchitecture(**SHAPE), tokenizer=tokenizer
-    )
+    base: Any = SimpleNamespace(architecture=ModelArchitecture(**SHAPE), tokenizer=tokenizer, max_sequence_length=99)
     layout: Any = SimpleNamespace(dp_size=3)
     run: Any = SimpleNamespace(layout=layout)
     if is_critic:
