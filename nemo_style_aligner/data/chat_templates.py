@@ -55,39 +55,52 @@ def render(template: str, texts: Sequence[Mapping[str, Any]]) -> list[str | Temp
             for old in [key for key in _renderers if key[0] == os.getpid()][: 1 - _PROCESSES]:
                 _renderers.pop(old).close()
             renderer = _renderers[os.getpid(), template] = _Renderer(template)
-        return renderer.render(texts)
+        was_well = renderer.has_answered and renderer.failure is None
+        answers = renderer.render(texts)
+        if was_well and renderer.failure is not None:  # it may have been killed from outside: once more, in a new one
+            renderer = _renderers[os.getpid(), template] = _Renderer(template)
+            answers = renderer.render(texts)
+        return answers
 
 
 class _Renderer:
-    """A process that renders one template, and what is heard of it."""
+    """A process that renders one template, and what is heard of it.
+
+    Attributes:
+        has_answered: whether it has rendered a text.
+        failure: why it renders no more.
+    """
 
     def __init__(self, template: str) -> None:
         self._connection = fork_process(__name__, is_trusted=False)
         self._lines = self._connection.makefile("rb")
-        self._failure: str | None = None
+        self.has_answered = False
+        self.failure: str | None = None
         self._send([json.dumps(template)], _START_SECONDS)
         self._reply()
 
     def render(self, texts: Sequence[Mapping[str, Any]]) -> list[str | TemplateError]:
         questions = [json.dumps(dict(variables)) for variables in texts]
         self._send([str(len(questions)), *questions], _WAIT_SECONDS)
-        return [self._reply() for _ in questions]
+        answers = [self._reply() for _ in questions]
+        self.has_answered |= self.failure is None
+        return answers
 
     def _send(self, lines: Sequence[str], seconds: float) -> None:
-        if self._failure is None:
+        if self.failure is None:
             self._connection.settimeout(seconds)
             with contextlib.suppress(OSError):  # it has ended, which the reply will show
                 self._connection.sendall("".join(f"{line}\n" for line in lines).encode())
 
     def _reply(self) -> str | TemplateError:
-        if self._failure is None:
+        if self.failure is None:
             with contextlib.suppress(OSError):  # it has ended, or is silent
                 if (answer := self._lines.readline()).endswith(b"\n"):
                     reply: dict[str, str] = json.loads(answer)
                     return TemplateError(reply["error"]) if "error" in reply else reply["text"]
-            self._failure = _TOO_MUCH
+            self.failure = _TOO_MUCH
             self.close()
-        return TemplateError(self._failure)
+        return TemplateError(self.failure)
 
     def close(self) -> None:
         """End the process: it ends with its connection, or when it has computed for too long."""
