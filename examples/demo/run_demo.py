@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
+from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, python, require_at_least, write_results
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
 from nemo_style_aligner.data.jsonl import read_jsonl
@@ -28,7 +28,6 @@ from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.telemetry.metrics import read_metrics
-from nemo_style_aligner.telemetry.report import write_report
 
 MODEL = ["--num-layers", 2, "--hidden-size", 256, "--num-heads", 8, "--max-length", 48, "--tied-embeddings"]
 UNDERSTOOD = 0.1
@@ -52,7 +51,7 @@ def main() -> None:
         rewards = read_metrics(demo.directory / "actor")["train_rollouts/rewards"]
         results.append(f"reward {rewards[0][1]:.2f} -> {rewards[-1][1]:.2f}")
     report = evaluate(demo, args, {"sft": sft, "ppo": policy}, reward_model)
-    write_results(demo, {**report, "reward_model_accuracy": reward_model_accuracy})
+    write_summary(demo, {**report, "reward_model_accuracy": reward_model_accuracy})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -229,10 +228,8 @@ def evaluate_model(
     return json.loads(output.read_text())["summary"]
 
 
-def write_results(demo: Demo, report: dict[str, float]) -> None:
+def write_summary(demo: Demo, report: dict[str, float]) -> None:
     kl = last(demo.directory / "actor", "train_rollouts/init_policy_kl")
-    result = {**report, "kl": kl, "seconds": {**demo.seconds, "total": sum(demo.seconds.values())}}
-    (demo.directory / "report.json").write_text(json.dumps(result, indent=1) + "\n")
     rows = [
         ("held-out accuracy, SFT", f"{report['accuracy_sft']:.1%}"),
         ("held-out accuracy, PPO", f"{report['accuracy_ppo']:.1%}"),
@@ -242,18 +239,9 @@ def write_results(demo: Demo, report: dict[str, float]) -> None:
         ("mean reward, PPO", f"{report['reward_ppo']:.2f}"),
         ("reward model's accuracy on held-out pairs", f"{report['reward_model_accuracy']:.1%}"),
         ("KL penalty per token at the end", f"{kl:.4f}"),
-        ("seconds", f"{result['seconds']['total']:.0f}"),
     ]
-    print_table(rows)
     runs = {"PPO actor": "actor", "Critic": "critic", "Reward model": "reward_model", "SFT": "sft", "Base": "base"}
-    write_report(
-        demo.directory / "report.html",
-        "RLHF on sums: from base model to PPO",
-        {name: demo.directory / folder for name, folder in runs.items()},
-        summary=rows,
-        note="Accuracy is the share of held-out questions whose sampled answer (temperature 1) is exactly right.",
-    )
-    print(f"report: {demo.directory / 'report.json'} and {demo.directory / 'report.html'}")
+    write_results(demo, {**report, "kl": kl}, rows, "RLHF on sums: from base model to PPO", runs)
 
 
 if __name__ == "__main__":

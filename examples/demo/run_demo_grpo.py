@@ -15,16 +15,14 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
 import argparse
-import json
 from pathlib import Path
 
 from run_demo import COMMON, add_options, check_options, evaluate, make_base_model, train_sft
-from stages import REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python
+from stages import REPOSITORY, Demo, data_prefix, last, mpirun, python, write_results
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.telemetry.metrics import read_metrics
-from nemo_style_aligner.telemetry.report import write_report
 
 
 def main() -> None:
@@ -40,7 +38,7 @@ def main() -> None:
         policy = run_grpo(demo, args, sft)
         rewards = read_metrics(demo.directory / "actor")["train_rollouts/rewards"]
         results.append(f"reward {rewards[0][1]:.2f} -> {rewards[-1][1]:.2f}")
-    write_results(demo, evaluate(demo, args, {"sft": sft, "grpo": policy}, None))
+    write_summary(demo, evaluate(demo, args, {"sft": sft, "grpo": policy}, None))
 
 
 def run_grpo(demo: Demo, args: argparse.Namespace, sft: Path) -> Path:
@@ -62,28 +60,17 @@ def run_grpo(demo: Demo, args: argparse.Namespace, sft: Path) -> Path:
     return log_dir / "checkpoints" / "megatron_gpt_ppo_actor.nemo"
 
 
-def write_results(demo: Demo, report: dict[str, float]) -> None:
+def write_summary(demo: Demo, report: dict[str, float]) -> None:
     kl = last(demo.directory / "actor", "train_rollouts/init_policy_kl")
-    result = {**report, "kl": kl, "seconds": {**demo.seconds, "total": sum(demo.seconds.values())}}
-    (demo.directory / "report.json").write_text(json.dumps(result, indent=1) + "\n")
     rows = [
         ("held-out accuracy, SFT", f"{report['accuracy_sft']:.1%}"),
         ("held-out accuracy, GRPO", f"{report['accuracy_grpo']:.1%}"),
         ("the same, greedy decoding, SFT", f"{report['accuracy_sft_greedy']:.1%}"),
         ("the same, greedy decoding, GRPO", f"{report['accuracy_grpo_greedy']:.1%}"),
         ("KL (k3) per token at the end", f"{kl:.4f}"),
-        ("seconds", f"{result['seconds']['total']:.0f}"),
     ]
-    print_table(rows)
     runs = {"GRPO actor": "actor", "SFT": "sft", "Base": "base"}
-    write_report(
-        demo.directory / "report.html",
-        "GRPO on sums: from base model to right answers",
-        {name: demo.directory / folder for name, folder in runs.items()},
-        summary=rows,
-        note="Accuracy is the share of held-out questions whose sampled answer (temperature 1) is exactly right.",
-    )
-    print(f"report: {demo.directory / 'report.json'} and {demo.directory / 'report.html'}")
+    write_results(demo, {**report, "kl": kl}, rows, "GRPO on sums: from base model to right answers", runs)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from nemo_style_aligner.parallel.stop_signals import signals_later
 from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.telemetry.report import write_report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"
@@ -139,6 +141,31 @@ def print_table(rows: Sequence[tuple[str, str]]) -> None:
     for name, value in rows:
         print(f"| {name:<{left}} | {value:>{right}} |")
     print(line, flush=True)
+
+
+def write_results(
+    demo: Demo, report: dict[str, float], rows: Sequence[tuple[str, str]], title: str, runs: dict[str, str]
+) -> None:
+    """Write ``report.json`` and ``report.html``, print a table.
+
+    Args:
+        report: the figures.
+        rows: of the table; the seconds are added.
+        title: of the page.
+        runs: log directories in the demo's, by the names of their curves.
+    """
+    seconds = {**demo.seconds, "total": sum(demo.seconds.values())}
+    (demo.directory / "report.json").write_text(json.dumps({**report, "seconds": seconds}, indent=1) + "\n")
+    rows = [*rows, ("seconds", f"{seconds['total']:.0f}")]
+    print_table(rows)
+    write_report(
+        demo.directory / "report.html",
+        title,
+        {name: demo.directory / folder for name, folder in runs.items()},
+        summary=rows,
+        note="Accuracy is the share of held-out questions whose sampled answer (temperature 1) is exactly right.",
+    )
+    print(f"report: {demo.directory / 'report.json'} and {demo.directory / 'report.html'}")
 
 
 @contextlib.contextmanager
