@@ -45,9 +45,8 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
-from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
-from nemo_style_aligner.servers.model_server import ModelServer
+from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.servers.protocol import encode_infer_request
 from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.wording import counted
@@ -107,15 +106,6 @@ class Timed:
         self.passes.append((began, time.monotonic(), len(tokens)))
         return answer
 
-    def train(self, **batch: torch.Tensor) -> float:
-        raise NotImplementedError
-
-    def save(self, *args: Any, **options: Any) -> None:
-        raise NotImplementedError
-
-    def restore(self, *args: Any, **options: Any) -> None:
-        raise NotImplementedError
-
 
 def serve(args: argparse.Namespace, rendezvous: str, answers: Any) -> None:
     """Time bare passes, serve until SIGTERM, time them again."""
@@ -132,7 +122,7 @@ def serve(args: argparse.Namespace, rendezvous: str, answers: Any) -> None:
     )
     answers.put(server.port)
     backend.passes.clear()
-    server.run(cast(Any, backend))
+    server.run(backend)
     passes = list(backend.passes)
     time_bare(backend, bare, args)
     answers.put({"passes": passes, "bare": bare})

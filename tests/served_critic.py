@@ -13,10 +13,9 @@ import requests
 import torch
 
 from nemo_style_aligner.servers.client import CriticClient
-from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
 from nemo_style_aligner.servers.http_client import ClientLimits
-from nemo_style_aligner.servers.model_server import ModelServer
+from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.servers.routes import HttpSettings
 
 VOCAB = 1000

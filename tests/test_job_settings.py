@@ -37,9 +37,9 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.supervised_losses import LabelledBatch
 from nemo_style_aligner.parallel.groups import current_layout
-from nemo_style_aligner.servers.connections import ConnectionLimits
-from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.servers.http_server import ConnectionLimits
+from nemo_style_aligner.servers.model_server import DispatchSettings
 from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 
@@ -128,7 +128,7 @@ def test_a_service_listens_as_its_config_says(
         {"values": [-1]} if is_critic else {"rewards": [2]}
     )
     assert first.limits.parameters() == {
-        "max_sequence_length": 99, "vocab_size": VOCAB, "tokenizer": "of the tokenizer", "max_body_bytes": 5000
+        "max_sequence_length": 99, "vocab_size": VOCAB, "tokenizer": "of the tokenizer"
     }  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pyt
     assert service.reward_model is not None and service.reward_model.head == critic.head
     assert service.reward_model.batching == critic.forward_batching
     service.infer(torch.ones(2, 4, dtype=torch.int64), torch.tensor([4, 3]))
-    assert service.weight_swaps == 1
+    assert service.reward_model.num_swaps == 1
     cfg.trainer.ppo.combine_rm_and_critic_server, cfg.model.keep_activations = False, "always"
     alone = build_critic_service(cfg, run_in(tmp_path / "second"), base, TrainingLedger())
     assert alone.reward_model is None and alone.critic.kept_passes is not None

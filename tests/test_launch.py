@@ -1182,7 +1182,7 @@ TOOLS: dict[str, list[str]] = {
     "convert_nemo_to_hf.py": ["--input=/", "--output-dir=x"],
     "evaluate_gpt.py": ["--model=/", f"--prompts={__file__}", "--output=results.json"],
     "init_gpt.py": ["--tokenizer=tokenizer", "--output=x.nemo"],
-    "serve_reward_function.py": ["--function=f.py:f", "--tokenizer=/", f"--prompts={__file__}"],
+    "serve_reward_function.py": ["--function=f.py:f", "--tokenizer=/"],
 }
 
 

@@ -1391,7 +1391,7 @@ def test_critic_and_reward_model_exchange_weights_once_per_request(dtype: torch.
             for _ in range(times):
                 answer = service.infer(ids, lengths)
                 seen.extend([answer["rewards"], answer["values"]])
-                swaps.append(service.weight_swaps)
+                swaps.append(service.reward_model.num_swaps)
 
         infer(3)
         for _ in range(2):

@@ -34,7 +34,6 @@ from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rl.remote_critic import CriticTraining, RemoteCritic
 from nemo_style_aligner.servers import http_client
 from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
-from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.exactly_once import journal
 from nemo_style_aligner.servers.exactly_once import session as training_session
@@ -46,7 +45,6 @@ from nemo_style_aligner.servers.exactly_once.ledger import (
     INITIAL_HISTORY,
     INSTANCE_HEADER,
     MAX_RUNS,
-    OTHER_RUN_HEADER,
     CriticPosition,
     TrainingLedger,
     batch_digest,
@@ -57,7 +55,7 @@ from nemo_style_aligner.servers.http_client import (
     RequestRefusedError,
     ServerUnavailableError,
 )
-from nemo_style_aligner.servers.model_server import ModelServer
+from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.telemetry import activity
@@ -636,11 +634,7 @@ def test_a_new_run_refuses_a_trained_critic_unless_told_to_keep_it(job: CriticJo
     with pytest.raises(SequenceConflictError, match="trained_critic=keep") as refused, actor(job, tmp_path / "b"):
         pass
     assert "in which it was trained" not in str(refused.value)  # advice for a run that is not new
-    assert "Another run trained this critic 0 s ago. If its actor is still running" in str(refused.value)
     job.restart()
-    with pytest.raises(SequenceConflictError, match="trained_critic=keep") as refused, actor(job, tmp_path / "b"):
-        pass
-    assert "Another run" not in str(refused.value)  # nobody has asked the critic since its start
     assert not (tmp_path / "b" / "run.json").exists()
     job.checkpoints.stored.clear()  # a's training is in the critic's memory alone: b has it saved
     with actor(job, tmp_path / "b", trained_critic="keep") as critic:
@@ -656,7 +650,7 @@ def test_a_new_run_refuses_a_trained_critic_unless_told_to_keep_it(job: CriticJo
 def test_two_actors_with_one_critic_are_told_of_each_other(job: CriticJob, tmp_path: Path) -> None:
     with actor(job, tmp_path / "a") as one, actor(job, tmp_path / "b") as other:  # both find it untrained
         train(one, 1)
-        with pytest.raises(SequenceConflictError, match=r"cannot continue .*\. Another run trained .* \d s ago"):
+        with pytest.raises(SequenceConflictError, match=r"(?s)cannot continue .*if another actor trains this critic"):
             train(other, 2)
         train(one, 3)  # the first has nothing of it
         assert job.critic.trained == [1, 3]
@@ -991,7 +985,7 @@ def test_a_repeat_is_answered_where_the_histories_agree() -> None:
             ledger.stored_answer(CriticPosition("a", number, history), digest)
         assert refusal.value.status == 409
         assert refusal.value.headers == {EXPECTED_SEQUENCE_HEADER: "2", HISTORY_HEADER: ledger.history}
-    assert ledger.where("b") == {EXPECTED_SEQUENCE_HEADER: "1", HISTORY_HEADER: ledger.history, OTHER_RUN_HEADER: "0"}
+    assert ledger.where("b") == {EXPECTED_SEQUENCE_HEADER: "1", HISTORY_HEADER: ledger.history}
 
 
 def test_a_run_may_undo_no_training_but_its_own() -> None:

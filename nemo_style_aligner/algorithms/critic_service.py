@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class CriticService:
-    """A `servers.dispatcher.ModelBackend`: critic and, in the same ranks, reward model.
+    """A `servers.model_server.CriticBackend`: critic and, in the same ranks, reward model.
 
     Args:
         critic: the value function.
@@ -56,13 +56,8 @@ class CriticService:
         """Critic updates made."""
         return self.critic.optimizer.step_count
 
-    @property
-    def weight_swaps(self) -> int:
-        """How often the critic's weights made room for the reward model's; see `dispatcher.SwapsWeights`."""
-        return 0 if self.reward_model is None else self.reward_model.num_swaps
-
     def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rewards (if the reward model is here) and values; see `ModelBackend.infer`."""
+        """Rewards (if the reward model is here) and values; see `CriticBackend.infer`."""
         self.critic.optimizer.offload_states()
         with self.timer("infer_time"):
             if self.reward_model is None:
@@ -139,7 +134,7 @@ class CriticService:
             )
 
     def restore(self, run_id: str, histories: Sequence[str]) -> int | None:
-        """Go to one of ``histories``; see `ModelBackend.restore`."""
+        """Go to one of ``histories``; see `CriticBackend.restore`."""
         wanted = {history: index for index, history in enumerate(histories)}
         if self.ledger.history in wanted:
             return wanted[self.ledger.history]
@@ -179,25 +174,11 @@ class CriticService:
 
 
 class RewardService:
-    """A backend with nothing but a reward model."""
+    """A `servers.model_server.ScoringBackend`: nothing but a reward model."""
 
     def __init__(self, reward_model: RewardModel) -> None:
         self.reward_model = reward_model
 
     def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rewards; see `ModelBackend.infer`."""
+        """Rewards; see `ScoringBackend.infer`."""
         return {"rewards": self.reward_model.rewards(tokens, lengths)}
-
-    def train(
-        self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
-    ) -> float:
-        """A reward model is not trained here; the service has no endpoint that could ask for it."""
-        raise NotImplementedError("the reward model service does not train")
-
-    def save(self, keep_history: str | None = None) -> Future[None]:
-        """See `train`."""
-        raise NotImplementedError("the reward model service has nothing to save")
-
-    def restore(self, run_id: str, histories: Sequence[str]) -> int | None:
-        """See `train`."""
-        raise NotImplementedError("the reward model service has nothing to restore")

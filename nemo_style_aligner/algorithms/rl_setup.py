@@ -57,13 +57,11 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     queue = open_work_queue(cfg)
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     longest_response = int(cfg.model.ppo.length_params.max_length)
-    longest_trained = train_prompts.longest + longest_response
-    longest = longest_trained if val_prompts is None else max(longest_trained, val_prompts.longest + longest_response)
+    longest = longest_response + max(prompts.longest for prompts in (train_prompts, val_prompts) if prompts is not None)
     require_kv_cache(cfg, longest)
     settings = RLSettings.from_config(cfg, train_prompts.batches_per_epoch)
-    num_rollouts = train_prompts.batch_size * train_prompts.samples_per_prompt
     vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
-    sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint(), longest_trained * num_rollouts)
+    sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint())
     estimator = settings.advantages.estimator
     scorer = build_scorer(cfg, run, estimator, base, sequences)  # the secret may be missing: before weights are read
     if isinstance(scorer.rewards, RewardSum):

@@ -18,11 +18,15 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.parallel.initialization import bind_address
-from nemo_style_aligner.servers.connections import ConnectionLimits
-from nemo_style_aligner.servers.dispatcher import DispatchSettings, ModelBackend, preferred_batch_rows
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.servers.model_server import ModelServer
+from nemo_style_aligner.servers.http_server import ConnectionLimits
+from nemo_style_aligner.servers.model_server import (
+    DispatchSettings,
+    ModelServer,
+    ScoringBackend,
+    preferred_batch_rows,
+)
 from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.servers.secret import resolve_token
 
@@ -31,7 +35,7 @@ def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
     """Open the critic's port: the service is alive from now on, and ready once `serve` runs the backend."""
     ppo = cfg.trainer.ppo
     combined = bool(ppo.combine_rm_and_critic_server)
-    limits = _limits(base, ppo)
+    limits = _limits(base)
     endpoints = critic_endpoints(limits, combined=combined, tokenize=base.tokenizer.text_as_trained)
     http = _http_settings(ppo, "trainer.ppo")
     return ModelServer(endpoints, http, _dispatch(ppo, run.layout, limits), device=device())
@@ -40,7 +44,7 @@ def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
 def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel) -> ModelServer:
     """Open a reward model's port; see `listen_as_critic`."""
     head = RewardHeadConfig.from_model_config(cfg.model)
-    limits = _limits(base, cfg.inference)
+    limits = _limits(base)
     endpoints = reward_endpoint(
         limits,
         name=cfg.inference.model_name,
@@ -107,7 +111,7 @@ def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
     return RewardService(RewardModel(model, head, forward_batching(cfg.model)))
 
 
-def serve(server: ModelServer, backend: ModelBackend, control: RunControl) -> int:
+def serve(server: ModelServer, backend: ScoringBackend, control: RunControl) -> int:
     """Serve until a rank is asked to stop or the time is up; return the job's exit status, the same on every rank."""
     control.begin()
     control.watch_service(server.request_stop)
@@ -115,12 +119,11 @@ def serve(server: ModelServer, backend: ModelBackend, control: RunControl) -> in
     return control.service_status()
 
 
-def _limits(base: BaseModel, section: DictConfig) -> ModelLimits:
+def _limits(base: BaseModel) -> ModelLimits:
     return ModelLimits(
         max_sequence_length=base.max_sequence_length,
         vocab_size=base.architecture.vocab_size,
         tokenizer=base.tokenizer.fingerprint(),
-        max_body_bytes=int(section.max_body_bytes),
     )
 
 

@@ -23,6 +23,7 @@ from nemo_style_aligner.rl.values import ValueBatch
 from nemo_style_aligner.servers.client import CriticClient, Scores, SequenceConflictError
 from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
 from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
+from nemo_style_aligner.servers.exactly_once.session import what_to_do
 from nemo_style_aligner.servers.reward_client import PromptsOfSequences, SequencesToScore
 from nemo_style_aligner.telemetry import activity
 
@@ -176,18 +177,17 @@ class RemoteCritic:
             self.client.begin(journal, position)
         except SequenceConflictError as conflict:
             if conflict.history is None or self._trained_critic == "refuse":
-                actions = [
+                advice = what_to_do(
                     "start the critic in a new log directory (its exp_manager.explicit_log_dir)",
                     "keep the critic's weights: remote_critic_rm.trained_critic=keep",
                     "to continue an earlier run, start this job in that run's log directory",
-                ]
+                )
                 # The conflict's own advice is left out: it is for runs that are not new.
                 raise SequenceConflictError(
-                    f"this run is new, but the critic has been trained before. {conflict.actions(actions)}\n"
+                    f"this run is new, but the critic has been trained before. {advice}\n"
                     f"The critic's answer: {conflict.__cause__}",
                     conflict.expected,
                     conflict.history,
-                    conflict.other_run_s,
                 ) from None
             position = CriticPosition(position.run_id, 1, conflict.history)
             self.client.begin(journal, position)

@@ -1,6 +1,6 @@
 """Commands from rank 0 to all other ranks of a service: an op code, plain metadata and tensors.
 
-Works on any `torch.distributed` backend (tensors are moved to ``device`` for the wire), and without
+Works on any `torch.distributed` backend (what is sent is moved to ``device`` for the wire), and without
 torch.distributed at all in a world of one.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 ERROR_EXCHANGE_SECONDS = 3.0
 _FAILED, _STOP = 1, 2
-_DTYPES = {str(dtype): dtype for dtype in (torch.int64, torch.float32)}
 
 
 class OpCode(enum.IntEnum):
@@ -38,7 +36,7 @@ class OpCode(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """``tensors``: int64 or float32, on the CPU; the same on every rank after `CommandChannel.receive`."""
+    """``tensors``: on the CPU; the same on every rank after `CommandChannel.receive`."""
 
     op: OpCode
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,24 +66,15 @@ class CommandChannel:
 
     def send(self, command: Command) -> None:
         """Rank 0: hand the command to all other ranks."""
-        if self.world_size == 1:
-            return
-        shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in command.tensors.items()]
-        text = json.dumps({"metadata": command.metadata, "tensors": shapes}).encode()
-        self._broadcast(torch.tensor([int(command.op), len(text)], dtype=torch.int64))
-        self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        for tensor in command.tensors.values():
-            self._broadcast(tensor)
+        if self.world_size > 1:
+            dist.broadcast_object_list([command], src=0, device=self._device)
 
     def receive(self) -> Command:
         """Other ranks: wait for the next command. Raises RuntimeError when rank 0 is gone."""
-        op, size = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
-        text = self._broadcast(torch.zeros(size, dtype=torch.uint8))
-        head = json.loads(bytes(text.numpy()))
-        tensors = {
-            name: self._broadcast(torch.empty(shape, dtype=_DTYPES[dtype])) for name, dtype, shape in head["tensors"]
-        }
-        return Command(OpCode(op), head["metadata"], tensors)
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, src=0, device=self._device)
+        command: Command = box[0]
+        return command
 
     def compare(self, *, stop: bool = False) -> Standing:
         """Learn how a command that succeeded on this rank went on the others. Collective, after each command.
@@ -115,13 +104,6 @@ class CommandChannel:
             work.wait(timeout=datetime.timedelta(seconds=ERROR_EXCHANGE_SECONDS))
         except RuntimeError as error:
             logger.warning("rank %d could not tell the other ranks of its failure: %s", self.rank, error)
-
-    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() == 0:  # some backends refuse empty tensors
-            return tensor
-        on_device = tensor.to(self._device).contiguous()
-        dist.broadcast(on_device, src=0)
-        return on_device.cpu()
 
 
 def as_tensors(arrays: Mapping[str, Any]) -> dict[str, torch.Tensor]:

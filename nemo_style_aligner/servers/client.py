@@ -51,7 +51,6 @@ from nemo_style_aligner.servers.reward_client import (
 
 logger = logging.getLogger(__name__)
 
-_TRAINING_BYTES = 20  # per position of a training request: a token in int64, three numbers in fp32
 _LEVEL_POLL_SECONDS = 0.5  # between tries of a scoring request while the critic is being brought level
 
 __all__ = ["CriticClient", "PromptsOfSequences", "Scores", "SequenceConflictError", "SequencesToScore"]
@@ -209,10 +208,7 @@ class CriticClient:
         for model, outputs in models.items():
             metadata = model_metadata(self._critic, model, outputs, max(deadline - time.monotonic(), 5.0))
             if sequences is not None:
-                limits = metadata.get("parameters", {})
-                check_limits(self._critic, model, limits, sequences)
-                if model == self._train_model:
-                    _warn_of_large_batches(limits, sequences)
+                check_limits(self._critic, model, metadata.get("parameters", {}), sequences)
         if self._reward is not None:
             self._reward.wait_until_ready(max(deadline - time.monotonic(), 0.0), sequences)
 
@@ -304,18 +300,3 @@ class CriticClient:
         self, model: str, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
         return call_model(self._critic, model, inputs, self._train_limits, parameters)
-
-
-def _warn_of_large_batches(limits: Mapping[str, Any], sequences: SequencesToScore) -> None:
-    """Warn of training batches that the critic might refuse, which else shows only after a step's rollouts.
-
-    It is no error: rollouts may well be shorter than allowed.
-    """
-    largest, allowed = sequences.training_tokens * _TRAINING_BYTES, limits.get("max_body_bytes")
-    if allowed is not None and largest > allowed:
-        logger.warning(
-            "the critic's job accepts requests of at most %d bytes, but a step's training batch may need up to %d: "
-            "raise its trainer.ppo.max_body_bytes, or lower model.ppo.num_rollout_samples of this job",
-            allowed,
-            largest,
-        )

@@ -41,13 +41,11 @@ class ModelLimits:
     """What the model behind an endpoint can take; None: neither checked nor announced.
 
     ``tokenizer``: fingerprint of the model's tokenizer, which clients can compare with that of their own.
-    ``max_body_bytes``: the largest request body.
     """
 
     max_sequence_length: int | None = None
     vocab_size: int | None = None
     tokenizer: str | None = None
-    max_body_bytes: int | None = None
 
     def parameters(self) -> dict[str, Any]:
         """The limits as the model metadata announce them."""
@@ -178,7 +176,7 @@ class Endpoint(abc.ABC):
 class InferEndpoint(Endpoint):
     """Values, rewards or both for a batch of sequences, given as token ids or as text.
 
-    With ``takes_prompts`` a request may also say what each sequence is a response to.
+    With ``takes_prompts`` a request must also say what each sequence is a response to.
     """
 
     def __init__(
@@ -223,13 +221,11 @@ class InferEndpoint(Endpoint):
         # What lies behind a row's true length is padding of the caller's choice and never reaches the model.
         self._check_tokens(np.where(np.arange(width) < lengths[:, None], tokens, 0))
         job = InferJob(tokens=tokens, lengths=lengths, position=self._position(request.parameters))
-        if LINES.name in arrays or PROMPT_LENGTHS.name in arrays:
+        if LINES.name in arrays:
             self._add_prompts(job, arrays)
         return job
 
     def _add_prompts(self, job: InferJob, arrays: Mapping[str, np.ndarray]) -> None:
-        if not {LINES.name, PROMPT_LENGTHS.name, "tokens"} <= arrays.keys():
-            raise self._refuse("'lines' and 'prompt_lengths' are needed together, and with 'tokens'")
         lines, job.prompt_lengths = arrays[LINES.name][:, 0], arrays[PROMPT_LENGTHS.name][:, 0]
         if not len(lines) == len(job.prompt_lengths) == job.rows:
             raise self._refuse(f"{job.rows} rows of 'tokens', but not as many of 'lines' and 'prompt_lengths'")
@@ -342,8 +338,8 @@ class RestoreEndpoint(Endpoint):
 
 
 VALUES = TensorSpec("values", "FP32", (-1,))
-LINES = TensorSpec("lines", "BYTES", (1,), optional=True)
-PROMPT_LENGTHS = TensorSpec("prompt_lengths", "INT64", (1,), optional=True)
+LINES = TensorSpec("lines", "BYTES", (1,))
+PROMPT_LENGTHS = TensorSpec("prompt_lengths", "INT64", (1,))
 
 
 def rewards_spec(num_attributes: int = 1) -> TensorSpec:

@@ -1,4 +1,4 @@
-"""Work that HTTP threads hand to the dispatcher: the jobs, and the bounded queue between the two."""
+"""Work that HTTP threads hand on: the jobs, the bounded queue, and how inference jobs share a batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition
 from nemo_style_aligner.servers.protocol import ProtocolError
@@ -27,16 +28,18 @@ ResultFuture = concurrent.futures.Future[dict[str, np.ndarray]]
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Job:
-    """Something the dispatcher has to do."""
+    """Something the model server has to do."""
 
     future: ResultFuture = dataclasses.field(default_factory=ResultFuture)
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     request_id: str = ""
-    # For the log and the statistics, set by the dispatcher (times like `arrived`, monotonic seconds):
-    taken: float = 0.0
-    finished: float = 0.0
+    taken: float = 0.0  # when work on it began, as `arrived` by the monotonic clock
     batch_rows: int = 1  # of the batch that it was merged into
-    leads_batch: bool = True  # the first job of that batch
+
+    @property
+    def rows(self) -> int:
+        """Sequences of the request, as far as they may be merged with others'."""
+        return 1
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -56,7 +59,7 @@ class InferJob(Job):
     @property
     def rows(self) -> int:
         """Sequences of the request."""
-        return self.tokens.shape[0]
+        return len(self.tokens)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -128,11 +131,11 @@ class JobQueue:
 
     @property
     def waiting(self) -> int:
-        """Jobs accepted and not yet taken by the dispatcher."""
+        """Jobs accepted and not yet taken by the model server."""
         return len(self._jobs)
 
     def set_state(self, state: QueueState) -> None:
-        """Change `state`, and wake the dispatcher, which may be waiting for a job."""
+        """Change `state`, and wake the model server, which may be waiting for a job."""
         if state is QueueState.SERVING:
             logger.info("ready: requests are answered from now on; to end, kill -SIGINT %d", os.getpid())
         with self._changed:
@@ -216,3 +219,58 @@ class JobQueue:
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(error)
+
+
+def merge(
+    jobs: Sequence[InferJob], *, length_multiple: int, max_length: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of all jobs, one job after the other: their tokens [rows, width] and lengths [rows], int64.
+
+    The width is the longest true length (at least 2, so that there is a value to compute), rounded up to
+    ``length_multiple`` but not beyond ``max_length``. Tokens beyond a row's true length are set to 0: they cannot
+    affect the answer, and the batch must not depend on what a caller left there.
+    """
+    lengths = np.concatenate([job.lengths for job in jobs]).astype(np.int64)
+    width = -(-max(2, int(lengths.max())) // length_multiple) * length_multiple
+    if max_length is not None:
+        width = min(width, max_length)
+    tokens = np.concatenate([_with_width(job.tokens, width) for job in jobs])
+    tokens[np.arange(width) >= lengths[:, None]] = 0
+    return tokens, lengths
+
+
+def split(
+    jobs: Sequence[InferJob], batch_shape: tuple[int, ...], outputs: Mapping[str, torch.Tensor]
+) -> list[dict[str, np.ndarray]]:
+    """The outputs for a batch of shape [rows, width], split into those of each job, as float32.
+
+    ``values`` [rows, width-1] come back as [b, s-1] for the caller's own s, zero from position
+    (true length - 1) on: column t belongs to the step that chooses token t+1, and the last true token
+    is followed by none. So the answer does not depend on what the request was merged with. Other
+    outputs keep their columns. Raises ValueError when an output has another shape.
+    """
+    arrays = {name: tensor.detach().to("cpu", torch.float32).numpy() for name, tensor in outputs.items()}
+    rows, width = batch_shape
+    for name, array in arrays.items():
+        expected = f"[{rows}, {width - 1}]" if name == "values" else f"[{rows}, n]"
+        fits = array.ndim == 2 and len(array) == rows and (name != "values" or array.shape[1] == width - 1)
+        if not fits:
+            raise ValueError(f"the model returned '{name}' of shape {list(array.shape)}, expected {expected}")
+    results: list[dict[str, np.ndarray]] = []
+    row = 0
+    for job in jobs:
+        part = {name: array[row : row + job.rows] for name, array in arrays.items()}
+        if "values" in part:
+            part["values"] = _with_width(part["values"], job.tokens.shape[1] - 1)
+            part["values"][np.arange(job.tokens.shape[1] - 1) >= job.lengths[:, None] - 1] = 0.0
+        results.append(part)
+        row += job.rows
+    return results
+
+
+def _with_width(rows: np.ndarray, width: int) -> np.ndarray:
+    """A copy of ``rows`` [n, any], cut or padded with zeros to ``width`` columns."""
+    fitted = np.zeros((len(rows), width), dtype=rows.dtype)
+    columns = min(width, rows.shape[1])
+    fitted[:, :columns] = rows[:, :columns]
+    return fitted

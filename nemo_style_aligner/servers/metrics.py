@@ -43,9 +43,6 @@ class ServiceMetrics:
         self.training_repeats = prometheus.Counter(
             f"{prefix}_training_repeats", "Training requests answered from the ledger", registry=self.registry
         )
-        self.weight_swaps = prometheus.Counter(
-            f"{prefix}_weight_swaps", "Exchanges of the critic's weights for the reward model's", registry=self.registry
-        )
         self.outstanding = prometheus.Gauge(
             f"{prefix}_outstanding_requests", "Requests accepted and not yet answered", registry=self.registry
         )

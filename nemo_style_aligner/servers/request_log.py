@@ -23,98 +23,55 @@ import time
 import uuid
 from typing import Any
 
-from flask import Flask, Response, g, request
-
 from nemo_style_aligner.telemetry.log_lines import with_fields
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
+NOTES_KEY = "nemo_style_aligner.notes"
+"""In the WSGI environment: a dict to which the application adds what the log is to say of the request."""
 _LONGEST = 200  # characters of a value: a path, and an error that repeats part of it, are as long as a client likes
 _STRANGERS_SECONDS = 60.0
 _PLAIN = re.compile(r"[\w.:/@+-]{1,128}", re.ASCII)
 
 
-class _Strangers:
-    """Counts refused requests that did not show the token, and says now and then how many there were."""
+class RequestLog:
+    """The log of one server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._count = 0
+        self._refused = 0  # strangers, since the last line about them
         self._next_line = -math.inf
 
-    def refused(self, line: str) -> None:
-        """Count one more. ``line``: its log line."""
+    def answered(self, details: dict[str, Any], *, is_known: bool) -> None:
+        """Log an answered request. ``is_known``: whether it has shown the token."""
+        level = _level(details["path"], details["status"])
+        is_refused_stranger = not is_known and level > logging.DEBUG
+        if is_refused_stranger:
+            level = logging.DEBUG
+        if not is_refused_stranger and not logger.isEnabledFor(level):
+            return
+        fields = {name: _cut(value) for name, value in details.items()}
+        line = key_values(fields)
+        logger.log(level, "%s", line, extra=with_fields(fields))
+        if is_refused_stranger:
+            self._count_stranger(line)
+
+    def _count_stranger(self, line: str) -> None:
         with self._lock:
-            self._count += 1
+            self._refused += 1
             now = time.monotonic()
             if now < self._next_line:
                 return
-            count, self._count, self._next_line = self._count, 0, now + _STRANGERS_SECONDS
+            count, self._refused, self._next_line = self._refused, 0, now + _STRANGERS_SECONDS
         logger.info(
             "requests without this run's token: %d refused since the last such line, the latest: %s", count, line
         )
 
 
-def log_requests(app: Flask) -> None:
-    """Give every request of ``app`` an id and a line in the log. Call it before other hooks are registered."""
-    strangers = _Strangers()
-
-    def begin() -> None:
-        g.started = time.monotonic()
-        g.details = {}
-        given = usable_id(request.headers.get(REQUEST_ID_HEADER, ""))
-        g.request_id, g.is_own_id = given or uuid.uuid4().hex[:16], not given
-        g.is_probe = False
-        g.is_stranger = False
-
-    def end(response: Response) -> Response:
-        response.headers[REQUEST_ID_HEADER] = g.request_id
-        level = logging.DEBUG if g.is_probe else _level(response.status_code)
-        is_refused_stranger = g.is_stranger and level > logging.DEBUG
-        if is_refused_stranger:
-            level = logging.DEBUG
-        if is_refused_stranger or logger.isEnabledFor(level):
-            details = {
-                "request_id": g.request_id,
-                "method": request.method,
-                "path": request.path,
-                "status": response.status_code,
-                "ms": round(1000 * (time.monotonic() - g.started), 1),
-                "client": request.remote_addr,
-                **g.details,
-            }
-            fields = {name: _cut(value) for name, value in details.items()}
-            line = key_values(fields)
-            logger.log(level, "%s", line, extra=with_fields(fields))
-            if is_refused_stranger:
-                strangers.refused(line)
-        return response
-
-    app.before_request(begin)
-    app.after_request(end)
-
-
-def adopt_id(protocol_id: str) -> str:
-    """Use the protocol's id as the request's, unless the request has an id header; returns the id in use."""
-    if g.is_own_id and usable_id(protocol_id):
-        g.request_id = protocol_id
-    return str(g.request_id)
-
-
-def note(**details: Any) -> None:
-    """Add to the current request's log line."""
-    g.details.update(details)
-
-
-def mark_probe() -> None:
-    """Mark the current request as a health probe: it is logged at DEBUG, whatever the answer."""
-    g.is_probe = True
-
-
-def mark_stranger() -> None:
-    """Mark the current request as one without the token."""
-    g.is_stranger = True
+def request_id(*given: str) -> str:
+    """The first of the ``given`` ids that can stand in a log line and a header unchanged, else a new one."""
+    return next((text for text in given if _PLAIN.fullmatch(text)), None) or uuid.uuid4().hex[:16]
 
 
 def _cut(value: Any) -> Any:
@@ -123,15 +80,10 @@ def _cut(value: Any) -> Any:
     return f"{value[:_LONGEST]}... ({len(value)} characters)"
 
 
-def _level(status: int) -> int:
-    if status < 400 or status == 429:
+def _level(path: str, status: int) -> int:
+    if status < 400 or status == 429 or path.endswith(("/live", "/ready", "/health")):
         return logging.DEBUG
     return logging.INFO if status < 500 or status == 503 else logging.WARNING
-
-
-def usable_id(text: str) -> str:
-    """``text`` if it can stand in a log line and a header unchanged, else an empty string."""
-    return text if _PLAIN.fullmatch(text) else ""
 
 
 def key_values(fields: dict[str, Any]) -> str:

@@ -55,13 +55,11 @@ class SequencesToScore:
         max_length: tokens of the longest possible sequence, prompt and response.
         vocab_size: one more than the largest token id.
         tokenizer: fingerprint of the tokenizer that they are made with.
-        training_tokens: upper bound of the tokens in one training request, padding included.
     """
 
     max_length: int
     vocab_size: int
     tokenizer: str
-    training_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The HTTP half of a service: Open Inference Protocol v2 routes that queue work and wait for the answer.
 
-`create_app` builds the Flask app, `start_http_server` serves it with waitress in threads of rank 0. The work
-is done by `dispatcher.Dispatcher`, which gets it through a shared `jobs.JobQueue`.
+`create_app` builds the Flask app, `start_http_server` serves it on rank 0. The work is done by `ModelServer`, which
+gets it through a shared `JobQueue`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import re
 import time
 import uuid
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,13 +21,10 @@ from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
 import nemo_style_aligner
-from nemo_style_aligner.servers import openapi
-from nemo_style_aligner.servers.connections import ConnectionLimits
-from nemo_style_aligner.servers.dispatcher import DispatchSettings
 from nemo_style_aligner.servers.endpoints import MODEL_VERSION, Endpoint
 from nemo_style_aligner.servers.exactly_once.ledger import INSTANCE_HEADER
 from nemo_style_aligner.servers.http_connection import server_url
-from nemo_style_aligner.servers.http_server import WsgiServer, require_token
+from nemo_style_aligner.servers.http_server import ConnectionLimits, WsgiServer
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import (
@@ -42,14 +38,12 @@ from nemo_style_aligner.servers.protocol import (
     encode_infer_response,
     is_int,
 )
-from nemo_style_aligner.servers.request_log import adopt_id, log_requests, mark_probe, note
-from nemo_style_aligner.servers.statistics import ModelStatistics
+from nemo_style_aligner.servers.request_log import NOTES_KEY, REQUEST_ID_HEADER, request_id
 
 logger = logging.getLogger(__name__)
 
 SERVER_NAME = "nemo_style_aligner"
-EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
-SPARE_HTTP_THREADS = 8  # for health, metadata and refusals while every accepted request holds a thread
+EXTENSIONS = ["binary_tensor_data", "model_configuration"]
 # PyTriton's clients request these two without their token; they show names of tensors, and nothing that is computed.
 _OPEN_MODEL_ROUTE = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/(ready|config)")
 
@@ -64,65 +58,47 @@ class HttpSettings:
     token: str | None = dataclasses.field(default=None, repr=False)  # the shared secret; None: no authentication
     known_as: tuple[str, ...] = ()  # further host:port at which clients may reach the service
     max_body_bytes: int = 2**30
-    max_outstanding_requests: int = 128  # more are answered 429; one HTTP thread each
+    max_outstanding_requests: int = 128  # more are answered 429
     infer_timeout_s: float = 600.0  # until an inference request is answered 504; twice that if being computed
     command_timeout_s: float = 3600.0  # until training, saving or restoring is answered 504
     connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
 
 
 def create_app(
-    endpoints: Sequence[Endpoint],
-    queue: JobQueue,
-    settings: HttpSettings,
-    dispatch: DispatchSettings,
-    metrics: ServiceMetrics,
+    endpoints: Sequence[Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
 ) -> Flask:
-    """The Flask app of a service with these endpoints. ``dispatch`` is shown in their configuration."""
+    """The Flask app of a service with these endpoints."""
     app = Flask("nemo_style_aligner.service")
-    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
-    log_requests(app)
-    routes = _Routes({endpoint.name: endpoint for endpoint in endpoints}, queue, settings, dispatch, metrics)
-    require_token(app, settings.token, _is_open_route)
+    routes = _Routes({endpoint.name: endpoint for endpoint in endpoints}, queue, settings, metrics)
     app.register_error_handler(ProtocolError, _protocol_error)
     app.register_error_handler(HTTPException, _http_error)
 
     app.add_url_rule("/v2", view_func=routes.server_metadata)
     app.add_url_rule(LIVE_PATH, view_func=routes.live)
     app.add_url_rule(READY_PATH, view_func=routes.ready)
-    app.add_url_rule("/v2/models/stats", view_func=routes.statistics)
-    app.add_url_rule("/v2/repository/index", view_func=routes.repository_index, methods=["POST"])
-    for action in ("load", "unload"):
-        path = f"/v2/repository/models/<model>/{action}"
-        app.add_url_rule(path, f"repository_{action}", routes.refuse_to_load, methods=["POST"])
     app.add_url_rule("/metrics", view_func=routes.metrics)
-    app.add_url_rule("/openapi.json", view_func=routes.openapi)
     for prefix in ("/v2/models/<model>", "/v2/models/<model>/versions/<version>"):
         app.add_url_rule(prefix, view_func=routes.model_metadata)
         app.add_url_rule(f"{prefix}/ready", view_func=routes.model_ready)
         app.add_url_rule(f"{prefix}/config", view_func=routes.model_config)
-        app.add_url_rule(f"{prefix}/stats", view_func=routes.model_statistics)
         app.add_url_rule(f"{prefix}/infer", view_func=routes.infer, methods=["POST"])
     return app
 
 
 def start_http_server(
-    endpoints: Sequence[Endpoint],
-    queue: JobQueue,
-    settings: HttpSettings,
-    dispatch: DispatchSettings,
-    metrics: ServiceMetrics,
+    endpoints: Sequence[Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
 ) -> WsgiServer:
     """Serve in threads of this process; returns at once, listening. Answers 503 until the queue is serving."""
     server = WsgiServer(
-        create_app(endpoints, queue, settings, dispatch, metrics),
+        create_app(endpoints, queue, settings, metrics),
         settings.host,
         settings.port,
-        threads=settings.max_outstanding_requests + SPARE_HTTP_THREADS,
         max_body_bytes=settings.max_body_bytes,
         name="inference service",
         section=settings.section,
         limits=settings.connections,
         token=settings.token,
+        is_open=lambda path: path in (LIVE_PATH, READY_PATH) or bool(_OPEN_MODEL_ROUTE.fullmatch(path)),
         known_as=settings.known_as,
     )
     names = ", ".join(endpoint.name for endpoint in endpoints)
@@ -130,20 +106,21 @@ def start_http_server(
     return server
 
 
-def _is_open_route(path: str) -> bool:
-    return path in (LIVE_PATH, READY_PATH) or bool(_OPEN_MODEL_ROUTE.fullmatch(path))
+def _note(**details: Any) -> None:
+    """Add to the present request's line in the log."""
+    request.environ.setdefault(NOTES_KEY, {}).update(details)
 
 
 def _protocol_error(error: ProtocolError) -> Response:
-    note(error=error.message)
+    _note(error=error.message)
     return Response(error.body(), error.status, error.headers, content_type=JSON_TYPE)
 
 
 def _http_error(error: HTTPException) -> Response:
-    """Flask's own errors (404, 405, 413, and 500 for a bug here, which Flask logs) in the protocol's form."""
+    """Flask's own errors (404, 405, and 500 for a bug here, which Flask logs) in the protocol's form."""
     message = f"{error.name}: {error.description}"
-    note(error=message)
-    headers = {name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After")}
+    _note(error=message)
+    headers = {name: value for name, value in error.get_headers() if name == "Allow"}
     return Response(ProtocolError(error.code or 500, message).body(), error.code, headers, content_type=JSON_TYPE)
 
 
@@ -155,31 +132,21 @@ class _Routes:
     """The view functions."""
 
     def __init__(
-        self,
-        endpoints: dict[str, Endpoint],
-        queue: JobQueue,
-        settings: HttpSettings,
-        dispatch: DispatchSettings,
-        metrics: ServiceMetrics,
+        self, endpoints: dict[str, Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
     ) -> None:
         self._endpoints = endpoints
         self._queue = queue
         self._settings = settings
-        self._dispatch = dispatch
         self._metrics = metrics
-        self._statistics = {name: ModelStatistics() for name in endpoints}
-        self._openapi = openapi.describe(list(endpoints.values()), needs_token=settings.token is not None)
         self._instance = uuid.uuid4().hex
 
     def server_metadata(self) -> Response:
         return _json({"name": SERVER_NAME, "version": nemo_style_aligner.__version__, "extensions": EXTENSIONS})
 
     def live(self) -> Response:
-        mark_probe()
         return Response(status=503 if self._queue.state is QueueState.FAILED else 200)
 
     def ready(self) -> Response:
-        mark_probe()
         status = 200 if self._queue.state is QueueState.SERVING else 503
         return Response(status=status, headers={INSTANCE_HEADER: self._instance})  # tells a restart from a pause
 
@@ -187,36 +154,6 @@ class _Routes:
         self._metrics.outstanding.set(self._queue.outstanding)
         text, content_type = self._metrics.exposition()
         return Response(text, content_type=content_type)
-
-    def openapi(self) -> Response:
-        return _json(self._openapi)
-
-    def statistics(self) -> Response:
-        stats = [statistics.describe(name, MODEL_VERSION) for name, statistics in self._statistics.items()]
-        return _json({"model_stats": stats})
-
-    def model_statistics(self, model: str, version: str = MODEL_VERSION) -> Response:
-        self._endpoint(model, version)
-        return _json({"model_stats": [self._statistics[model].describe(model, MODEL_VERSION)]})
-
-    def repository_index(self) -> Response:
-        """Triton's list of models; with the body ``{"ready": true}`` only those that are ready."""
-        asked: Any = {}
-        if body := self._body():
-            try:
-                asked = json.loads(body)
-            except (ValueError, RecursionError) as error:
-                raise ProtocolError(400, f"the body is not JSON: {error}") from error
-        only_ready = asked.get("ready", False) if isinstance(asked, dict) else None
-        if not isinstance(only_ready, bool):
-            raise ProtocolError(400, "the body must be an object, and 'ready' in it true or false")
-        serving = self._queue.state is QueueState.SERVING
-        state, reason = ("READY", "") if serving else ("UNAVAILABLE", self._queue.state.value)
-        names = self._endpoints if serving or not only_ready else ()
-        return _json([{"name": n, "version": MODEL_VERSION, "state": state, "reason": reason} for n in names])
-
-    def refuse_to_load(self, model: str) -> Response:
-        raise ProtocolError(400, f"model '{model}': this service's models cannot be loaded or unloaded while it runs")
 
     def model_metadata(self, model: str, version: str = MODEL_VERSION) -> Response:
         return _json(self._endpoint(model, version).metadata())
@@ -226,52 +163,35 @@ class _Routes:
         return self.ready()
 
     def model_config(self, model: str, version: str = MODEL_VERSION) -> Response:
-        endpoint = self._endpoint(model, version)
-        config = endpoint.config()
-        if endpoint.batched:
-            config["dynamic_batching"] = {
-                "preferred_batch_size": list(self._dispatch.preferred_batch_rows),
-                "max_queue_delay_microseconds": self._dispatch.max_queue_delay_microseconds,
-            }
-        return _json(config)
+        return _json(self._endpoint(model, version).config())
 
     def infer(self, model: str, version: str = MODEL_VERSION) -> Response:
         endpoint = self._endpoint(model, version)
         started = time.monotonic()
         status = 500
-        job: Job | None = None
         try:
-            decoded = decode_infer_request(self._body(), request.headers.get(HEADER_LENGTH_FIELD))
-            request_id = adopt_id(decoded.id)
+            if "Content-Encoding" in request.headers:
+                raise ProtocolError(415, "a body with a Content-Encoding is not read: send it as it is")
+            decoded = decode_infer_request(request.get_data(cache=False), request.headers.get(HEADER_LENGTH_FIELD))
             job = endpoint.make_job(decoded)
-            job.request_id = request_id
+            job.request_id = request_id(request.headers.get(REQUEST_ID_HEADER, ""), decoded.id)
+            _note(request_id=job.request_id)
             outputs = self._wait(job, endpoint, decoded)
-            job.finished = job.finished or time.monotonic()
             body, headers = encode_infer_response(model, MODEL_VERSION, outputs, decoded)
             status = 200
-        except (ProtocolError, HTTPException) as error:
-            status = error.status if isinstance(error, ProtocolError) else error.code or 500
+        except ProtocolError as error:
+            status = error.status
             raise
         finally:
-            self._count(model, job, status, time.monotonic() - started)
-        return Response(body, 200, headers)
-
-    def _count(self, model: str, job: Job | None, status: int, seconds: float) -> None:
-        """Note an answered request in the metrics, the statistics and the log."""
-        self._metrics.requests.labels(model, str(status)).inc()
-        self._metrics.latency.labels(model).observe(seconds)
-        if job is None or status != 200:
-            self._statistics[model].failed(seconds)
-            return
-        rows = job.rows if isinstance(job, InferJob) else 1
-        self._statistics[model].answered(job, rows, seconds)
-        note(
+            self._metrics.requests.labels(model, str(status)).inc()
+            self._metrics.latency.labels(model).observe(time.monotonic() - started)
+        _note(
             model=model,
-            rows=rows,
+            rows=job.rows,
             batch_rows=job.batch_rows,
             queue_ms=round(1000 * (job.taken - job.arrived), 1),
-            compute_ms=round(1000 * (job.finished - job.taken), 1),
         )
+        return Response(body, 200, headers)
 
     def _endpoint(self, model: str, version: str) -> Endpoint:
         endpoint = self._endpoints.get(model)
@@ -280,15 +200,6 @@ class _Routes:
         if version != MODEL_VERSION:
             raise ProtocolError(404, f"model '{model}' has only version {MODEL_VERSION}, not '{version}'")
         return endpoint
-
-    def _body(self) -> bytes:
-        body = request.get_data(cache=False)
-        encoding = request.headers.get("Content-Encoding", "identity").lower()
-        if encoding == "identity":
-            return body
-        if encoding not in ("gzip", "deflate"):
-            raise ProtocolError(415, f"Content-Encoding '{encoding[:40]}' is not supported: use gzip or deflate")
-        return _decompress(body, self._settings.max_body_bytes)
 
     def _wait(self, job: Job, endpoint: Endpoint, decoded: InferRequest) -> dict[str, np.ndarray]:
         """Queue the job and wait for its outputs. Inference under way may take twice the service's time limit."""
@@ -313,17 +224,3 @@ class _Routes:
             )
         finally:
             self._queue.release()
-
-
-def _decompress(body: bytes, limit: int) -> bytes:
-    """Undo gzip or deflate (zlib), refusing what would grow beyond the body limit."""
-    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # recognises both
-    try:
-        plain = decompressor.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise ProtocolError(400, f"the compressed body cannot be read: {error}") from error
-    if len(plain) > limit:
-        raise ProtocolError(413, f"the body is larger than {limit} bytes when decompressed")
-    if not decompressor.eof or decompressor.unused_data:
-        raise ProtocolError(400, "the compressed body is truncated, or followed by other data")
-    return plain

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +29,7 @@ WORDS = [
 def fuzzed_requests(seed: int, count: int) -> Iterator[Case]:
     """``count`` requests: half of them good ones that were damaged, half made from the protocol's words."""
     generator = random.Random(seed)
-    makers = [_mutated, _mutated, _mutated, _generated, _generated, _lying, _lying, _compressed, _structure, _good]
+    makers = [_mutated, _mutated, _mutated, _generated, _generated, _lying, _lying, _structure, _good]
     makers.append(_odd_parameter)
     for number in range(count):
         yield makers[number % len(makers)](generator)
@@ -147,23 +145,6 @@ def _lying(generator: random.Random) -> Case:
     text = json.dumps({"inputs": [{**entry, "parameters": {"binary_data_size": len(blob)}}]}).encode()
     return "lying", text + blob, {LENGTH_FIELD: str(len(text))}
 
-
-def _compressed(generator: random.Random) -> Case:
-    body, headers = good_request(generator)
-    encoding = generator.choice(["gzip", "deflate", "br", "gzip, gzip", "identity", "GZIP", ""])
-    if generator.random() < 0.1:
-        return "bomb", generator.choice(BOMBS), {**headers, "Content-Encoding": encoding}
-    packed = bytearray(generator.choice([gzip.compress, zlib.compress, bytes])(body))
-    if generator.random() < 0.5 and packed:
-        packed[generator.randrange(len(packed))] ^= 1 << generator.randrange(8)
-    if generator.random() < 0.2:
-        del packed[generator.randrange(len(packed) + 1) :]
-    if generator.random() < 0.2:
-        packed += packed[:20]
-    return "compressed", bytes(packed), {**headers, "Content-Encoding": encoding}
-
-
-BOMBS = [gzip.compress(b" " * 10**6), zlib.compress(b"[" * 10**6), gzip.compress(gzip.compress(b" " * 10**6))]
 
 _TENSOR = b'{"name":"tokens","datatype":"INT64","shape":[1,1],"data":'
 STRUCTURES: list[Callable[[int], bytes]] = [

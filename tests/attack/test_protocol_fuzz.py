@@ -6,7 +6,6 @@ import collections
 import contextlib
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,12 +14,7 @@ from served_critic import VOCAB, CountingBackend, get, infer_body, outputs, post
 
 from attack.conftest import ROUNDS
 from attack.fuzz_requests import LENGTH_FIELD, fuzzed_requests, good_request
-from nemo_style_aligner.servers.channel import CommandChannel
-from nemo_style_aligner.servers.dispatcher import Dispatcher, DispatchSettings
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
-from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.servers.jobs import JobQueue, QueueState
-from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.protocol import ProtocolError, decode_infer_request, decode_infer_response
 from nemo_style_aligner.servers.routes import HttpSettings, create_app
 
@@ -50,26 +44,11 @@ def test_the_decoder_reads_or_refuses(attack_count: Callable[..., None]) -> None
 
 @contextlib.contextmanager
 def application() -> Iterator[tuple]:
-    """The app in this process, without sockets, with the dispatcher behind it."""
-    queue, metrics, settings = JobQueue(4), ServiceMetrics(), DispatchSettings((8,), 0)
+    """The app in this process, without sockets, with the model server behind it."""
     endpoints = critic_endpoints(ModelLimits(64, VOCAB), combined=True, tokenize=lambda text: [*text.encode()][:60])
-    dispatcher = Dispatcher(
-        settings,
-        channel=CommandChannel(),
-        queue=queue,
-        ledger=TrainingLedger(),
-        metrics=metrics,
-    )
-    thread = threading.Thread(target=dispatcher.run, args=[CountingBackend()], daemon=True)
-    thread.start()
-    while queue.state is not QueueState.SERVING:
-        time.sleep(0.01)
-    app = create_app(endpoints, queue, HttpSettings(port=0, max_body_bytes=500000), settings, metrics)
-    try:
-        yield app.test_client(), thread
-    finally:
-        dispatcher.request_stop()
-        thread.join(20)
+    with serve(CountingBackend(), endpoints=endpoints, delay_us=0) as server:
+        app = create_app(endpoints, server.queue, HttpSettings(port=0), server.metrics)
+        yield app.test_client(), server.thread
 
 
 def test_the_application_answers_every_request(attack_count: Callable[..., None]) -> None:
@@ -89,8 +68,8 @@ def test_the_application_answers_every_request(attack_count: Callable[..., None]
         body, headers = good_request(generator)
         assert client.post("/v2/models/critic_infer/infer", data=body, headers=headers).status_code == 200
     attack_count("requests to the application", tried=counts.total(), refused=counts.total() - counts[200])
-    assert set(counts) <= {200, 400, 413, 415}
-    assert counts[400] > counts[200] > 100 and counts[413] and counts[415]
+    assert set(counts) <= {200, 400}
+    assert counts[400] > counts[200] > 100
 
 
 def http_request(model: str, body: bytes, headers: dict[str, str], length: int | None = None) -> bytes:
@@ -134,8 +113,7 @@ def test_the_server_survives_what_comes_over_sockets(attack_count: Callable[...,
                 data = data[: generator.randrange(1, len(data))]
             answer = sent_over_a_socket(server.number, data, give_up=way == 3)
             status = answer[9:12].decode("latin-1") if answer.startswith(b"HTTP/1.") else "none"
-            # 501: a damaged head may ask for a Transfer-Encoding that does not exist.
-            assert status[0] in "n24" or status == "501", (data[:300], answer[:300])
+            assert status[0] in "n24", (data[:300], answer[:300])
             counts[status] += 1
         assert get(server, "/v2/health/ready").status_code == 200
         np.testing.assert_array_equal(

@@ -39,19 +39,6 @@ def main() -> None:
     )
     parser.add_argument("--tokenizer", type=Path, required=True, help="the policy's: .nemo, or a tokenizer directory")
     parser.add_argument(
-        "--prompts",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="the actor's prompt files, of training and validation: for clients that do not send a prompt's line",
-    )
-    parser.add_argument(
-        "--add-bos",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="BOS token before each prompt: the actor's sampling_params.add_BOS (default: as the model was trained)",
-    )
-    parser.add_argument(
         "--end-strings",
         nargs="*",
         default=[],
@@ -76,7 +63,7 @@ def main() -> None:
         parser.error(f"--threads {args.threads}: give at least 1")
 
     # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.algorithms.reward_function import PromptLines, RewardFunctionService, open_tokenizer
+    from nemo_style_aligner.algorithms.reward_function import RewardFunctionService, open_tokenizer
     from nemo_style_aligner.rl.reward_functions import FunctionRewards
     from nemo_style_aligner.servers.routes import HttpSettings
     from nemo_style_aligner.user_code import load_function
@@ -87,7 +74,6 @@ def main() -> None:
         function = load_function(args.function, "--function")
         service = RewardFunctionService(
             FunctionRewards(function, args.function, seconds=CALL_SECONDS, max_parallel=args.threads),
-            PromptLines(args.prompts, tokenizer, add_bos=args.add_bos) if args.prompts else None,
             tokenizer,
             HttpSettings(
                 port=args.port,

@@ -11,7 +11,7 @@ from werkzeug.exceptions import HTTPException
 
 from nemo_style_aligner.rl.rollouts.work_queue import RoundMismatchError, SampleLostError, WorkQueue
 from nemo_style_aligner.servers.http_connection import server_url
-from nemo_style_aligner.servers.http_server import WsgiServer, require_token
+from nemo_style_aligner.servers.http_server import WsgiServer
 from nemo_style_aligner.servers.protocol import JSON_TYPE, LIVE_PATH, is_int
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class _BadRequestError(Exception):
     """A malformed request; answered with 400."""
 
 
-def create_app(queue: WorkQueue, token: str | None) -> Flask:
+def create_app(queue: WorkQueue) -> Flask:
     """The queue's routes.
 
     ``PUT /get_idx {"batch_size": n}`` answers a JSON list of ids, empty when there are none (as in
@@ -42,8 +42,6 @@ def create_app(queue: WorkQueue, token: str | None) -> Flask:
     ``GET /health`` and `LIVE_PATH`, at which clients have the server prove that it knows the token, need none.
     """
     app = Flask("nemo_style_aligner.work_queue")
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
-    require_token(app, token, lambda path: path in _OPEN_PATHS)
     app.register_error_handler(_BadRequestError, lambda error: _answer({"error": str(error)}, 400))
     app.register_error_handler(RoundMismatchError, lambda error: _answer({"error": str(error)}, 409))
     app.register_error_handler(SampleLostError, lambda error: _answer({"error": str(error)}, 409))
@@ -129,7 +127,7 @@ def _worker(body: dict[str, Any]) -> str:
 
 
 class WorkQueueServer:
-    """Serves a `WorkQueue` over HTTP from a daemon thread of rank 0. ``port`` 0 takes a free one.
+    """Serves a `WorkQueue` over HTTP from daemon threads of rank 0. ``port`` 0 takes a free one.
 
     ``host``: loopback unless workers run on other nodes; then an address of rank 0's machine, with a token.
     ``section``: the config section that has the keys host and port, for errors.
@@ -149,14 +147,14 @@ class WorkQueueServer:
     ) -> None:
         self.queue = queue
         self._server = WsgiServer(
-            create_app(queue, token),
+            create_app(queue),
             host,
             port,
-            threads=0,  # no request waits for anything, so the server's own thread answers it
             max_body_bytes=MAX_BODY_BYTES,
             name="rollout work queue",
             section=section,
             token=token,
+            is_open=lambda path: path in _OPEN_PATHS,
         )
         self.host, self.port = host, self._server.port
         logger.info("rollout work queue on %s", server_url(self.host, self.port))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,6 @@ from nemo_style_aligner.servers.protocol import ProtocolError
 
 EXPECTED_SEQUENCE_HEADER = "X-Expected-Sequence-Number"
 HISTORY_HEADER = "X-Critic-History"
-OTHER_RUN_HEADER = "X-Other-Run-Seconds"  # in a refusal: since another run trained, if it was the last to do so
 INSTANCE_HEADER = "X-Instance-Id"  # in answers of the readiness routes: names the process that serves
 INITIAL_HISTORY = "initial"
 MAX_RUNS = 64
@@ -94,14 +92,10 @@ class TrainingLedger:
         self._applied: dict[str, _Applied] = {}
         self.steps = 0
         self.history = INITIAL_HISTORY
-        self._last_training: tuple[str | None, float] | None = None  # in this process: run, monotonic time
 
     def where(self, run_id: str) -> dict[str, str]:
         """The headers of a refusal: where the critic is, as run ``run_id`` sees it."""
-        headers = {EXPECTED_SEQUENCE_HEADER: str(self.expected(run_id)), HISTORY_HEADER: self.history}
-        if self._last_training is not None and self._last_training[0] != run_id:
-            headers[OTHER_RUN_HEADER] = f"{time.monotonic() - self._last_training[1]:.0f}"
-        return headers
+        return {EXPECTED_SEQUENCE_HEADER: str(self.expected(run_id)), HISTORY_HEADER: self.history}
 
     def expected(self, run_id: str) -> int:
         """The sequence number that the next training request of ``run_id`` must carry."""
@@ -153,7 +147,6 @@ class TrainingLedger:
         """Note that a training request was applied. ``run_id`` None: the request was not numbered."""
         self.steps += 1
         self.history = extend_history(self.history, digest)
-        self._last_training = run_id, time.monotonic()
         if run_id is None:
             return
         self._applied.pop(run_id, None)  # re-inserted last: the dict is ordered by latest use

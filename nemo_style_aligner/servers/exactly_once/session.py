@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from nemo_style_aligner.servers.exactly_once.ledger import (
     EXPECTED_SEQUENCE_HEADER,
     HISTORY_HEADER,
     INSTANCE_HEADER,
-    OTHER_RUN_HEADER,
     CriticPosition,
     batch_digest,
 )
@@ -51,32 +50,24 @@ _WATCH_LIMITS = ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0)
 class SequenceConflictError(UserError, RuntimeError):
     """The critic is not where this run believes it to be, and cannot be brought there.
 
-    ``expected``: the number of the run's next training request as the critic sees it; ``history``: the critic's;
-    ``other_run_s``: how many seconds ago another run trained the critic, if the critic says so.
+    ``expected``: the number of the run's next training request as the critic sees it; ``history``: the critic's.
     """
 
     exit_status = 1
 
-    def __init__(
-        self, message: str, expected: int, history: str | None = None, other_run_s: float | None = None
-    ) -> None:
+    def __init__(self, message: str, expected: int, history: str | None = None) -> None:
         super().__init__(message)
         self.expected = expected
         self.history = history
-        self.other_run_s = other_run_s
 
-    def actions(self, actions: Sequence[str]) -> str:
-        """Advice for the error: ``actions`` as a list, after a warning if another actor may be at work."""
-        lines = ["Do one of these:", *(f"  - {action}" for action in actions)]
-        if self.other_run_s is not None:
-            lines[0] = "Otherwise do one of these:"
-            lines.insert(
-                0,
-                f"Another run trained this critic {self.other_run_s:.0f} s ago. If its actor is still running, give "
-                "this actor a critic of its own: in another log directory, on another port (its trainer.ppo.port, and "
-                "remote_critic_rm.critic.port here)",
-            )
-        return "\n".join(lines)
+
+def what_to_do(*actions: str) -> str:
+    """Advice for such an error, as a list."""
+    others = (
+        "if another actor trains this critic, give this one a critic of its own: in another log directory, on another "
+        "port (its trainer.ppo.port, and remote_critic_rm.critic.port here)"
+    )
+    return "\n".join(["Do one of these:", *(f"  - {action}" for action in (*actions, others))])
 
 
 def as_conflict(error: RequestRefusedError) -> SequenceConflictError | None:
@@ -84,9 +75,7 @@ def as_conflict(error: RequestRefusedError) -> SequenceConflictError | None:
     expected = error.headers.get(EXPECTED_SEQUENCE_HEADER)
     if error.status != 409 or expected is None:
         return None
-    seconds = error.headers.get(OTHER_RUN_HEADER)
-    other_run_s = None if seconds is None else float(seconds)
-    return SequenceConflictError(str(error), int(expected), error.headers.get(HISTORY_HEADER), other_run_s)
+    return SequenceConflictError(str(error), int(expected), error.headers.get(HISTORY_HEADER))
 
 
 class TrainingSession:
@@ -206,18 +195,15 @@ class TrainingSession:
                 f"the critic at {self._server} cannot continue this run, which is at training batch "
                 f"{position.next_number} and whose journal has the batches from {points[0].next_number} on "
                 f"({self._journal.directory}). "
-                + conflict.actions(
-                    [
-                        "start the critic in the log directory in which it was trained for this run (its "
-                        "exp_manager.explicit_log_dir)",
-                        "start both jobs anew in new log directories",
-                        "see docs/recovery.md for the other cases",
-                    ]
+                + what_to_do(
+                    "start the critic in the log directory in which it was trained for this run (its "
+                    "exp_manager.explicit_log_dir)",
+                    "start both jobs anew in new log directories",
+                    "see docs/recovery.md for the other cases",
                 )
                 + f"\nThe critic's answer: {error}",
                 conflict.expected,
                 conflict.history,
-                conflict.other_run_s,
             ) from error
         reached = int(output(answer, "position", RESTORE_MODEL)[0])
         missing = points[reached:-1]
