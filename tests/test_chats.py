@@ -513,13 +513,13 @@ def test_pairs_of_the_same_text_are_left_out_and_counted(
     thoughtful = ANSWER | {"reasoning_content": "hm"}
     rows = [{"prompt": [USER], "chosen": [chosen], "rejected": [ANSWER]} for chosen in (LAST, ANSWER, thoughtful)]
     data = ComparisonDataset([jsonl(tmp_path / "c.jsonl", *rows)], tokenizer, 400)
-    assert (len(data), data.num_equal) == (1, 2)
+    assert (len(data), data.counts["equal"]) == (1, 2)
     assert "dropped 2 of 3 pairs: of two texts that are the same" in caplog.text
     # Where the template has the thoughts, they differ.
     rows[1] = rows[0]
     assert len(ComparisonDataset([jsonl(tmp_path / "d.jsonl", *rows)], make(QWEN3), 400)) == 3
     texts_alone = jsonl(tmp_path / "e.jsonl", {"text": "a"}, {"text": "b"}, {"text": "c"}, {"text": "c"})
-    assert ComparisonDataset([texts_alone], tokenizer, 9).num_equal == 1
+    assert ComparisonDataset([texts_alone], tokenizer, 9).counts["equal"] == 1
     with pytest.raises(DataError, match=r"f\.jsonl: all 1 pairs are of two texts that are the same"):
         ComparisonDataset([jsonl(tmp_path / "f.jsonl", {"chosen": "a", "rejected": "a"})], tokenizer, 9)
 
@@ -546,13 +546,13 @@ def test_keys_of_a_question_that_no_template_names_are_warned_of(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sft(tmp_path, make(None), {"instruction": "Add.", "input": "1+1", "output": "2", "prompt": ""})
-    assert "sft.jsonl:1: the lines have 'instruction', which prompt_template does not name" in caplog.text
+    assert "sft.jsonl: lines have 'instruction' (1 of them), which prompt_template does not name" in caplog.text
 
 
 def test_texts_without_labels_are_left_out(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"text": "a", "label": [-100, -100]}, {"text": "b", "label": [-100, 1]}]
     data = RegressionDataset([jsonl(tmp_path / "r.jsonl", *rows)], make(None), 9)
-    assert (len(data), data.num_unlabelled) == (1, 1) and "dropped 1 of 2 texts: without any label" in caplog.text
+    assert (len(data), data.counts["unlabelled"]) == (1, 1) and "dropped 1 of 2 texts: without any label" in caplog.text
     assert len(RegressionDataset([tmp_path / "r.jsonl"], make(None), 9, ignored=-7)) == 2
 
 

@@ -135,7 +135,7 @@ def test_long_prompts_are_dropped_with_one_count(
     with caplog.at_level(logging.WARNING):
         prompts = PromptDataset([path], tokenizer, max_prompt_length=4)
     assert [prompt.line["text"] for prompt in (prompts[0], prompts[1])] == ["123", "1234"]
-    assert len(prompts) == 2 and prompts.num_dropped == 2
+    assert len(prompts) == 2 and prompts.counts["long"] == 2
     assert prompts[0].line["answer"] == "6" and prompts[1].line.keys() == {"text"}
     assert prompts[0].token_ids == tokenizer.text_to_ids("123")
     assert len(caplog.records) == 1 and "dropped 2 of 4 prompts" in caplog.text
@@ -198,7 +198,7 @@ def test_comparisons_are_consecutive_lines(
 ) -> None:
     a = jsonl(tmp_path / "a.jsonl", *({"text": t} for t in ["good", "bad", "much too long", "x", "y", "longer"]))
     pairs = ComparisonDataset([a], tokenizer, seq_length=8)
-    assert (len(pairs), pairs.num_dropped) == (2, 1)
+    assert (len(pairs), pairs.counts["long"]) == (2, 1)
     ids = tokenizer.text_to_ids
     assert (pairs[0].chosen_ids, pairs[0].rejected_ids) == (ids("good"), ids("bad"))
     assert (pairs[1].chosen_ids, pairs[1].rejected_ids) == (ids("y"), ids("longer"))
@@ -244,19 +244,6 @@ def test_texts_that_are_no_pairs_are_warned_of(
         caplog.clear()
         ComparisonDataset([wrong], tokenizer, 64)
         assert f"{wrong}: in " in caplog.text and "share no longer a prefix than texts of different" in caplog.text
-
-
-def test_comparisons_in_the_place_of_prompts_are_warned_of(
-    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
-    sums = [(7 * i % 10, 3 * i % 7) for i in range(24)]
-    prompts = jsonl(tmp_path / "prompts.jsonl", *({"text": f"What is {a}+{b}?"} for a, b in sums))
-    same = jsonl(tmp_path / "same.jsonl", *({"text": f"What is {a}+{b}?"} for a, b in sums for _ in range(2)))
-    for right in (prompts, same):
-        assert len(PromptDataset([right], tokenizer, 64)) and not caplog.text
-    pairs = [{"text": f"What is {a}+{b}? {answer}"} for a, b in sums for answer in (a + b, a + b + 30)]
-    PromptDataset([jsonl(tmp_path / "pairs.jsonl", *pairs)], tokenizer, 64)
-    assert re.search(r"pairs\.jsonl: in 2\d of 24 pairs of lines.* Are these prompts\?", caplog.text)
 
 
 CHOSEN = {"role": "assistant", "content": "4"}
@@ -335,7 +322,7 @@ def test_regression_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = jsonl(tmp_path / "r.jsonl", {"text": "abc", "label": [1, -100]}, {"text": "d" * 9, "label": [0, 0]},
                  {"text": "e", "label": [0.5, 2]})  # fmt: skip
     data = RegressionDataset([path], tokenizer, seq_length=8)
-    assert (len(data), data.num_dropped) == (2, 1)
+    assert (len(data), data.counts["long"]) == (2, 1)
     regression: dict[str, Any] = {"reward_model_type": "regression", "regression": {"num_attributes": 2}}
     batch = reward_batch(tokenizer, path, 8, [1, 1, 0], **regression)
     assert batch.labels.tolist() == [[1, -100], [0.5, 2], [-100, -100]] and batch.labels.dtype == torch.float32
@@ -463,9 +450,9 @@ def test_truncation(tmp_path: Path, tokenizer: Tokenizer, changes: dict[str, Any
     rows = [{"input": "abcdefgh", "output": "XY"}, {"input": "i", "output": "o"}]
     data = sft(tmp_path, tokenizer, *rows, **changes)
     if want == "abcdefgh":
-        assert data.num_dropped == 1
+        assert data.counts["dropped"] == 1
     else:
-        assert spell(tokenizer, data[0].token_ids) == want and data.num_dropped == 0
+        assert spell(tokenizer, data[0].token_ids) == want and data.counts["dropped"] == 0
 
 
 @pytest.mark.parametrize("method, want", [("right", "ab XY$"), ("left", "fgh XY$")])
@@ -486,12 +473,12 @@ def test_what_is_shortened_is_counted(tmp_path: Path, tokenizer: Tokenizer, capl
     sft(tmp_path, tokenizer, *rows[:1], max_seq_length=10)
     assert "shortened" not in caplog.text
     data = sft(tmp_path, tokenizer, *rows, max_seq_length=10, truncation_field="input")
-    assert (len(data), data.num_dropped, data.num_shortened) == (5, 1, 3)
+    assert (len(data), data.counts["dropped"], data.counts["shortened"]) == (5, 1, 3)
     assert "sft.jsonl: shortened 3 of 6 samples to 10 tokens (max_seq_length, model.encoder_seq_length)" in caplog.text
     assert "truncation_field=input first: 2 of them lost a part of a response" in caplog.text
     caplog.clear()
     data = sft(tmp_path, tokenizer, MESSAGES, max_seq_length=40)  # of two responses the second is cut off
-    assert data.num_shortened == 1 and "1 of them lost a part of a response" in caplog.text
+    assert data.counts["shortened"] == 1 and "1 of them lost a part of a response" in caplog.text
 
 
 @pytest.mark.parametrize("method, want", [("right", "[abcdef]g XY$"), ("left", "abcdef]gh XY$")])
@@ -504,10 +491,10 @@ def test_shortened_fields_keep_their_markup(tmp_path: Path, tokenizer: Tokenizer
 def test_short_samples_are_dropped(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"input": "a", "output": "b"}, {"input": "abcdef", "output": "b"}]
     data = sft(tmp_path, tokenizer, *rows, min_seq_length=5)
-    assert len(data) == data.num_dropped == 1
+    assert len(data) == data.counts["dropped"] == 1
     options = {"prompt_template": "{output}", "truncation_field": "", "add_eos": False}
     data = sft(tmp_path, tokenizer, {"output": "a"}, {"output": "bc"}, **options)
-    assert spell(tokenizer, data[0].token_ids) == "bc" and data.num_dropped == 1  # nothing comes before the "a"
+    assert spell(tokenizer, data[0].token_ids) == "bc" and data.counts["dropped"] == 1  # nothing comes before the "a"
 
 
 @pytest.mark.parametrize(
@@ -642,7 +629,7 @@ def test_what_follows_the_last_response_is_not_learnt(
     row = {"messages": [*MESSAGES["messages"], {"role": "user", "content": "u3"}]}
     unlearnt = {"messages": [turn | {"weight": 0} for turn in MESSAGES["messages"]]}
     data = sft(tmp_path, tokenizer, row, unlearnt, max_seq_length=200, chat_prompt_tokens=markup)
-    assert len(data) == data.num_dropped == 1
+    assert len(data) == data.counts["dropped"] == 1
     assert spell(tokenizer, data[0].token_ids).endswith("ser\nu3\n" if markup else "ser\nu3]\n")
     assert learnt(tokenizer, data[0]).replace("_", "") == want
 
@@ -700,7 +687,7 @@ def test_long_chats_are_cut_at_the_end(tmp_path: Path, tokenizer: Tokenizer) -> 
     short = {"messages": MESSAGES["messages"][1:3]}
     rows = [MESSAGES, {"messages": [{"role": "user", "content": "u" * 80}, {"role": "assistant", "content": "a"}]}]
     data = sft(tmp_path, tokenizer, *rows, short, max_seq_length=40)
-    assert (len(data), data.num_dropped) == (2, 1)
+    assert (len(data), data.counts["dropped"]) == (2, 1)
     assert len(data[0].token_ids) == 40 and learnt(tokenizer, data[0]).strip("_") == "a1]"
 
 

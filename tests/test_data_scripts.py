@@ -59,9 +59,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def check_datasets_can_read(folder: Path, tokenizer: Tokenizer) -> None:
     for split in ("train", "test"):
         assert len(PromptDataset([folder / f"{split}_prompts.jsonl"], tokenizer, 500)) > 0
-        assert ComparisonDataset([folder / f"{split}_comparisons.jsonl"], tokenizer, 600).num_dropped == 0
+        assert ComparisonDataset([folder / f"{split}_comparisons.jsonl"], tokenizer, 600).counts["long"] == 0
         if (folder / f"{split}_sft.jsonl").exists():
-            assert SFTDataset([folder / f"{split}_sft.jsonl"], tokenizer, SFT_FORMAT).num_dropped == 0
+            assert SFTDataset([folder / f"{split}_sft.jsonl"], tokenizer, SFT_FORMAT).counts["dropped"] == 0
 
 
 # ---- make_arithmetic --------------------------------------------------------------------------

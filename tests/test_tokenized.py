@@ -118,7 +118,7 @@ def test_what_is_kept_is_what_would_be_made(
     assert alone == together == kept
     assert "'human' as 'user', 'gpt' as 'assistant'" in "".join(alone[2])
     expected = {
-        "sft": "data.jsonl:8: the lines have 'instruction'",
+        "sft": "data.jsonl: lines have 'instruction' (11 of them)",
         "comparisons": "dropped 58 of 520 pairs: of two texts that are the same",
         "labelled": "dropped 58 of 520 texts: without any label",
         "prompts": "dropped 58 of 520 prompts: longer than 400",
@@ -164,13 +164,6 @@ def test_a_damaged_file_is_made_anew(
         entry.write_bytes(content)
         assert items_of(build("prompts", path, tokenizer)) == first
         assert f"{entry} is made anew" in caplog.text and entry.read_bytes() == whole
-    caplog.clear()
-    other = tmp_path / "other.jsonl"
-    write_jsonl(other, rows_of("prompts", 101))
-    build("prompts", other, tokenizer)
-    (new,) = set(cache.iterdir()) - {entry}
-    new.write_bytes(whole)  # whole, but of another file
-    assert len(items_of(build("prompts", other, tokenizer))) == len(first) + 1 and f"{new} is made anew" in caplog.text
 
 
 @pytest.mark.parametrize("fault", ['{"messages": [{"role": "critic", "content": "hm"}]}', "["])
@@ -199,9 +192,9 @@ def test_processes_that_die_leave_their_part_to_this_one(cache: Path, folder: Pa
     def kill() -> None:
         deadline = time.monotonic() + 60
         while not killed and time.monotonic() < deadline:
-            forked = [p for child in psutil.Process().children() for p in child.children()]
-            if len(forked) >= 4:  # two that encode, and each one's renderer
-                for process in forked:
+            encoding = [p for p in psutil.Process().children() if p.children()]
+            if len(encoding) >= 2:  # each has a renderer of its own
+                for process in (*encoding, *(renderer for p in encoding for renderer in p.children())):
                     process.kill()
                     killed.append(process.pid)
             time.sleep(0.01)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_style_aligner.data.chats import REASONING_KEYS
@@ -15,38 +15,27 @@ def mark(i: int, part: str = "") -> str:
     return f"Qz7{part}x{i}k9Wv"
 
 
-def marked_parts(message: Message, i: int) -> Iterator[tuple[str, str, str]]:
-    """Key, text and mark of each part of a message beside its content."""
+def marked(message: Message, i: int) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
+    """A message with marks behind its parts; and key, text and mark of each part beside its content."""
+    result: dict[str, Any] = copy.deepcopy(dict(message))
+    parts: list[tuple[str, str, str]] = []
+    if result["content"] is not None:
+        result["content"] += mark(i)
+
+    def put(owner: dict[str, Any], key: str, name: str, part: str) -> None:
+        parts.append((name, owner[key], mark(i, part)))
+        owner[key] += mark(i, part)
+
     for key in ("label", *REASONING_KEYS):
-        if isinstance(message.get(key), str) and message[key]:
-            yield key, message[key], mark(i, key)
-    for n, call in enumerate(message.get("tool_calls") or ()):
+        if isinstance(result.get(key), str) and result[key]:
+            put(result, key, key, key)
+    for n, call in enumerate(result.get("tool_calls") or ()):
         function = call.get("function", call)
-        yield "tool_calls", function["name"], mark(i, f"call{n}")
+        put(function, "name", "tool_calls", f"call{n}")
         if isinstance(function.get("arguments"), dict):
-            yield "tool_calls", "", mark(i, f"argument{n}")
-
-
-def marked(message: Message, i: int) -> dict[str, Any]:
-    """A message with marks behind its parts."""
-    marked = dict(message)
-    if message["content"] is not None:
-        marked["content"] = message["content"] + mark(i)
-    for key in ("label", *REASONING_KEYS):
-        if isinstance(message.get(key), str) and message[key]:
-            marked[key] = message[key] + mark(i, key)
-    if message.get("tool_calls"):
-        marked["tool_calls"] = [_marked_call(call, i, n) for n, call in enumerate(message["tool_calls"])]
-    return marked
-
-
-def _marked_call(call: Mapping[str, Any], i: int, n: int) -> dict[str, Any]:
-    if "function" in call:
-        return {**call, "function": _marked_call(call["function"], i, n)}
-    marked = {**call, "name": call["name"] + mark(i, f"call{n}")}
-    if isinstance(call.get("arguments"), dict):
-        marked["arguments"] = {**call["arguments"], "more": mark(i, f"argument{n}")}
-    return marked
+            function["arguments"]["more"] = ""
+            put(function["arguments"], "more", "tool_calls", f"argument{n}")
+    return result, parts
 
 
 def holds(flat: str, text: str, mark: str) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-from nemo_style_aligner.data.chat_marks import holds, mark, marked, marked_parts, without_spaces, without_thoughts
+from nemo_style_aligner.data.chat_marks import holds, mark, marked, without_spaces, without_thoughts
 from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, Turn
 from nemo_style_aligner.data.encoding import Notes
 from nemo_style_aligner.data.jsonl import DataError, Record
@@ -261,9 +261,6 @@ class _Text:
 _Form = Literal["prompt", "whole", "marked", "without tools"]
 """With the generation prompt at the end; as they are; with marks, for the proof; as if there were no tools."""
 
-_Rendering = tuple[_Form, int]
-"""Of the first turns, so many."""
-
 
 class _InTemplate:
     """A conversation in the tokenizer's chat template. An answer is what the template adds to its generation prompt."""
@@ -273,37 +270,30 @@ class _InTemplate:
         self._turns = [turn for turn in conversation.turns if turn.content or turn.kind != "system"]
         self._messages = [_message(turn, renderer.role(turn)) for turn in self._turns]
         self._tools = conversation.tools
-        self._texts_of: dict[_Rendering, str | TokenizerError] = {}
+        self._rendered: dict[tuple[_Form, int], str] = {}  # by form, and how many of the first turns
 
     def examples(self) -> list[list[Segment]]:
         """See `ChatRenderer.examples`."""
-        targets = [i for i, turn in enumerate(self._turns) if turn.is_target]
-        texts = self._rendered(self._texts, [n for i in targets for n in (("prompt", i), ("whole", i + 1))])
-        return [_segments(text) for text in texts]
+        return [_segments(text) for text in self._try(self._texts)]
 
     def prompt(self) -> str:
         """See `ChatRenderer.prompt`."""
-        return self._rendered(self._prompt, [("prompt", len(self._turns))])
+        return self._try(self._prompt)
 
     def _prompt(self) -> str:
         self._prove(len(self._turns))
         return self._text("prompt", len(self._turns))
 
-    def _rendered(self, render: Callable[[], T], needed: list[_Rendering]) -> T:
-        """What ``render`` returns, which needs these texts; a template's refusal becomes a `DataError`."""
-        needed = [*needed, ("whole", len(self._turns)), ("marked", len(self._turns))]
-        if self._tools:
-            needed.append(("without tools", len(self._turns)))
-        self._render(needed)
-        if any(message["content"] is None for message in self._messages):
-            with contextlib.suppress(TokenizerError):
-                return render()
-            # Beside tool calls, some templates accept null, others only "".
-            self._messages = [message | {"content": message["content"] or ""} for message in self._messages]
-            self._render(needed)
+    def _try(self, render: Callable[[], T]) -> T:
+        """What ``render`` returns; a template's refusal becomes a `DataError`."""
         try:
             return render()
         except TokenizerError as error:
+            if any(message["content"] is None for message in self._messages):
+                # Beside tool calls, some templates accept null, others only "".
+                self._messages = [message | {"content": message["content"] or ""} for message in self._messages]
+                self._rendered.clear()
+                return self._try(render)
             first = next((turn for turn in self._turns if turn.kind != "system"), None)
             if first is not None and first.kind == "assistant":
                 self._record.fail(
@@ -370,22 +360,13 @@ class _InTemplate:
 
     def _text(self, form: _Form, number: int) -> str:
         """The first turns, rendered. Raises TokenizerError."""
-        if (form, number) not in self._texts_of:
-            self._render([(form, number)])
-        text = self._texts_of[form, number]
-        if isinstance(text, TokenizerError):
-            raise text
-        return text
-
-    def _render(self, needed: Sequence[_Rendering]) -> None:
-        """Render texts together, which takes less time than one by one."""
-        asked: list[tuple[Sequence[Message], bool, Any]] = []
-        for form, number in (needed := list(dict.fromkeys(needed))):
-            messages = self._messages[:number]
+        if (form, number) not in self._rendered:
+            messages: Sequence[Message] = self._messages[:number]
             if form == "marked":
-                messages = [marked(message, i) for i, message in enumerate(messages)]
-            asked.append((messages, form == "prompt", None if form == "without tools" else self._tools))
-        self._texts_of.update(zip(needed, self._tokenizer.apply_chat_templates(asked), strict=True))
+                messages = [marked(message, i)[0] for i, message in enumerate(messages)]
+            tools = None if form == "without tools" else self._tools
+            self._rendered[form, number] = self._tokenizer.apply_chat_template(messages, form == "prompt", tools)
+        return self._rendered[form, number]
 
     # ---- the proof ----
 
@@ -399,7 +380,7 @@ class _InTemplate:
             visible = turn.content if is_answer or turn.kind != "assistant" else without_thoughts(turn.content)
             if visible is not None and not holds(flat, visible, mark(i)):
                 self._fail_of_content(i, holds(flat, without_thoughts(turn.content) or "", mark(i)))
-            lost = [key for key, value, mark in marked_parts(self._messages[i], i) if not holds(flat, value, mark)]
+            lost = [key for key, value, mark in marked(self._messages[i], i)[1] if not holds(flat, value, mark)]
             thoughts = [key for key in REASONING_KEYS if self._messages[i].get(key)]
             if not is_answer or not set(thoughts) <= set(lost):  # of several names for thoughts one is enough
                 lost = [key for key in lost if key not in thoughts]

@@ -19,11 +19,9 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.arguments import may_not_read
-from nemo_style_aligner.data.jsonl import DataError, Record, first_record, read_records
-from nemo_style_aligner.data.line_pairs import warn_of_pairs, warn_of_strangers
+from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
 from nemo_style_aligner.data.preferences import ComparisonEncoder
-from nemo_style_aligner.data.texts import LabelledEncoder, PromptEncoder, labels_of, written
-from nemo_style_aligner.data.tokenized import report_dropped, tokenized
+from nemo_style_aligner.data.texts import LabelledEncoder, PromptEncoder, TextDataset
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import some_of
@@ -184,11 +182,7 @@ class BlendedDataset(Generic[T]):
         return self._parts[self._part[index]][int(self._index[index])]
 
 
-# ---- samples -----------------------------------------------------------------------------------
-
-
-def _longer_than(limit: int, setting: str = "model.data.seq_length") -> str:
-    return f"longer than {limit} tokens ({setting})"
+# ---- batches -----------------------------------------------------------------------------------
 
 
 def pad_rows(
@@ -219,15 +213,12 @@ class PromptItem:
     place: str = ""  # where the line is, for messages
 
 
-class PromptDataset:
+class PromptDataset(TextDataset[PromptItem]):
     """RLHF prompts: ``{"text": "User: ...\\nAssistant:"}`` on each line, other keys are kept.
 
     Or conversations that wait for an answer, in the forms of `sft`. Prompts of more than ``max_prompt_length`` tokens
     are dropped, with a count in the log that names ``limited_by`` as the reason. An index means the same prompt on
     every rank and in every run with the same files and limit.
-
-    Attributes:
-        written: how the prompts' texts are written.
     """
 
     def __init__(
@@ -240,32 +231,24 @@ class PromptDataset:
         bos_key: str = "add_bos",
     ) -> None:
         """``add_bos``: whether prompts begin with BOS, see `Tokenizer.begins_with_bos`; ``bos_key`` says so."""
-        tokenizer.begins_with_bos(add_bos, bos_key)
-        encoder = PromptEncoder(tokenizer, {"add_bos": add_bos, "append_eod": None, "max_length": max_prompt_length})
-        samples = tokenized(paths, encoder)
-        encoder.chats.log(samples.notes, paths)
-        warn_of_pairs(samples.notes.counts, paths)
-        self._tokens, self._texts = samples.columns["tokens"], samples.columns["text"]
-        self._records = read_records(paths)
-        if len(self._records) != len(self._tokens):
-            raise DataError(f"{some_of(list(map(str, paths)))}: changed while being read: start again")
-        self._kept = [i for i in range(len(self._tokens)) if self._tokens.length(i)]
-        self.num_dropped = len(self._records) - len(self._kept)
-        limit = _longer_than(max_prompt_length, limited_by)
-        report_dropped(self.num_dropped, len(self._records), "prompts", limit, paths)
-        self.written = written(encoder.chats, samples.notes, self._tokens[self._kept[0]])
+        encoder = PromptEncoder(tokenizer, {"add_bos": add_bos, "max_length": max_prompt_length}, bos_key=bos_key)
+        encoder.limited_by = limited_by
+        super().__init__(paths, encoder, self._prompt)
+        self._records = [read_jsonl(path) for path in paths]
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __getitem__(self, index: int) -> PromptItem:
-        record = self.record(index)
-        return PromptItem(self._tokens[self._kept[index]], record.fields, f"{record.path}:{record.line}")
+    def _prompt(self, token_ids: list[int], text: list[int], place: list[int]) -> PromptItem:
+        record = self._record(text, place)
+        return PromptItem(token_ids, record.fields, f"{record.path}:{record.line}")
 
     def record(self, index: int) -> Record:
         """The line of a prompt, which can say where it stands; ``text`` is a conversation's rendering."""
-        record, text = self._records[self._kept[index]], bytes(self._texts[self._kept[index]])
-        return Record(record.path, record.line, {**record.fields, "text": text.decode()}) if text else record
+        _, text, place = (column[index] for column in self._columns)
+        return self._record(text, place)
+
+    def _record(self, text: list[int], place: list[int]) -> Record:
+        file, number = place
+        record = self._records[file][number]
+        return Record(record.path, record.line, {**record.fields, "text": bytes(text).decode()}) if text else record
 
 
 # ---- comparisons ------------------------------------------------------------------------------
@@ -279,16 +262,13 @@ class ComparisonItem:
     rejected_ids: list[int]
 
 
-class ComparisonDataset:
+class ComparisonDataset(TextDataset[ComparisonItem]):
     """Reward model data: ``{"text": prompt + response}`` lines, the good one before the bad one of each pair.
 
     Or ``{"prompt": ..., "chosen": ..., "rejected": ...}`` lines, a pair each: see `preferences`. Left out, with a count
     in the log, are pairs with a text of more than ``seq_length`` tokens, and pairs of the same text twice, of which
     nothing can be learnt. ``append_eod`` ends each text with the EOS token, like a response that PPO generates; a chat
     ends as its template ends answers.
-
-    Attributes:
-        written: how the texts are written.
     """
 
     def __init__(
@@ -299,24 +279,8 @@ class ComparisonDataset:
         append_eod: bool = False,
         add_bos: bool | None = None,
     ) -> None:
-        tokenizer.begins_with_bos(add_bos, "model.data.add_bos")
         settings = {"add_bos": add_bos, "append_eod": append_eod, "seq_length": seq_length}
-        encoder = ComparisonEncoder(tokenizer, settings)
-        samples = tokenized(paths, encoder)
-        counts = samples.notes.counts
-        encoder.chats.log(samples.notes, paths)
-        warn_of_strangers(counts, paths)
-        self._chosen, self._rejected = samples.columns["chosen"], samples.columns["rejected"]
-        self.num_equal, self.num_dropped = counts["equal"], counts["long"]
-        report_dropped(self.num_equal, counts["pairs"], "pairs", "of two texts that are the same", paths)
-        report_dropped(self.num_dropped, counts["pairs"] - self.num_equal, "pairs", _longer_than(seq_length), paths)
-        self.written = written(encoder.chats, samples.notes, self._chosen[0], append_eod)
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, index: int) -> ComparisonItem:
-        return ComparisonItem(self._chosen[index], self._rejected[index])
+        super().__init__(paths, ComparisonEncoder(tokenizer, settings), ComparisonItem)
 
 
 # ---- labelled texts ---------------------------------------------------------------------------
@@ -330,15 +294,12 @@ class RegressionItem:
     labels: list[float]
 
 
-class RegressionDataset:
+class RegressionDataset(TextDataset[RegressionItem]):
     """Reward model data with labels: ``{"text": ..., "label": 3.5}`` or ``"label": [4, 2, -100]``.
 
     Or conversations in place of the text, as in `sft`. All lines have the same number of attributes. A missing label is
     ``ignored`` (``model.regression.loss_mask_val``). Left out, with a count in the log, are texts of more than
     ``seq_length`` tokens, and those without any label. ``append_eod`` and ``add_bos`` as in `ComparisonDataset`.
-
-    Attributes:
-        written: how the texts are written.
     """
 
     def __init__(
@@ -351,23 +312,7 @@ class RegressionDataset:
         add_bos: bool | None = None,
         ignored: float = -100.0,
     ) -> None:
-        """``num_attributes``: what the model expects; None takes the first line's."""
-        tokenizer.begins_with_bos(add_bos, "model.data.add_bos")
+        """``num_attributes``: what the model expects; None: as many as a file's first line has."""
         settings = {"add_bos": add_bos, "append_eod": append_eod, "seq_length": seq_length, "ignored": ignored}
-        settings["num_attributes"] = num_attributes or len(labels_of(first_record(paths)))
-        encoder = LabelledEncoder(tokenizer, settings)
-        samples = tokenized(paths, encoder)
-        counts = samples.notes.counts
-        encoder.chats.log(samples.notes, paths)
-        self._tokens, self._labels = samples.columns["tokens"], samples.columns["labels"]
-        self.num_unlabelled, self.num_dropped = counts["unlabelled"], counts["long"]
-        report_dropped(self.num_unlabelled, counts["texts"], "texts", "without any label", paths)
-        labelled = counts["texts"] - self.num_unlabelled
-        report_dropped(self.num_dropped, labelled, "texts", _longer_than(seq_length), paths)
-        self.written = written(encoder.chats, samples.notes, self._tokens[0], append_eod)
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> RegressionItem:
-        return RegressionItem(self._tokens[index], self._labels[index])
+        encoder = LabelledEncoder(tokenizer, {**settings, "num_attributes": num_attributes})
+        super().__init__(paths, encoder, RegressionItem)

@@ -8,7 +8,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -102,16 +102,6 @@ def read_jsonl(path: str | Path) -> list[Record]:
         DataError: as `read_lines`, or a line is not a JSON object in UTF-8.
     """
     return [parse_line(Path(path), number, raw) for number, raw in read_lines(path)]
-
-
-def first_record(paths: Sequence[str | Path]) -> Record:
-    """The first record of the first file. Raises DataError, as `read_jsonl`."""
-    return next(parse_line(Path(paths[0]), number, raw) for number, raw in read_lines(paths[0]))
-
-
-def read_records(paths: Sequence[str | Path]) -> list[Record]:
-    """All records of several files, one file after the other."""
-    return [record for path in paths for record in read_jsonl(path)]
 
 
 def parse_line(path: Path, number: int, raw: bytes) -> Record:

@@ -7,6 +7,9 @@ responses are texts, which are joined as they are, or conversations in OpenAI's 
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer
@@ -21,33 +24,41 @@ from nemo_style_aligner.data.chats import (
 )
 from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
 from nemo_style_aligner.data.jsonl import DataError, Record
-from nemo_style_aligner.data.line_pairs import count_strangers
 from nemo_style_aligner.data.texts import (
     CONTEXT_KEYS,
     ScoredText,
     TextEncoder,
+    longer_than,
     rendered_text,
+    report_dropped,
     scored_text,
-    take_notes,
 )
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.wording import common_start
 
-PREFERENCE_KEYS = ("chosen", "rejected")
+logger = logging.getLogger(__name__)
+
+_KEYS = ("chosen", "rejected")
 _KINDS = "a string, or a list of messages"
+_FEWEST_PAIRS = 8  # of a batch: with fewer, it would be left to chance whether they look like pairs
 
 
 class ComparisonEncoder(TextEncoder):
     """Pairs as columns ``chosen`` and ``rejected``.
 
-    Its settings are those of `TextEncoder`, and ``seq_length``. ``counts``: pairs, of which "equal", or too "long".
+    Its settings are those of `TextEncoder`, ``append_eod`` and ``seq_length``. ``counts``: pairs, of which "equal", or
+    too "long"; pairs "looked at" and "strangers" (`_count_strangers`).
     """
 
     def encode(self, lines: Lines) -> Samples:
         """See `LineEncoder`."""
-        pairs = read_comparisons(lines, self.chats)
+        pairs = _read_pairs(lines, self.chats)
         texts = [text for pair in pairs for text in pair]
-        samples = Samples({"chosen": Ragged(), "rejected": Ragged()}, take_notes(self.chats, lines, texts[0].prompt))
+        samples = Samples({"chosen": Ragged(), "rejected": Ragged()}, self.take_notes(lines, texts[0].prompt))
         counts = samples.notes.counts
-        counts.update(count_strangers([text.text for text in texts]))
+        if len(pairs) >= _FEWEST_PAIRS:
+            counts["looked at"] += len(pairs)
+            counts["strangers"] += _count_strangers([(chosen.text, rejected.text) for chosen, rejected in pairs])
         tokens = self.tokenize(texts)
         for chosen, rejected in zip(tokens, tokens, strict=True):
             counts["pairs"] += 1
@@ -60,16 +71,41 @@ class ComparisonEncoder(TextEncoder):
                 samples.columns["rejected"].append(rejected)
         return samples
 
+    def report(self, counts: Mapping[str, int], paths: Sequence[str | Path]) -> None:
+        """See `TextEncoder`."""
+        if counts["strangers"] > counts["looked at"] / 4:
+            warn_for_all_ranks(
+                logger,
+                "%s: in %d of %d pairs, the two texts share no longer a prefix than texts of different pairs do. Both "
+                "should begin with the same prompt, the good response on one line and the bad one on the next: are "
+                "these comparisons, and is no line missing?",
+                ", ".join(map(str, paths)),
+                counts["strangers"],
+                counts["looked at"],
+            )
+        report_dropped(counts["equal"], counts["pairs"], "pairs", "of two texts that are the same", paths)
+        differ = counts["pairs"] - counts["equal"]
+        report_dropped(counts["long"], differ, "pairs", longer_than(self.settings["seq_length"]), paths)
 
-def read_comparisons(lines: Lines, chats: ChatRenderer) -> list[tuple[ScoredText, ScoredText]]:
-    """The pairs of lines, the good text first.
 
-    Raises:
-        DataError: a line is not as it should be.
+def _count_strangers(pairs: Sequence[tuple[str, str]]) -> int:
+    """How many pairs do not look like a good and a bad response to the same prompt.
+
+    Since all texts may begin alike, the common start of a pair's texts is compared with that of its first text and one
+    of another pair. For texts that are not pairs, it is no longer in about half of the comparisons.
     """
+    others = [pairs[(n + len(pairs) // 2) % len(pairs)][0] for n in range(len(pairs))]
+    return sum(
+        len(common_start(good, bad)) <= len(common_start(good, other))
+        for (good, bad), other in zip(pairs, others, strict=True)
+    )
+
+
+def _read_pairs(lines: Lines, chats: ChatRenderer) -> list[tuple[ScoredText, ScoredText]]:
+    """The pairs of lines, the good text first. Raises DataError."""
     records = lines.records()
-    if any(key in lines.first_record().fields for key in PREFERENCE_KEYS):
-        return [read_pair(record, chats) for record in records]
+    if any(key in lines.first_record().fields for key in _KEYS):
+        return [_read_pair(record, chats) for record in records]
     texts = [scored_text(record, chats) for record in records]
     if len(records) % 2:
         records[-1].fail(
@@ -79,25 +115,21 @@ def read_comparisons(lines: Lines, chats: ChatRenderer) -> list[tuple[ScoredText
     return list(zip(texts[::2], texts[1::2], strict=True))
 
 
-def read_pair(record: Record, chats: ChatRenderer) -> tuple[ScoredText, ScoredText]:
+def _read_pair(record: Record, chats: ChatRenderer) -> tuple[ScoredText, ScoredText]:
     """The chosen and the rejected text of a line, each with its prompt.
 
     Raises:
         DataError: the line has neither texts nor conversations, or conversations that cannot be rendered whole.
     """
-    given = [_read(record, key) for key in PREFERENCE_KEYS]
+    given = [_read(record, key) for key in _KEYS]
     try:
-        chosen, rejected = (
-            _as_text(record, key, text, chats) for key, text in zip(PREFERENCE_KEYS, given, strict=True)
-        )
+        chosen, rejected = (_as_text(record, key, text, chats) for key, text in zip(_KEYS, given, strict=True))
     except DataError:
         plain = [_without_thoughts(text) for text in given]
         if plain[0] != plain[1]:
             raise
         # They differ in thoughts that the template has no place for: the same text twice.
-        chosen, rejected = (
-            _as_text(record, key, text, chats) for key, text in zip(PREFERENCE_KEYS, plain, strict=True)
-        )
+        chosen, rejected = (_as_text(record, key, text, chats) for key, text in zip(_KEYS, plain, strict=True))
     _require_question(record, given[0], chosen)
     return chosen, rejected
 

@@ -33,10 +33,7 @@ def to_fast_tokenizer(
         settings: how texts around special tokens are treated.
         encode: a text's ids, as they should be.
     """
-    try:
-        fast = _convert(model, settings)
-    except ImportError:  # no protobuf, which parses the model
-        return None
+    fast = _convert(model, settings)
     examples = [*_EXAMPLES, *(f"It is{token.content}39{token.content} naturally" for token in settings.added[:16])]
     if fast is None or any(fast.encode(t, add_special_tokens=False).ids != encode(t) for t in examples):
         return None
@@ -44,11 +41,9 @@ def to_fast_tokenizer(
 
 
 def user_defined_ids(model: sentencepiece.SentencePieceProcessor) -> frozenset[int]:
-    """Ids of the pieces that are never divided (``<extra_id_1>``); none without protobuf, which parses the model."""
-    try:
-        from sentencepiece import sentencepiece_model_pb2
-    except ImportError:
-        return frozenset()
+    """Ids of the pieces that are never divided (``<extra_id_1>``)."""
+    from sentencepiece import sentencepiece_model_pb2
+
     proto = sentencepiece_model_pb2.ModelProto.FromString(model.serialized_model_proto())
     return frozenset(i for i, piece in enumerate(proto.pieces) if piece.type == piece.USER_DEFINED)
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import sentencepiece
 
+from nemo_style_aligner.parsing import parse_json
+
 _MAX_ADDED = 1 << 16  # ids beyond those of the model
 
 
@@ -42,15 +44,26 @@ class SentencePieceSettings:
     add_eos: bool = False
 
 
-ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-def read_settings(files: Mapping[str, Any]) -> SentencePieceSettings:
-    """The settings in a directory's JSON files, by name: ``tokenizer_config.json`` and two older ones.
+def read_settings(files: Mapping[str, bytes]) -> SentencePieceSettings:
+    """The settings in a directory's files, by name: ``tokenizer_config.json``, and two older ones beside it.
 
     Raises:
-        ValueError, TypeError, AttributeError, KeyError: they are not what transformers writes.
+        ValueError: they are not what transformers writes.
     """
+    read = [name for name in _FILES if name in files]
+    if _FILES[0] not in read:
+        return SentencePieceSettings()
+    try:
+        return _settings_in({name: parse_json(files[name].decode()) for name in read})
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{', '.join(read)} cannot be read: {error}") from error
+
+
+def _settings_in(files: Mapping[str, Any]) -> SentencePieceSettings:
     config = files["tokenizer_config.json"]
     kept = files.get("special_tokens_map.json", {}) | config
     tokens: dict[str, AddedPiece] = {}
@@ -58,7 +71,7 @@ def read_settings(files: Mapping[str, Any]) -> SentencePieceSettings:
     for i, token in config.get("added_tokens_decoder", {}).items():
         tokens[token["content"]] = _piece(token)
         ids[token["content"]] = int(i)
-    special = {role: None if kept[role] is None else _piece(kept[role]) for role in ROLES if role in kept}
+    special = {role: None if kept[role] is None else _piece(kept[role]) for role in _ROLES if role in kept}
     others = (*special.values(), *map(_piece, kept.get("additional_special_tokens") or ()))
     for token in filter(None, others):
         tokens[token.content] = tokens.get(token.content, token)._replace(special=True)

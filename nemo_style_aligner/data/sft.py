@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_style_aligner.data.chat_rendering import ChatRenderer, Segment
+from nemo_style_aligner.data.chat_rendering import Segment
 from nemo_style_aligner.data.chats import is_conversation, read_conversation
-from nemo_style_aligner.data.encoding import LineEncoder, Lines, Ragged, Samples
+from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
-from nemo_style_aligner.data.texts import note_unused_context, take_notes, warn_of_unused_context, written
-from nemo_style_aligner.data.tokenized import report_dropped, tokenized
+from nemo_style_aligner.data.texts import CONTEXT_KEYS, TextDataset, TextEncoder, report_dropped
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import unescaped
@@ -85,22 +84,15 @@ class SFTFormat:
         Raises:
             DataError: options that do not fit together.
         """
-        data = model["data"]
-        section = data[part]
-        return cls(
-            max_seq_length=int(section["max_seq_length"]),
-            min_seq_length=int(section["min_seq_length"]),
-            prompt_template=unescaped(section["prompt_template"]),
-            label_key=section["label_key"],
-            truncation_field=section["truncation_field"] or "",
-            truncation_method=section["truncation_method"],
-            add_bos=section["add_bos"],
-            add_eos=bool(section["add_eos"]),
-            add_sep=bool(section["add_sep"]),
-            answer_only_loss=bool(model["answer_only_loss"]),
-            chats_only=bool(data["chat"]),
-            chat_prompt_tokens=chat_prompt_tokens,
-        )
+        section = model["data"][part]
+        keys = [field.name for field in dataclasses.fields(cls) if field.name in section]
+        given = {key: section[key] for key in keys} | {
+            "prompt_template": unescaped(section["prompt_template"]),
+            "truncation_field": section["truncation_field"] or "",
+            "answer_only_loss": bool(model["answer_only_loss"]),
+            "chats_only": bool(model["data"]["chat"]),
+        }
+        return cls(**given, chat_prompt_tokens=chat_prompt_tokens)
 
     @property
     def template_keys(self) -> list[str]:
@@ -129,66 +121,28 @@ class EncodedSample(SFTItem):
     lost_of_responses: int = 0
 
 
-class SFTDataset:
+class SFTDataset(TextDataset[SFTItem]):
     """Supervised fine-tuning samples. See the module for the kinds of line, `SFTFormat` for the options.
 
     Overlong pairs are shortened in their truncation fields, then at the end of the response; overlong chats at the
     end. Samples with no response left, or shorter than ``min_seq_length``, are dropped. The log counts both.
-
-    Attributes:
-        written: how the samples' texts are written.
     """
 
     def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, options: SFTFormat) -> None:
-        tokenizer.begins_with_bos(options.add_bos, "model.data.*.add_bos")
-        encoder = SFTEncoder(tokenizer, dataclasses.asdict(options))
-        samples = tokenized(paths, encoder)
-        counts = samples.notes.counts
-        self._tokens, self._targets = samples.columns["tokens"], samples.columns["targets"]
-        encoder.chats.log(samples.notes, paths)
-        warn_of_unused_context(samples.notes, paths, "prompt_template")
-        self.num_dropped = counts["samples"] - len(self._tokens)
-        limit = f"shorter than {options.min_seq_length} tokens or without a response within {options.max_seq_length}"
-        report_dropped(self.num_dropped, counts["samples"], "samples", limit, paths)
-        self.written = written(encoder.chats, samples.notes, self._tokens[0])
-        self.num_shortened = counts["shortened"]
-        if self.num_shortened:
-            warn_for_all_ranks(
-                logger,
-                "%s: shortened %d of %d samples to %d tokens (max_seq_length, model.encoder_seq_length), cutting "
-                "pairs in truncation_field=%s first: %d of them lost a part of a response, %d the %s of the prompt "
-                "(truncation_method=%s)",
-                ", ".join(map(str, paths)),
-                self.num_shortened,
-                counts["samples"],
-                options.max_seq_length,
-                options.truncation_field or "null",
-                counts["without response"],
-                counts["without prompt"],
-                "end, where most questions stand," if options.truncation_method == "right" else "beginning",
-                options.truncation_method,
-            )
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> SFTItem:
-        return SFTItem(self._tokens[index], self._targets[index])
+        super().__init__(paths, SFTEncoder(tokenizer, options), SFTItem)
 
 
-class SFTEncoder(LineEncoder):
+class SFTEncoder(TextEncoder):
     """Samples as columns ``tokens`` and ``targets``, without those that are dropped.
 
-    Its settings are those of `SFTFormat`. ``counts``: samples, and those "shortened", "without prompt" or "without
-    response" in part.
+    Its settings are those of `SFTFormat`. ``counts``: samples, those "dropped", and those "shortened", "without prompt"
+    or "without response" in part; pairs with a key of `CONTEXT_KEYS` that the template does not name.
     """
 
-    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
-        super().__init__(tokenizer, settings)
-        markers = settings["chat_prompt_tokens"]
-        self._options = SFTFormat(**{**settings, "chat_prompt_tokens": markers and ChatPromptTokens(**markers)})
-        self._begins_with_bos = tokenizer.begins_with_bos(self._options.add_bos, "add_bos")
-        self.chats = ChatRenderer(tokenizer, self._options.chat_prompt_tokens)
+    def __init__(self, tokenizer: Tokenizer, options: SFTFormat) -> None:
+        settings = dataclasses.asdict(options)
+        super().__init__(tokenizer, settings, options.chat_prompt_tokens, "model.data.*.add_bos")
+        self._options = options
 
     def encode(self, lines: Lines) -> Samples:
         """See `LineEncoder`."""
@@ -198,17 +152,50 @@ class SFTEncoder(LineEncoder):
         for record in records:
             for item in self._samples(record):
                 counts["samples"] += 1
-                if len(item.token_ids) >= self._options.min_seq_length and any(item.targets[1:]):
-                    columns["tokens"].append(item.token_ids)
-                    columns["targets"].append(item.targets)
-                    counts["shortened"] += item.lost_of_prompts + item.lost_of_responses > 0
-                    counts["without prompt"] += item.lost_of_prompts > 0
-                    counts["without response"] += item.lost_of_responses > 0
+                if len(item.token_ids) < self._options.min_seq_length or not any(item.targets[1:]):
+                    counts["dropped"] += 1
+                    continue
+                columns["tokens"].append(item.token_ids)
+                columns["targets"].append(item.targets)
+                counts["shortened"] += item.lost_of_prompts + item.lost_of_responses > 0
+                counts["without prompt"] += item.lost_of_prompts > 0
+                counts["without response"] += item.lost_of_responses > 0
+            if not is_conversation(record):
+                unused = set(CONTEXT_KEYS) - set(self._options.template_keys)
+                counts.update(f"unused {key}" for key in unused if record.fields.get(key))
         first = "" if is_conversation(records[0]) else self._prompt_and_response(self._fields(records[0]))[0]
-        notes = take_notes(self.chats, lines, first)
+        notes = self.take_notes(lines, first)
         notes.counts.update(counts)
-        note_unused_context(notes, lines, records, self._options.template_keys)
         return Samples(columns, notes)
+
+    def report(self, counts: Mapping[str, int], paths: Sequence[str | Path]) -> None:
+        """See `TextEncoder`."""
+        options, files = self._options, ", ".join(map(str, paths))
+        if unused := [key for key in CONTEXT_KEYS if counts[f"unused {key}"]]:
+            warn_for_all_ranks(
+                logger,
+                "%s: lines have %s, which prompt_template does not name: it is no part of what is learnt",
+                files,
+                " and ".join(f"{key!r} ({counts[f'unused {key}']} of them)" for key in unused),
+            )
+        limit = f"shorter than {options.min_seq_length} tokens or without a response within {options.max_seq_length}"
+        report_dropped(counts["dropped"], counts["samples"], "samples", limit, paths)
+        if counts["shortened"]:
+            warn_for_all_ranks(
+                logger,
+                "%s: shortened %d of %d samples to %d tokens (max_seq_length, model.encoder_seq_length), cutting "
+                "pairs in truncation_field=%s first: %d of them lost a part of a response, %d the %s of the prompt "
+                "(truncation_method=%s)",
+                files,
+                counts["shortened"],
+                counts["samples"],
+                options.max_seq_length,
+                options.truncation_field or "null",
+                counts["without response"],
+                counts["without prompt"],
+                "end, where most questions stand," if options.truncation_method == "right" else "beginning",
+                options.truncation_method,
+            )
 
     def _samples(self, record: Record) -> list[EncodedSample]:
         """The samples of a line, before any is dropped: one, or several of a chat (`ChatRenderer.examples`)."""
@@ -244,12 +231,12 @@ class SFTEncoder(LineEncoder):
             )
         fields = self._fields(record)
         between = [_SEPARATOR] if options.add_sep else []
-        room = options.max_seq_length - self._begins_with_bos - len(between) - options.add_eos
+        room = options.max_seq_length - self.begin_with_bos[False] - len(between) - options.add_eos
         whole_prompt, whole_response = self._tokenize_pair(fields)
         prompt, response, is_lost = self._fit(fields, whole_prompt, whole_response, room)
         lost = max(0, len(whole_response) - len(response))
         response = tokenizer.with_end(response) if options.add_eos else response
-        token_ids = tokenizer.with_bos(prompt + between + response, self._begins_with_bos)
+        token_ids = tokenizer.with_bos(prompt + between + response, self.begin_with_bos[False])
         num_context = len(token_ids) - (0 if is_lost else len(response))
         targets = [0] * num_context + [1] * (len(token_ids) - num_context)
         return EncodedSample(token_ids, targets, max(0, len(whole_prompt) - len(prompt)), lost)
@@ -313,6 +300,6 @@ class SFTEncoder(LineEncoder):
         for segment, ids in zip(segments, encoded, strict=True):
             token_ids += ids
             targets += [int(segment.is_target)] * len(ids)
-        with_bos = self.tokenizer.with_bos(token_ids, self.chats.begins_with_bos(self._options.add_bos))
+        with_bos = self.tokenizer.with_bos(token_ids, self.begin_with_bos[True])
         more = len(with_bos) - len(token_ids)
         return EncodedSample(with_bos, [0] * more + targets[max(0, -more) :])

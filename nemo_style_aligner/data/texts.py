@@ -5,20 +5,23 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer, is_in_chat_template
 from nemo_style_aligner.data.chats import Conversation, is_conversation, read_conversation
 from nemo_style_aligner.data.encoding import LineEncoder, Lines, Notes, Ragged, Samples
-from nemo_style_aligner.data.jsonl import Record
-from nemo_style_aligner.data.line_pairs import count_pairs
-from nemo_style_aligner.data.text_format import ChatForm, TextFormat
+from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.text_format import ChatForm, ChatPromptTokens, TextFormat
+from nemo_style_aligner.data.tokenized import tokenized
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CONTEXT_KEYS = ("system", "instruction", "question", "query", "prompt", "context", "history", "input")
 """Keys that hold a part of the question in well-known data."""
@@ -68,71 +71,70 @@ def rendered_text(record: Record, what: str, conversation: Conversation, chats: 
     return ScoredText(record, *chats.prompt_and_answer(record, conversation), is_chat=True)
 
 
-def note_unused_context(notes: Notes, lines: Lines, records: Sequence[Record], used: Sequence[str]) -> None:
-    """Note keys of pairs that hold a part of the question in well-known data, and that no template names."""
-    for record in records:
-        if not is_conversation(record):
-            notes.see("pairs", "first", [lines.file, record.line])
-            for key in CONTEXT_KEYS:
-                if key not in used and record.fields.get(key):
-                    notes.see("unused", key)
-
-
-def warn_of_unused_context(notes: Notes, paths: Sequence[str | Path], setting: str) -> None:
-    """Warn of such keys; ``setting`` is the template."""
-    if unused := notes.seen.get("unused"):
-        file, line = notes.seen["pairs"]["first"]
-        warn_for_all_ranks(
-            logger,
-            "%s:%d: the lines have %s, which %s does not name: it is no part of what is learnt",
-            paths[file],
-            line,
-            " and ".join(repr(key) for key in CONTEXT_KEYS if key in unused),
-            setting,
-        )
-
-
-def take_notes(chats: ChatRenderer, lines: Lines, first_prompt: str) -> Notes:
-    """Notes on lines that have been rendered; the prompt of the first one, if there is one, shows who wrote it."""
-    notes, chats.notes = chats.notes, Notes()
-    if lines.are_first and first_prompt and not notes.counts["conversations"]:
-        chat: ChatForm = "template" if is_in_chat_template(first_prompt, chats.tokenizer) else "text"
-        notes.see("prompts", "chat", chat)
-    return notes
-
-
-def written(chats: ChatRenderer, notes: Notes, ids: Sequence[int], append_eod: bool | None = None) -> TextFormat:
-    """How texts are written on which these are all notes; ``ids`` are the tokens of one."""
-    chat: ChatForm | None = notes.seen["prompts"]["chat"] if "prompts" in notes.seen else None
-    if notes.counts["conversations"]:
-        chat = "template" if chats.markers is None else "markers"
-    markers = chats.markers if chat == "markers" else None
-    return TextFormat(chat, markers, tuple(notes.seen.get("ends", ())), ids[0] == chats.tokenizer.bos_id, append_eod)
-
-
 class TextEncoder(LineEncoder):
-    """Makes samples of prompts, or of texts that a reward model scores.
+    """Makes samples of texts and conversations.
 
-    Its settings are ``add_bos``, whether texts begin with BOS (see `Tokenizer.begins_with_bos`), and ``append_eod``,
-    whether they end with EOS.
+    Its settings have ``add_bos``, whether texts begin with BOS (see `Tokenizer.begins_with_bos`).
+
+    Args:
+        markers: see `ChatRenderer`.
+        bos_key: what the setting is called in errors.
 
     Attributes:
-        chats: renders those that are conversations.
+        chats: renders conversations.
+
+    Raises:
+        TokenizerError: BOS is asked for, and there is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: Mapping[str, Any],
+        markers: ChatPromptTokens | None = None,
+        bos_key: str = "model.data.add_bos",
+    ) -> None:
         super().__init__(tokenizer, settings)
-        self.chats = ChatRenderer(tokenizer)
+        self.chats = ChatRenderer(tokenizer, markers)
         add_bos = settings["add_bos"]
-        self._begin_with_bos = {
+        self.begin_with_bos = {
+            False: tokenizer.begins_with_bos(add_bos, bos_key),
             True: self.chats.begins_with_bos(add_bos),
-            False: tokenizer.begins_with_bos(add_bos, "add_bos"),
-        }
+        }  # whether texts do, and conversations
+
+    @abstractmethod
+    def report(self, counts: Mapping[str, int], paths: Sequence[str | Path]) -> None:
+        """Warn of what was left out of files.
+
+        Raises:
+            DataError: it is all.
+        """
+
+    def take_notes(self, lines: Lines, first_prompt: str) -> Notes:
+        """Notes on lines that have been rendered; the prompt of the first one, if there is one, shows who wrote it."""
+        notes, self.chats.notes = self.chats.notes, Notes()
+        if lines.are_first and first_prompt and not notes.counts["conversations"]:
+            chat: ChatForm = "template" if is_in_chat_template(first_prompt, self.tokenizer) else "text"
+            notes.see("prompts", "chat", chat)
+        return notes
+
+    def written(self, notes: Notes, ids: Sequence[int]) -> TextFormat:
+        """How texts are written on which these are all notes; ``ids`` are the tokens of one."""
+        chat: ChatForm | None = notes.seen["prompts"]["chat"] if "prompts" in notes.seen else None
+        if notes.counts["conversations"]:
+            chat = "template" if self.chats.markers is None else "markers"
+        return TextFormat(
+            chat,
+            self.chats.markers if chat == "markers" else None,
+            tuple(notes.seen.get("ends", ())),
+            ids[0] == self.tokenizer.bos_id,
+            self.settings.get("append_eod"),
+        )
 
     def tokenize(self, texts: Sequence[ScoredText]) -> Iterator[list[int]]:
-        """Ids of each text: with one BOS token, or none, and one end, or none. A chat has its own end.
+        """Ids of each text: with one BOS token, or none, and with one end where ``append_eod`` is set.
 
-        Prompt and response are tokenized apart, as in PPO.
+        A chat has its own end. Prompt and response are tokenized apart, as in PPO.
         """
         whole = iter(self.tokenizer.texts_to_ids([text.response for text in texts if not text.prompt]))
         for text in texts:
@@ -140,26 +142,78 @@ class TextEncoder(LineEncoder):
             ids = list(itertools.chain.from_iterable(parts))
             if not ids:
                 text.record.fail("'text' is empty")
-            ended = self.tokenizer.with_end(ids) if self.settings["append_eod"] and not text.is_chat else ids
-            yield self.tokenizer.with_bos(ended, self._begin_with_bos[text.is_chat])
+            ended = self.tokenizer.with_end(ids) if self.settings.get("append_eod") and not text.is_chat else ids
+            yield self.tokenizer.with_bos(ended, self.begin_with_bos[text.is_chat])
+
+
+class TextDataset(Generic[T]):
+    """What an encoder makes of files.
+
+    Attributes:
+        counts: of what there was, see the encoder.
+        written: how the texts are written.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], encoder: TextEncoder, item: Callable[..., T]) -> None:
+        """``item`` makes a sample of the values in the encoder's columns."""
+        samples = tokenized(paths, encoder)
+        self.counts, self._item = samples.notes.counts, item
+        self._columns = list(samples.columns.values())
+        encoder.chats.log(samples.notes, paths)
+        encoder.report(self.counts, paths)
+        self.written = encoder.written(samples.notes, self._columns[0][0])
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __getitem__(self, index: int) -> T:
+        return self._item(*(column[index] for column in self._columns))
+
+
+def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Sequence[str | Path]) -> None:
+    """Warn of how many samples were dropped; a `DataError` if all were."""
+    files = ", ".join(str(path) for path in paths)
+    if dropped == total:
+        raise DataError(f"{files}: all {total} {what} are {limit}; change the limit or the data")
+    if dropped:
+        warn_for_all_ranks(logger, "%s: dropped %d of %d %s: %s", files, dropped, total, what, limit)
+
+
+def longer_than(limit: int, setting: str = "model.data.seq_length") -> str:
+    """Why texts are left out."""
+    return f"longer than {limit} tokens ({setting})"
 
 
 class PromptEncoder(TextEncoder):
-    """Prompts as columns ``tokens``, empty for those that are too long, and ``text``, UTF-8, of conversations alone.
+    """Prompts as columns ``tokens``, ``text`` (UTF-8, of conversations alone) and ``place``: file, number of the line.
 
-    Its settings are those of `TextEncoder`, and ``max_length``.
+    Its settings are those of `TextEncoder`, and ``max_length``. ``counts``: prompts, of which too "long".
+
+    Attributes:
+        limited_by: the setting that says ``max_length``.
     """
+
+    limited_by = "max_prompt_length"
 
     def encode(self, lines: Lines) -> Samples:
         """See `LineEncoder`."""
         prompts = [_prompt(record, self.chats) for record in lines.records()]
-        notes = take_notes(self.chats, lines, prompts[0].response)
-        notes.counts.update(count_pairs([prompt.response for prompt in prompts]))
-        samples = Samples({"tokens": Ragged(), "text": Ragged("B")}, notes)
-        for prompt, ids in zip(prompts, self.tokenize(prompts), strict=True):
-            samples.columns["tokens"].append(ids if len(ids) <= self.settings["max_length"] else [])
-            samples.columns["text"].append(prompt.response.encode() if prompt.is_chat else b"")
+        notes = self.take_notes(lines, prompts[0].response)
+        samples = Samples({"tokens": Ragged(), "text": Ragged("B"), "place": Ragged("q")}, notes)
+        for number, (prompt, ids) in enumerate(zip(prompts, self.tokenize(prompts), strict=True), start=lines.start):
+            notes.counts["prompts"] += 1
+            if len(ids) > self.settings["max_length"]:
+                notes.counts["long"] += 1
+            else:
+                samples.columns["tokens"].append(ids)
+                samples.columns["text"].append(prompt.response.encode() if prompt.is_chat else b"")
+                samples.columns["place"].append((lines.file, number))
         return samples
+
+    def report(self, counts: Mapping[str, int], paths: Sequence[str | Path]) -> None:
+        """See `TextEncoder`."""
+        limit = longer_than(self.settings["max_length"], self.limited_by)
+        report_dropped(counts["long"], counts["prompts"], "prompts", limit, paths)
 
 
 def _prompt(record: Record, chats: ChatRenderer) -> ScoredText:
@@ -171,20 +225,20 @@ def _prompt(record: Record, chats: ChatRenderer) -> ScoredText:
 class LabelledEncoder(TextEncoder):
     """Labelled texts as columns ``tokens`` and ``labels``.
 
-    Its settings are those of `TextEncoder`, and ``seq_length``, ``num_attributes`` and ``ignored``. ``counts``: texts,
-    of which "unlabelled", or too "long".
+    Its settings are those of `TextEncoder`, and ``append_eod``, ``seq_length``, ``ignored`` and ``num_attributes``
+    (None: as many as the file's first line has). ``counts``: texts, of which "unlabelled", or too "long".
     """
 
     def encode(self, lines: Lines) -> Samples:
         """See `LineEncoder`."""
         settings = self.settings
         texts = [scored_text(record, self.chats) for record in lines.records()]
-        samples = Samples({"tokens": Ragged(), "labels": Ragged("d")}, take_notes(self.chats, lines, texts[0].prompt))
+        samples = Samples({"tokens": Ragged(), "labels": Ragged("d")}, self.take_notes(lines, texts[0].prompt))
         counts = samples.notes.counts
+        expected = settings["num_attributes"] or len(_labels(lines.first_record()))
         for text, ids in zip(texts, self.tokenize(texts), strict=True):
-            labels = labels_of(text.record)
-            if len(labels) != settings["num_attributes"]:
-                expected = settings["num_attributes"]
+            labels = _labels(text.record)
+            if len(labels) != expected:
                 text.record.fail(f"'label' has {len(labels)} attributes where {expected} are expected")
             counts["texts"] += 1
             if all(label == settings["ignored"] for label in labels):
@@ -196,8 +250,14 @@ class LabelledEncoder(TextEncoder):
                 samples.columns["labels"].append(labels)
         return samples
 
+    def report(self, counts: Mapping[str, int], paths: Sequence[str | Path]) -> None:
+        """See `TextEncoder`."""
+        report_dropped(counts["unlabelled"], counts["texts"], "texts", "without any label", paths)
+        labelled = counts["texts"] - counts["unlabelled"]
+        report_dropped(counts["long"], labelled, "texts", longer_than(self.settings["seq_length"]), paths)
 
-def labels_of(record: Record) -> list[float]:
+
+def _labels(record: Record) -> list[float]:
     """A line's ``label``: a number, or one per attribute. Raises DataError."""
     label = record.require("label", (int, float, list), "a number or a list of numbers")
     values = label if isinstance(label, list) else [label]

@@ -16,11 +16,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nemo_style_aligner.data.encoding import UNREADABLE, LineEncoder, Samples, encode_files
-from nemo_style_aligner.data.jsonl import DataError
+from nemo_style_aligner.data.encoding import LineEncoder, Samples, encode_files
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.machine import available_cores, ranks_on_this_machine
 from nemo_style_aligner.telemetry import activity
@@ -39,12 +38,10 @@ LARGE = 1 << 20
 _GB = 20.0
 _PACKED = 4  # times as much text is in a compressed file
 _UNFINISHED = ".unfinished"
-_SILENT_SECONDS = 1200.0  # the process that tokenizes is waited for, unless it does nothing for so long
-_DEAD_SECONDS = 2 * 86400.0  # an unfinished file that is older has been left behind
+_WAIT_SECONDS = 3600.0  # for the process that tokenizes the same
 _POLL_SECONDS = 0.2
 _TOLD_SECONDS = 30.0
 _AT_ONCE = 16 << 20  # bytes
-_DIGITS = 16  # of what is said there
 _LIBRARIES = ("tokenizers", "transformers", "jinja2", "sentencepiece")
 
 
@@ -55,71 +52,42 @@ def tokenized(paths: Sequence[str | Path], encoder: LineEncoder) -> Samples:
 
     Raises:
         DataError: a file or a line is not as it should be.
-        NotWrittenError: there is no folder for temporary files.
     """
-    progress = _Progress(paths)
-    processes = min(available_cores(), progress.total // LARGE)
-    folder = _folder() if progress.total >= LARGE else None
-    entry = folder and folder / _fingerprint(paths, encoder)
-    while entry is not None:
-        if (kept := _read(entry)) is not None:
-            logger.info("%s: tokenized before, and kept in %s", progress.files, entry)
-            return kept
-        unfinished = entry.with_name(entry.name + _UNFINISHED)
-        try:
-            held = _hold(unfinished, progress)
-        except OSError as error:
-            logger.warning("tokenized data are not kept for the next start: %s: %s", unfinished, error)
-            break
-        try:
-            if _is_at(held, unfinished):  # else another process has finished it
-                progress.note_in(held)
-                samples = encode_files(paths, encoder, processes, progress.add)
-                _keep(samples, held, entry)
-                return samples
-        finally:
-            os.close(held)
-    return encode_files(paths, encoder, processes // ranks_on_this_machine(), progress.add)
+    files = some_of([str(path) for path in paths])
+    sizes = [(path, os.path.getsize(path)) for path in map(Path, paths) if path.is_file()]
+    total = sum(size * (_PACKED if path.suffix == ".gz" else 1) for path, size in sizes)
+    processes, tell = min(available_cores(), total // LARGE), _progress(files, total)
+    if (folder := _folder() if total >= LARGE else None) is not None:
+        entry = folder / _fingerprint(paths, encoder)
+        with contextlib.ExitStack() as stack:
+            samples = _read(entry)
+            if samples is None and (held := _hold(entry, files)) is not None:
+                stack.callback(os.close, held)
+                samples = _read(entry)  # another process may have made it meanwhile
+                if samples is None:
+                    samples = encode_files(paths, encoder, processes, tell)
+                    _keep(samples, held, entry)
+                    return samples
+        if samples is not None:
+            logger.info("%s: tokenized before, and kept in %s", files, entry)
+            return samples
+    return encode_files(paths, encoder, processes // ranks_on_this_machine(), tell)
 
 
-def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Sequence[str | Path]) -> None:
-    """Warn of how many samples were dropped; a `DataError` if all were."""
-    files = ", ".join(str(path) for path in paths)
-    if dropped == total:
-        raise DataError(f"{files}: all {total} {what} are {limit}; change the limit or the data")
-    if dropped:
-        warn_for_all_ranks(logger, "%s: dropped %d of %d %s: %s", files, dropped, total, what, limit)
+def _progress(files: str, total: int) -> Callable[[int], None]:
+    """What is to be told how many bytes more are done: there is a line in the log now and then."""
+    began = told = time.monotonic()
+    done = 0
 
-
-class _Progress:
-    """How far tokenizing is, with a line in the log now and then."""
-
-    def __init__(self, paths: Sequence[str | Path]) -> None:
-        self.files = some_of([str(path) for path in paths])
-        sizes = [(path, os.path.getsize(path)) for path in map(Path, paths) if path.is_file()]
-        self.total = sum(size * (_PACKED if path.suffix == ".gz" else 1) for path, size in sizes)
-        self.done = 0
-        self._said_in: int | None = None
-        self._began = self._told = time.monotonic()
-
-    def note_in(self, descriptor: int) -> None:
-        """From now on also write it to a file, for those who wait."""
-        self._said_in = descriptor
-
-    def add(self, size: int) -> None:
-        """So many bytes more are done."""
-        self.tell(self.done + size)
-        if self._said_in is not None:
-            with contextlib.suppress(OSError):
-                os.pwrite(self._said_in, b"%0*d" % (_DIGITS, self.done), 0)
-
-    def tell(self, done: int) -> None:
-        """So many bytes are done now, of this process or of the one that is waited for."""
+    def tell(size: int) -> None:
+        nonlocal told, done
         activity.progress()
-        self.done, now = done, time.monotonic()
-        if now - self._told > _TOLD_SECONDS:
-            self._told, share = now, min(done / self.total, 0.99)
-            logger.info("tokenizing %s: %.0f%% after %.0f s", self.files, 100 * share, now - self._began)
+        done, now = done + size, time.monotonic()
+        if now - told > _TOLD_SECONDS:
+            told = now
+            logger.info("tokenizing %s: %.0f%% after %.0f s", files, 100 * min(done / total, 0.99), now - began)
+
+    return tell
 
 
 def _folder() -> Path | None:
@@ -171,60 +139,46 @@ def _code() -> list[str]:
     return [*versions, *(hashlib.sha256(module.read_bytes()).hexdigest() for module in modules)]
 
 
-def _hold(unfinished: Path, progress: _Progress) -> int:
-    """Lock an entry that is to be made, or that the process before has made; returns its descriptor.
+def _hold(entry: Path, files: str) -> int | None:
+    """The locked file of an entry that is to be made, or that another process has just made; None if there is none.
 
-    The file is the lock, which the kernel releases when its process ends. Meanwhile it says how far that process is.
-
-    Raises:
-        OSError: there cannot be a file, or no lock, or its process does nothing.
+    The kernel releases the lock when the process ends, in whatever way.
     """
-    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    said, changed = b"", time.monotonic()
+    unfinished, descriptor = entry.with_name(entry.name + _UNFINISHED), None
     try:
-        while True:
-            try:
+        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        waited = 0.0
+        while waited < _WAIT_SECONDS:
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return descriptor
-            except BlockingIOError:
-                if (now := os.pread(descriptor, _DIGITS, 0)) != said:
-                    said, changed = now, time.monotonic()
-                elif time.monotonic() - changed > _SILENT_SECONDS:
-                    raise TimeoutError(f"its process has done nothing for {_SILENT_SECONDS:.0f} s") from None
-            progress.tell(int(said) if said.isdigit() else progress.done)
+            if not waited:
+                logger.info("%s: waiting for the process that tokenizes it", files)
+            activity.progress()
             time.sleep(_POLL_SECONDS)
-    except OSError:
-        os.close(descriptor)
-        raise
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file still has its name."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    return False
+            waited += _POLL_SECONDS
+        raise TimeoutError(f"the process that makes it has not done so within {_WAIT_SECONDS:.0f} s")
+    except OSError as error:
+        logger.warning("tokenized data are not kept for the next start: %s: %s", unfinished, error)
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
 
 
 def _read(entry: Path) -> Samples | None:
     """What is kept; None if there is nothing whole."""
     try:
         with open(entry, "rb") as file:
-            if file.readline() != _first_line(entry):
-                raise ValueError("it is another's")
-            samples = Samples.read(file)
+            samples = Samples.load(file)
         os.utime(entry)  # those that are used last are kept
         return samples
     except FileNotFoundError:
         return None
-    except UNREADABLE as error:
+    except Exception as error:  # noqa: BLE001 - damaged files raise many kinds
         logger.warning("%s is made anew, since it cannot be read: %s", entry, error)
         with contextlib.suppress(OSError):
             entry.unlink()
         return None
-
-
-def _first_line(entry: Path) -> bytes:
-    return f"nemo_style_aligner tokens {entry.name}\n".encode()
 
 
 def _keep(samples: Samples, held: int, entry: Path) -> None:
@@ -233,9 +187,7 @@ def _keep(samples: Samples, held: int, entry: Path) -> None:
     try:
         os.ftruncate(held, 0)
         with open(held, "wb", closefd=False) as file:
-            file.seek(0)
-            file.write(_first_line(entry))
-            samples.write(file)
+            samples.save(file)
         os.fsync(held)
         os.replace(unfinished, entry)
     except OSError as error:
@@ -247,12 +199,11 @@ def _keep(samples: Samples, held: int, entry: Path) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove what has not been used for longest, until the rest is small enough; and what will not be finished."""
+    """Remove what has not been used for longest, until the rest is small enough."""
     found = sorted(((path.stat().st_mtime, path) for path in folder.iterdir()), reverse=True)
     total = 0
-    for modified, path in found:
+    for _, path in found:
         total += path.stat().st_size
-        is_dead = path.suffix == _UNFINISHED and time.time() - modified > _DEAD_SECONDS
-        if is_dead or (total > _most_bytes() and path.suffix != _UNFINISHED):
+        if total > _most_bytes():
             logger.info("removing %s (%s=%g)", path, SIZE_VARIABLE, _most_bytes() / 1e9)
             path.unlink(missing_ok=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import hashlib
 import itertools
 import json
@@ -24,27 +23,16 @@ import sentencepiece
 
 from nemo_style_aligner.data import chat_templates
 from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer, user_defined_ids
-from nemo_style_aligner.data.sentencepiece_settings import (
-    SentencePieceSettings,
-    read_settings,
-    token_of,
-    with_added_tokens,
-)
+from nemo_style_aligner.data.sentencepiece_settings import read_settings, token_of, with_added_tokens
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.errors import LFS_POINTER, UserError, is_lfs_pointer
-from nemo_style_aligner.parsing import parse_json, read_json
+from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.wording import download_hint
 
 if TYPE_CHECKING:
     import transformers  # functions import it when they need it: it takes half a second
 
 logger = logging.getLogger(__name__)
-
-# A warning of transformers 4: a tokenizer.json is loaded as it is, whatever class its config names; see
-# `load_for_transformers`.
-logging.getLogger("transformers.tokenization_utils_base").addFilter(
-    lambda record: "tokenizer class you load" not in record.getMessage()
-)
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
@@ -102,6 +90,8 @@ class Tokenizer(ABC):
         unk_id: stands for what the vocabulary lacks; None where the tokenizer has none.
         vocab_size: one more than the largest id; the model's embedding may have more rows.
         special_ids: ids that are markup rather than text; left out by `ids_to_text`.
+        added_ids: these, and other tokens that were added to the vocabulary, such as ``<tool_call>``.
+        named_tokens: special tokens by the names that chat templates use for them, such as ``bos_token``.
         adds_bos: whether it is set up to put BOS before texts, as servers of its model then do.
         chat_template: Jinja source, or None.
         files: those that it was loaded from, by name, without the generation config.
@@ -119,6 +109,8 @@ class Tokenizer(ABC):
     unk_id: int | None
     vocab_size: int
     special_ids: frozenset[int]
+    added_ids: frozenset[int]
+    named_tokens: Mapping[str, str]
     chat_template: str | None
     files: Mapping[str, bytes]
 
@@ -146,11 +138,6 @@ class Tokenizer(ABC):
         """`special_ids` without the unknown token, which stands for text."""
         return self.special_ids - {self.unk_id}
 
-    @property
-    @abstractmethod
-    def added_ids(self) -> frozenset[int]:
-        """`special_ids`, and other tokens that were added to the vocabulary, such as ``<tool_call>``."""
-
     def text_to_ids(self, text: str) -> list[int]:
         """Ids of ``text``, with no special tokens added. Special tokens spelt out in the text count as such."""
         return self.texts_to_ids([text])[0]
@@ -163,43 +150,18 @@ class Tokenizer(ABC):
         """Ids of each part of one text: those of the whole text, except that no token spans two parts.
 
         Each part is tokenized after the one before it, unless that is empty, rather than as a text of its own: many
-        tokenizers put a space before every text, which only the first part should have. Of the part before, what stands
-        in front of its last special token is of no influence, and is not tokenized again.
+        tokenizers put a space before every text, which only the first part should have.
         """
-        befores = [part[self._last_special(part) :] for part in parts[:-1]]
-        joined = [before + part for before, part in zip(befores, parts[1:], strict=True)]
-        encoded = self.texts_to_ids([*parts[:1], *befores, *joined])
+        encoded = self.texts_to_ids([*parts, *(before + part for before, part in itertools.pairwise(parts))])
         result = encoded[:1]
-        for (whole, part), before, before_ids, both_ids in zip(
-            itertools.pairwise(parts), befores, encoded[1:], encoded[len(parts) :], strict=False
-        ):
-            if before != whole and result[-1][-len(before_ids) :] != before_ids:
-                before_ids, both_ids = self.texts_to_ids([whole, whole + part])
+        for part, before_ids, both_ids in zip(parts[1:], encoded, encoded[len(parts) :], strict=False):
             ids = _behind(before_ids, both_ids)
             result.append(self._continuation_ids(part) if ids is None else ids)
         return result
 
-    def _last_special(self, text: str) -> int:
-        """Where the last special token of ``text`` begins; 0 if there is none."""
-        return max((match.start() for match in self._specials.finditer(text)), default=0)
-
     def last_id(self, text: str) -> int:
         """The last token of ``text``."""
-        last = self._special_tokens.get(text[self._last_special(text) :])
-        return self.text_to_ids(text[-_LAST:])[-1] if last is None else last
-
-    @functools.cached_property
-    def _special_tokens(self) -> dict[str, int]:
-        return {self.ids_to_text([i], keep_special=True): i for i in self.special_ids}
-
-    @functools.cached_property
-    def _specials(self) -> re.Pattern[str]:
-        tokens = sorted(filter(None, self._special_tokens), key=len, reverse=True)
-        if not tokens:
-            return re.compile("(?!)")
-        # Where none can begin, hundreds of them are not tried.
-        starts = "".join(re.escape(token) for token in {token[0] for token in tokens})
-        return re.compile(f"(?=[{starts}])(?:{'|'.join(map(re.escape, tokens))})")
+        return self.text_to_ids(text[-_LAST:])[-1]
 
     def _continuation_ids(self, text: str) -> list[int]:
         """Ids of ``text`` after another text with which it shares no token."""
@@ -297,13 +259,13 @@ class Tokenizer(ABC):
 
     def save(self, directory: Path) -> None:
         """Write a directory that `load_tokenizer` (and transformers) can load."""
-        self._save(directory)
+        files = dict(self._saved_files())
         if self.generation_config is not None:
-            (directory / GENERATION_CONFIG).write_text(self.generation_config, encoding="utf-8")
+            files[GENERATION_CONFIG] = self.generation_config.encode()
+        write_files(directory, files)
 
-    @abstractmethod
-    def _save(self, directory: Path) -> None:
-        """Write the tokenizer itself."""
+    def _saved_files(self) -> Mapping[str, bytes]:
+        return self.files
 
     def apply_chat_template(
         self,
@@ -318,48 +280,23 @@ class Tokenizer(ABC):
         Raises:
             TokenizerError: no chat template, or one that refuses these messages.
         """
-        (text,) = self.apply_chat_templates([(messages, add_generation_prompt, tools)])
-        if isinstance(text, TokenizerError):
-            raise text
-        return text
-
-    def apply_chat_templates(
-        self, conversations: Sequence[tuple[Sequence[Message], bool, Sequence[Mapping[str, Any]] | None]]
-    ) -> list[str | TokenizerError]:
-        """`apply_chat_template` of several, faster than one by one; an error takes the place of its text."""
         if self.chat_template is None:
-            missing = (
+            raise TokenizerError(
                 "this tokenizer has no chat template: put a `chat_template.jinja` into its directory, "
                 "or use data whose prompts and responses are text"
             )
-            return [TokenizerError(missing)] * len(conversations)
-        texts = [
-            {
-                "conversations": [[dict(message) for message in messages]],
-                "tools": None if tools is None else [dict(tool) for tool in tools],
-                "add_generation_prompt": add_generation_prompt,
-                "date_string": _DATE,
-                **self._template_variables(),
-            }
-            for messages, add_generation_prompt, tools in conversations
-        ]
-        rendered: Sequence[str | Exception]
+        arguments = {
+            "conversations": [[dict(message) for message in messages]],
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "add_generation_prompt": add_generation_prompt,
+            "date_string": _DATE,
+            **self.named_tokens,
+        }
         try:
             template = _TODAY.sub(lambda call: repr(_DAY.strftime(call[1][1:-1])), self.chat_template)
-            rendered = chat_templates.render(template, texts)
+            return chat_templates.render(template, arguments)
         except (ValueError, TypeError) as error:  # TypeError: a field of a type that JSON does not have
-            rendered = [error] * len(texts)
-        return [text if isinstance(text, str) else _refusal(text) for text in rendered]
-
-    def _template_variables(self) -> dict[str, str]:
-        """Special tokens by the names that chat templates use for them."""
-        return {}
-
-
-def _refusal(error: Exception) -> TokenizerError:
-    refusal = TokenizerError(f"the tokenizer's chat template refuses the conversation: {error}")
-    refusal.__cause__ = error
-    return refusal
+            raise TokenizerError(f"the tokenizer's chat template refuses the conversation: {error}") from error
 
 
 def _behind(before: list[int], both: list[int]) -> list[int] | None:
@@ -390,15 +327,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
-        self._added_ids = self.special_ids | {i for i, token in added if token.content.strip()}
+        self.added_ids = self.special_ids | {i for i, token in added if token.content.strip()}
         self.adds_bos = self.bos_id is not None and tokenizer("a")["input_ids"][:1] == [self.bos_id]
+        self.named_tokens = {n: token for n, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         template = tokenizer.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template
-
-    @property
-    def added_ids(self) -> frozenset[int]:
-        """See `Tokenizer.added_ids`."""
-        return self._added_ids
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.texts_to_ids`."""
@@ -421,35 +354,26 @@ class HuggingFaceTokenizer(Tokenizer):
         # In byte-level vocabularies, single bytes are spelt as characters: "»" is the byte 0xBB.
         return found if found is not None and self.ids_to_text([found], keep_special=True) == token else None
 
-    def _save(self, directory: Path) -> None:
-        write_files(directory, self.files)
-
-    def _template_variables(self) -> dict[str, str]:
-        return {name: value for name, value in self._tokenizer.special_tokens_map.items() if isinstance(value, str)}
-
 
 class SentencePieceTokenizer(Tokenizer):
     """Wraps a sentencepiece model, as NeMo archives carry one, or Hugging Face's directories of older models."""
 
-    def __init__(self, model_file: Path, files: Mapping[str, bytes] | None = None) -> None:
+    def __init__(self, model_file: Path, files: Mapping[str, bytes]) -> None:
         """``files`` are those of the model's Hugging Face directory, by name; `save` writes them."""
         self._model_file = model_file
         model_bytes = model_file.read_bytes()
-        self.files = {"tokenizer.model": model_bytes, **(files or {})}  # to be saved again, when these may be gone
+        self.files = {"tokenizer.model": model_bytes, **files}  # to be saved again, when these may be gone
         self.chat_template = _chat_template(self.files)
         try:
-            self._settings = _sentencepiece_settings(model_file.parent, self.files)
+            self._settings = settings = read_settings(self.files)
             sentencepiece.SentencePieceProcessor(model_file=str(model_file))  # raises where the next one would crash
-            content = with_added_tokens(model_bytes, self._settings) if self._settings.added else model_bytes
+            content = with_added_tokens(model_bytes, settings) if settings.added else model_bytes
             model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (OSError, RuntimeError) as error:
             raise TokenizerError(f"{model_file} is not a sentencepiece model: {error}") from error
         except ValueError as error:
             raise TokenizerError(f"{model_file.parent}: {error}") from error
-        settings, no_prefix = (
-            self._settings,
-            sentencepiece.SentencePieceProcessor(model_proto=content + _NO_DUMMY_PREFIX),
-        )
+        no_prefix = sentencepiece.SentencePieceProcessor(model_proto=content + _NO_DUMMY_PREFIX)
         self._model = model if settings.add_prefix_space else no_prefix
         self._later_parts = self._model if settings.legacy else no_prefix
         self.unk_id = model.unk_id()
@@ -462,6 +386,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = model.get_piece_size()
         special = {model.piece_to_id(token.content) for token in settings.added if token.special}
         self.special_ids = frozenset(special | {i for i in range(self.vocab_size) if model.is_control(i)})
+        self.added_ids = self.special_ids | {i for i in user_defined_ids(model) if model.id_to_piece(i).strip(" ▁\n\t")}
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        self.named_tokens = {name: model.id_to_piece(i) for name, i in ids.items() if i is not None}
         # sentencepiece itself never encodes text as control pieces, so texts are split at them. It also puts a space
         # before every text, which only the first part should have, or with `legacy` all.
         patterns = {model.id_to_piece(i): re.escape(model.id_to_piece(i)) for i in self.special_ids}
@@ -475,13 +402,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _role(self, role: str) -> int | None:
         token = token_of(self._model, self._settings, role)
         return None if token is None else self._model.piece_to_id(token)
-
-    @functools.cached_property
-    def added_ids(self) -> frozenset[int]:  # type: ignore[override]
-        """See `Tokenizer.added_ids`."""
-        return self.special_ids | {
-            i for i in user_defined_ids(self._model) if self._model.id_to_piece(i).strip(" ▁\n\t")
-        }
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.texts_to_ids`."""
@@ -510,18 +430,16 @@ class SentencePieceTokenizer(Tokenizer):
         index = self._model.piece_to_id(token)
         return index if self._model.id_to_piece(index) == token else None
 
-    def _save(self, directory: Path) -> None:
-        """Write the model, and for transformers a ``tokenizer.json`` that gives the same ids, if there can be one."""
-        files = dict(self.files)
-        if _BACKEND_KEY not in _config_in(self.files):
-            files |= self._portable_files() | _template_file(self.chat_template)
-        write_files(directory, files)
+    def _saved_files(self) -> Mapping[str, bytes]:
+        """The model, and for transformers a ``tokenizer.json`` that gives the same ids, if there can be one."""
+        if _BACKEND_KEY in _config_in(self.files):
+            return self.files
+        return {**self.files, **self._portable_files(), **_template_file(self.chat_template)}
 
     def _portable_files(self) -> dict[str, bytes]:
         config = _config_in(self.files) | {_BACKEND_KEY: "sentencepiece"}
         config.pop("auto_map", None)
-        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id, "unk_token": self.unk_id}
-        config |= {name: self._model.id_to_piece(i) for name, i in ids.items() if i is not None}
+        config |= {**self.named_tokens, "unk_token": self._model.id_to_piece(self._model.unk_id())}
         fast = to_fast_tokenizer(self._model, self._settings, self.text_to_ids)
         if fast is None:
             logger.warning(
@@ -533,10 +451,6 @@ class SentencePieceTokenizer(Tokenizer):
             return {_CONFIG: _json_bytes(config)}
         config["tokenizer_class"] = _PORTABLE_CLASS
         return {_CONFIG: _json_bytes(config), "tokenizer.json": fast.to_str(pretty=True).encode()}
-
-    def _template_variables(self) -> dict[str, str]:
-        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
-        return {name: self._model.id_to_piece(i) for name, i in ids.items() if i is not None}
 
 
 def _config_in(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -562,16 +476,6 @@ def _chat_template(files: Mapping[str, bytes]) -> str | None:
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise TokenizerError(f"chat_template in {_CONFIG} cannot be read: {error!r}") from error
     return given
-
-
-def _sentencepiece_settings(directory: Path, files: Mapping[str, bytes]) -> SentencePieceSettings:
-    read = {name: files[name] for name in (_CONFIG, "special_tokens_map.json", "added_tokens.json") if name in files}
-    if _CONFIG not in read:
-        return SentencePieceSettings()
-    try:
-        return read_settings({name: parse_json(content.decode()) for name, content in read.items()})
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise TokenizerError(f"{directory}: {', '.join(read)} cannot be read: {error}") from error
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -641,50 +545,37 @@ def tokenizer_files(directory: Path) -> dict[str, Path]:
 
 
 def _load(path: Path) -> Tokenizer:
-    for file in [path] if path.is_file() else tokenizer_files(path).values():
+    found = {path.name: path} if path.is_file() else tokenizer_files(path)
+    for file in found.values():
         if is_lfs_pointer(file):
             raise TokenizerError(f"{file} {LFS_POINTER}")
     if path.is_file():
         if path.suffix != ".model":
             raise TokenizerError(f"{path}: give a Hugging Face directory or a sentencepiece file ending in .model")
-        return SentencePieceTokenizer(path)
+        return SentencePieceTokenizer(path, {})
     if not path.is_dir():
         hint = download_hint(str(path)) or " (nothing is downloaded)"
         raise TokenizerError(f"{path}: no such tokenizer directory or .model file{hint}")
-    config = _read_config(path)
-    backend = None if config is None else config.get(_BACKEND_KEY, "huggingface")
+    files = {name: file.read_bytes() for name, file in found.items() if name != GENERATION_CONFIG}
+    try:
+        config = _config_in(files)
+        backend = config.get(_BACKEND_KEY, "huggingface") if _CONFIG in files else None
+    except (ValueError, AttributeError) as error:
+        raise TokenizerError(f"{path / _CONFIG} cannot be read: {error}") from error
     models = sorted(path.glob("tokenizer.model")) or sorted(path.glob("*.model"))
-    if backend != "sentencepiece" and ((path / "tokenizer.json").is_file() or (backend and not models)):
-        return _load_hugging_face(path)
+    if backend != "sentencepiece" and ("tokenizer.json" in files or (backend and not models)):
+        return _load_hugging_face(path, files)
     if len(models) != 1:
-        found = ", ".join(model.name for model in models) or "neither"
-        raise TokenizerError(f"{path}: expected tokenizer.json or one sentencepiece .model file, found {found}")
-    kind = (config or {}).get("tokenizer_class")
+        names = ", ".join(model.name for model in models) or "neither"
+        raise TokenizerError(f"{path}: expected tokenizer.json or one sentencepiece .model file, found {names}")
+    kind = config.get("tokenizer_class")
     if backend == "huggingface" and str(kind).removesuffix("Fast") not in map(str, _SENTENCEPIECE_CLASSES):
         raise TokenizerError(
             f"{path}: the tokenizer_class {kind!r} of a sentencepiece model is not supported without a tokenizer.json: "
             "make one with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
-    return SentencePieceTokenizer(models[0], _file_contents(path))
-
-
-def _file_contents(directory: Path) -> dict[str, bytes]:
-    """A directory's tokenizer files by name, without the sentencepiece model and the generation config."""
-    files = {name: file for name, file in tokenizer_files(directory).items() if name != GENERATION_CONFIG}
-    return {name: file.read_bytes() for name, file in files.items() if not name.endswith(".model")}
-
-
-def _read_config(directory: Path) -> dict[str, Any] | None:
-    """A directory's tokenizer_config.json; None if it has no such file."""
-    file = directory / _CONFIG
-    if not file.is_file():
-        return None
-    try:
-        config: dict[str, Any] = read_json(file)
-        config.get(_BACKEND_KEY)
-    except (ValueError, AttributeError) as error:
-        raise TokenizerError(f"{file} cannot be read: {error}") from error
-    return config
+    others = {name: content for name, content in files.items() if not name.endswith(".model")}
+    return SentencePieceTokenizer(models[0], others)
 
 
 def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBase:
@@ -713,9 +604,8 @@ def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBa
     return loaded
 
 
-def _load_hugging_face(directory: Path) -> HuggingFaceTokenizer:
+def _load_hugging_face(directory: Path, files: Mapping[str, bytes]) -> HuggingFaceTokenizer:
     loaded = load_for_transformers(directory)
-    files = {name: file.read_bytes() for name, file in tokenizer_files(directory).items() if name != GENERATION_CONFIG}
     try:
         tokenizer = HuggingFaceTokenizer(loaded, files)
         tokenizer.text_to_ids(_EXAMPLE)  # some of what may be wrong with it shows only now

@@ -508,7 +508,7 @@ def test_a_template_does_not_see_the_environment_and_does_not_outlive_the_job(
     code = (
         "import os, subprocess, sys; from nemo_style_aligner.data.tokenizer import load_tokenizer\n"
         "t = load_tokenizer(sys.argv[1]); t.apply_chat_template([{'role': 'user', 'content': 'a'}])\n"
-        "print(subprocess.check_output(['pgrep', '-P', str(os.getpid()), '-f', '_fork_all'], text=True).split()[0])\n"
+        "print(subprocess.check_output(['pgrep', '-P', str(os.getpid()), '-f', '_serve'], text=True).split()[0])\n"
         "sys.stdout.flush(); os.kill(os.getpid(), 9)"
     )
     (tmp_path / "json.py").write_text("raise SystemExit('imported from the working directory')")
@@ -525,9 +525,9 @@ def test_a_template_does_not_see_the_environment_and_does_not_outlive_the_job(
         assert SECRET.encode() not in (child / "environ").read_bytes()
     assert job.wait(PATIENCE) == -signal.SIGKILL
     deadline = time.monotonic() + PATIENCE
-    while child.exists() and b"_fork_all" in (child / "cmdline").read_bytes() and time.monotonic() < deadline:
+    while child.exists() and b"_serve" in (child / "cmdline").read_bytes() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not child.exists() or b"_fork_all" not in (child / "cmdline").read_bytes()
+    assert not child.exists() or b"_serve" not in (child / "cmdline").read_bytes()
 
 
 # ---- temporary folders --------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
-from nemo_style_aligner.data.dialogues import DialogueStyle, dialogue_style
+from nemo_style_aligner.data.dialogues import DialogueStyle
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.tokenizer import TokenizerError, tokenizer_argument
 
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, help="folder for downloads (default: the hub's cache)")
     options = parser.parse_args(arguments)
     source = options.source or download(options.cache)
-    style = dialogue_style(options.tokenizer, separator="\n\n")
+    style = DialogueStyle(options.tokenizer, separator="\n\n")
     files = {split: found for split in SPLITS if (found := local_files(source, split))}
     if not files:
         raise DataError(f"{source}: no train.jsonl.gz, test.jsonl.gz, train.jsonl or test.jsonl in it or below it")

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
-from nemo_style_aligner.data.dialogues import DialogueStyle, dialogue_style
+from nemo_style_aligner.data.dialogues import DialogueStyle
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl, write_jsonl
 from nemo_style_aligner.data.tokenizer import TokenizerError, tokenizer_argument
 
@@ -130,7 +130,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     rng = random.Random(options.seed)
-    style = dialogue_style(options.tokenizer, separator="\n")
+    style = DialogueStyle(options.tokenizer, separator="\n")
     train, test = find(options.source, "train.jsonl"), find(options.source, "test.jsonl")
 
     by_question: dict[str, list[tuple[str, str, str]]] = {}
