@@ -47,7 +47,7 @@ from nemo_style_aligner.models.policy_losses import LossSettings
 from nemo_style_aligner.models.products import own_kernels
 from nemo_style_aligner.parallel.groups import device, single_process
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
-from nemo_style_aligner.telemetry.memory import peak_meter
+from nemo_style_aligner.telemetry.timers import peak_meter
 
 CASES = ("packed", "selective", "full", "padded")
 _PHASES = ("weights, gradients, Adam", "log-probs", "forward + backward", "update", "copy for a save")
@@ -144,8 +144,10 @@ def run_case(case: str, args: argparse.Namespace, answer: Any) -> None:
 def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workload: Workload) -> dict[str, Any]:
     is_padded = case == "padded"
     give_back_what_is_freed()
-    meter = peak_meter()
-    start = settled(meter.take)
+    take_peak = peak_meter()
+    if take_peak is None:
+        raise SystemExit("this system does not count a process's peak of memory")
+    start = settled(take_peak)
     granularity = case if case in ("selective", "full") else None
     config = {"optim": OPTIM, "activations_checkpoint_granularity": granularity}
     model = build_model(model_of_memory.architecture, config, model_of_memory.dtype)
@@ -174,7 +176,7 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
     def copy() -> None:
         snapshot(prepare(model_tensors(model.gpt)))
 
-    static = settled(meter.take)
+    static = settled(take_peak)
     measured = {"weights, gradients, Adam": static - start}
     actions: dict[str, Callable[[], Any]] = {
         "log-probs": score,
@@ -183,9 +185,9 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
         "copy for a save": copy,
     }
     for name, action in actions.items():
-        before = settled(meter.take)
+        before = settled(take_peak)
         action()
-        measured[name] = max(0, meter.take() - before)
+        measured[name] = max(0, take_peak() - before)
 
     asked = batch.sequences()
     used = asked.used

@@ -30,7 +30,6 @@ from ppo_models import Models, Workload
 
 from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.parallel.machine import computes_in_bf16, free_port
-from nemo_style_aligner.parallel.stop_signals import signals_later
 from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
 from nemo_style_aligner.telemetry.metrics import read_metrics
 
@@ -566,7 +565,7 @@ _started: list[subprocess.Popen] = []  # not stopped so far
 
 def start(words: Sequence[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:
     """Start a process in a session of its own, with its output in ``log``."""
-    with log.open("wb") as output, signals_later():
+    with log.open("wb") as output:
         process = subprocess.Popen(
             words, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )

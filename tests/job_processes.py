@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -15,7 +14,6 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -23,7 +21,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.metrics import TIMELINE_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
@@ -164,12 +161,6 @@ def stored_weights(archive: Path) -> dict[str, torch.Tensor]:
         }
         load(tensors, storage_reader=reader, no_dist=True)
     return tensors
-
-
-def read_timeline(log_dir: Path) -> list[dict[str, Any]]:
-    """The events of a job's ``timeline.json``: name, cat (the phases around it, too), ts and dur in microseconds."""
-    lines = (log_dir / TIMELINE_FILE).read_text(encoding="utf-8").split("\n")[1:-1]
-    return [json.loads(line.removesuffix(",")) for line in lines]
 
 
 def ranks_of(supervisor: Job) -> list[int]:

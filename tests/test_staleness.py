@@ -20,7 +20,7 @@ from multirank_staleness import STEPS, UPDATES_PER_STEP
 from safetensors.torch import load_file
 
 from nemo_style_aligner.generation.engine import GenerationResult
-from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.parallel.stop_signals import StopEarlyError
 from nemo_style_aligner.parallel.worlds import Link, Wait
 from nemo_style_aligner.rl.rollouts import remote
 from nemo_style_aligner.rl.rollouts.schedule import GenerationSchedule
@@ -280,13 +280,13 @@ def test_a_rank_that_has_its_share_hears_of_the_others(
     """No collective waits for a response: here another rank's come late."""
     others = iter([1, 1, 0])
     monkeypatch.setattr(remote, "all_reduce_max", lambda own: max(own, next(others)))
-    stop_points: list[int] = []
-    monkeypatch.setattr(remote.stop_points, "check", lambda: stop_points.append(1))
+    checks: list[int] = []
+    monkeypatch.setattr(remote.stops, "check", lambda: checks.append(1))
     for number, result in enumerate(RESULTS):
         link.put(f"round/1/{number}", pack_results([result]))
     taken = Taken()
     remote_round.run(taken)
-    assert (taken.results, taken.num_flushed, len(stop_points)) == (RESULTS, 2, 3)
+    assert (taken.results, taken.num_flushed, len(checks)) == (RESULTS, 2, 3)
 
 
 def test_a_stop_of_another_rank_ends_the_wait_and_loses_nothing(
@@ -299,7 +299,7 @@ def test_a_stop_of_another_rank_ends_the_wait_and_loses_nothing(
             raise StopEarlyError("received SIGUSR1")
         link.put("round/1/0", pack_results(RESULTS[:1]))  # while the others look for signals
 
-    monkeypatch.setattr(remote.stop_points, "check", check)
+    monkeypatch.setattr(remote.stops, "check", check)
     with pytest.raises(StopEarlyError):
         remote_round.run(taken)
     assert taken.num_flushed == 1  # scored while the next one is made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -14,15 +13,9 @@ from pathlib import Path
 import pytest
 from job_processes import Job, ranks_of
 
+from nemo_style_aligner.parallel.ending import Failures
 from nemo_style_aligner.telemetry import activity, watchdog
-from nemo_style_aligner.telemetry.watchdog import (
-    EXIT_STUCK,
-    RankState,
-    Sighting,
-    Watchdog,
-    describe,
-    remove_old_runs,
-)
+from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, Watchdog, describe
 
 SCRIPT = """
 import ctypes, sys, time
@@ -57,7 +50,7 @@ LIMIT_SECONDS = 3.0
 # Collections that end a thread's state become due while frames of new threads are listed, wherever in it that is.
 COLLECTED_MEANWHILE = """
 import faulthandler, gc, threading
-from nemo_style_aligner.telemetry.stacks import main_thread_location
+from nemo_style_aligner.telemetry.watchdog import main_thread_location
 
 def leave_garbage():
     local = threading.local()
@@ -119,8 +112,8 @@ def test_a_rank_that_sleeps(stuck_jobs: dict[str, tuple[Job, Path]]) -> None:
     job, log_dir = stuck_jobs["sleeping"]
     assert job.wait(120) == EXIT_STUCK, job.describe()
     report = (log_dir / "watchdog" / "report.txt").read_text()
-    behind, waits = report.splitlines()[1:3]
-    assert behind.startswith("rank 1 (host ") and "is behind: in phase step/generate since" in behind
+    waits, behind = report.splitlines()[1:3]
+    assert behind.startswith("rank 1 (host ") and "is stuck in phase step/generate, at " in behind
     assert "script.py:18 in main: time.sleep(300)" in behind
     assert waits.startswith("rank 0 (host ") and "waits in all_reduce of the default group: in phase step/logp" in waits
     assert report.splitlines()[1] in job.output()
@@ -132,8 +125,8 @@ def test_a_rank_that_sleeps(stuck_jobs: dict[str, tuple[Job, Path]]) -> None:
 def test_a_rank_that_is_stopped(stuck_jobs: dict[str, tuple[Job, Path]]) -> None:
     job, log_dir = stuck_jobs["stopped"]
     assert job.wait(120) == EXIT_STUCK, job.describe()
-    behind = (log_dir / "watchdog" / "report.txt").read_text().splitlines()[1]
-    assert behind.startswith("rank 1 (host ") and "silent for" in behind
+    lines = (log_dir / "watchdog" / "report.txt").read_text().splitlines()
+    assert any(line.startswith("rank 1 (host ") and "has written no stacks: it is stopped" in line for line in lines)
     assert (log_dir / "watchdog" / "stacks_rank_0.txt").exists()
 
 
@@ -144,20 +137,17 @@ def test_a_rank_that_holds_the_lock(stuck_jobs: dict[str, tuple[Job, Path]]) -> 
     assert "script.py" in (log_dir / "watchdog" / "backstop_rank_0.txt").read_text()
 
 
-def _seen(rank: int, **changes: object) -> Sighting:
-    values: dict[str, object] = {"rank": rank, "host": "h", "pid": 1, "job": "j", "time": 100.0, "phase": "step"}
-    values |= {"since": 0.0, "idle": 100.0, "bound": 0.0, "line": "a.py:1", "collective": None}
-    return Sighting(RankState(**(values | changes)), at=100.0)  # type: ignore[arg-type]
-
-
 def test_the_report_groups_the_ranks() -> None:
-    ranks = [_seen(rank, collective="all_reduce of the default group") for rank in range(3)]
-    lines = describe([*ranks, _seen(3, line="b.py:2"), None], 60, 100.0, 30).splitlines()
-    assert lines[1] == "rank 4 has never reported"
-    assert lines[2].startswith("rank 3 (host h, process 1) is behind: in phase step") and lines[2].endswith("b.py:2")
-    assert lines[3].startswith("each of the ranks 0, 1, 2 waits in all_reduce of the default group")
-    alone = describe([_seen(0, line="c.py:3")], 60, 100.0, 30).splitlines()
-    assert alone[1].startswith("rank 0 (host h, process 1) is stuck: in phase step")
+    waits, names = (
+        "waits in all_reduce of the default group: in phase step, at a.py:1",
+        [f"rank {n} (h)" for n in range(5)],
+    )
+    lines = describe([waits, waits, waits, "is stuck in phase step, at b.py:2", None], names, 60).splitlines()
+    assert lines[1:] == [
+        "rank 3 (h) is stuck in phase step, at b.py:2",
+        "rank 4 (h) has written no stacks: it is stopped, starved or gone",
+        f"each of the ranks 0, 1, 2 {waits}",
+    ]
 
 
 class Clocks:
@@ -181,59 +171,27 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     found = Clocks()
     for module in (activity, watchdog):
         monkeypatch.setattr(module, "time", found)
-    for name in ("_started", "_progress"):
-        monkeypatch.setattr(activity, name, 0.0)
+    monkeypatch.setattr(activity, "_progress", 0.0)
     return found
 
 
-def test_files_of_runs_long_over_are_removed(tmp_path: Path) -> None:
-    """Not those of the last ones, whose ranks may still be looking at them, nor what is not of a run."""
-    (tmp_path / "watchdog").mkdir()
-    for run in range(15):
-        for name in (f"failed_{run}", f"alarm_{run}.json", f"rank_{run}.json"):
-            path = tmp_path / "watchdog" / name
-            path.touch()
-            os.utime(path, (run, run))
-    remove_old_runs(tmp_path)
-    left = {path.name for path in (tmp_path / "watchdog").iterdir()}
-    newest = range(5, 15)
-    assert left == {f"rank_{run}.json" for run in range(15)} | {
-        name for run in newest for name in (f"failed_{run}", f"alarm_{run}.json")
-    }
-    remove_old_runs(tmp_path / "none")
-
-
 def test_a_rank_ends_when_another_has_failed(clocks: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the launcher leaves it running: srun of itself, without scancel in its container."""
+    """Where the launcher leaves it running, as srun does of itself."""
     monkeypatch.setattr(watchdog, "_GATHER_SECONDS", 0.01)
     (tmp_path / "watchdog").mkdir()
     ended: list[int] = []
-    dog = Watchdog(tmp_path, 0, 2, 100.0, "job", ended.append)
+    own, other = Failures(), Failures()
+    for run, failures in (("own", own), ("other", other)):  # the second was started here by mistake
+        failures.leave_in(tmp_path, remove=True)
+        failures.run = run
+    dog = Watchdog(tmp_path, 0, 2, 100.0, "own", ended.append, own.first)
+    dog._tick()
+    assert other.leave(0, "ConfigError: another job is using it")
     dog._tick()
     assert not ended
-    failure = "rank 1 on host: RuntimeError: broken\n"
-    for other in ("failed", "watchdog/failed_other"):  # of a second job that was started here by mistake
-        (tmp_path / other).write_text(failure)
-    dog._tick()
-    assert not ended
-    (tmp_path / "watchdog" / "failed_job").write_text(failure)
+    assert own.leave(1, "RuntimeError: broken") and not own.leave(0, "DistError: connection lost")
     dog._tick()
     assert ended == [1]
-
-
-def test_few_of_many_ranks_read_what_the_others_write_until_it_is_late(
-    clocks: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of them reads as many files as there are ranks."""
-    (tmp_path / "watchdog").mkdir()
-    ended: list[int] = []
-    dogs = [Watchdog(tmp_path, rank, 64, 100.0, "job", ended.append) for rank in range(64)]
-    readers: set[int] = set()
-    monkeypatch.setattr(Watchdog, "_read_states", lambda dog: readers.add(dog._rank))
-    for clocks.now, expected in ((5.0, 0), (15.0, 8), (85.0, 8), (95.0, 64)):
-        for dog in dogs:
-            dog._tick()
-        assert len(readers) == expected and not ended
 
 
 def test_the_watch_goes_on_after_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,35 +208,25 @@ def test_the_watch_goes_on_after_an_error_of_its_own(tmp_path: Path, monkeypatch
     assert len(ticks) == 2
 
 
-def test_clocks_that_are_set_end_no_job_and_save_none(clocks: Clocks, tmp_path: Path) -> None:
-    """Two ranks, on machines whose clocks differ by hours; one is stopped after 30 s. The limit is 100 s."""
+def test_a_job_ends_when_none_of_its_ranks_gets_on(
+    clocks: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks; the second makes progress until 150 s. The limit is 100 s."""
     (tmp_path / "watchdog").mkdir()
     ended: list[int] = []
     first, second = (Watchdog(tmp_path, rank, 2, 100.0, "job", ended.append) for rank in (0, 1))
-    for clocks.now in (0.0, 30.0):
-        clocks.wall += 7200
-        second._tick()
-        clocks.wall -= 3600
-        first._tick()
-    clocks.wall -= 86400
-    for clocks.now in (40.0, 99.0):
+    for clocks.now in range(0, 250, 10):
+        if clocks.now <= 150:
+            monkeypatch.setattr(activity, "_progress", clocks.now)
+            second._tick()
+            monkeypatch.setattr(activity, "_progress", 0.0)
         first._tick()
     assert not ended
-    clocks.now = 102.0
+    clocks.now = 260.0
     first._tick()
     assert ended == [EXIT_STUCK]
-    behind = (tmp_path / "watchdog" / "report.txt").read_text().splitlines()[1]
-    assert behind.startswith("rank 1 (host ") and "silent for 87 s" in behind  # 72, and 15 in which nobody wrote stacks
-
-
-def test_a_rank_that_gets_on_saves_the_others(clocks: Clocks, tmp_path: Path) -> None:
-    (tmp_path / "watchdog").mkdir()
-    ended: list[int] = []
-    first, second = (Watchdog(tmp_path, rank, 2, 100.0, "job", ended.append) for rank in (0, 1))
-    for clocks.now in (60.0, 120.0, 180.0):
-        second._write_state(dataclasses.replace(second._state(), idle=10.0))
-        first._tick()
-    assert not ended
+    report = (tmp_path / "watchdog" / "report.txt").read_text()
+    assert "rank 1 has written no stacks" in report  # nor its name, as it was not started
 
 
 def test_a_job_that_hangs_on_a_full_disk_is_ended(
@@ -292,18 +240,26 @@ def test_a_job_that_hangs_on_a_full_disk_is_ended(
     assert not ended
     clocks.now = 101.0
     dog._tick()
-    assert ended == [EXIT_STUCK] and "is stuck: in phase starting" in capsys.readouterr().err
+    assert ended == [EXIT_STUCK] and "is stuck in phase starting" in capsys.readouterr().err
 
 
-def test_a_wait_with_its_own_limit_may_take_as_long() -> None:
-    assert _seen(0).state.is_stuck(60, silence=0.0)
-    assert not _seen(0, bound=600.0).state.is_stuck(60, silence=0.0)
-    assert not _seen(0, idle=50.0).state.is_stuck(60, silence=5.0)
-    assert _seen(0, idle=50.0).state.is_stuck(60, silence=15.0)
-    with activity.phase("outer"), activity.bounded(5.0), activity.phase("inner"):
+def test_a_wait_with_its_own_limit_may_take_as_long(clocks: Clocks, tmp_path: Path) -> None:
+    (tmp_path / "watchdog").mkdir()
+    ended: list[int] = []
+    dog = Watchdog(tmp_path, 0, 1, 100.0, "job", ended.append)
+    with activity.phase("outer"), activity.bounded(500.0), activity.phase("inner"):
         now = activity.current()
-        assert now.phase.endswith("outer/inner") and now.bound == 5.0
+        assert now.phase.endswith("outer/inner") and now.bound == 500.0
+        for clocks.now in (10.0, 400.0, 490.0):
+            dog._tick()
+        assert not ended
     assert activity.current().bound == 0.0
+    clocks.now = 595.0
+    dog._tick()
+    assert not ended
+    clocks.now = 700.0
+    dog._tick()
+    assert ended == [EXIT_STUCK]
 
 
 def test_looking_at_a_thread_does_not_wait_for_the_collector() -> None:

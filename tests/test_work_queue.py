@@ -33,10 +33,10 @@ from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, GenerationStatistics
 from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.generation.shard import TensorParallel
-from nemo_style_aligner.parallel import agreement, stop_signals
+from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import outgoing_address, own_address
-from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.parallel.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts import collector, generator, setup, work_client, work_server
 from nemo_style_aligner.rl.rollouts.collector import ScoredResponses
@@ -563,7 +563,7 @@ def test_the_ranks_of_an_engine_hear_of_their_leader_while_it_waits(monkeypatch:
     supply = RequestSupply(work, leader, 4, prompts, seed=7)
     assert supply.wait()
     assert told[:3] == [None] * 3 and told[-1] == ([0, 1], None) and set(map(str, told[3:-1])) <= {"None"}
-    monkeypatch.setattr(stop_signals, "_received", [signal.SIGUSR1])
+    monkeypatch.setattr(stops, "received", [signal.SIGUSR1])
     assert not RequestSupply(work, leader, 4, prompts, seed=7).wait()
     answers = [None, None, ([0, 1], None)]
     follower = EngineGroup(TensorParallel(1, 2), control=control)  # type: ignore[arg-type]
@@ -600,7 +600,7 @@ def test_ranks_with_shares_of_their_own_wait_for_each_other_with_the_rounds_limi
         monkeypatch.undo()
         monkeypatch.setattr(generator.dist, "barrier", lambda **where: order.append(where["group"]))
         monkeypatch.setattr(generator.worlds, "barrier", lambda: order.append("round"))
-        monkeypatch.setattr(generator.stop_points, "check", lambda: order.append("check"))
+        monkeypatch.setattr(generator.stops, "check", lambda: order.append("check"))
         local.start([Prompt(i, [1]) for i in range(8)], 1).run(Sink())
     assert groups == [(1, 120.0), (2, 120.0)]
     assert order == ["round", "meeting", "check"]
@@ -646,7 +646,7 @@ def test_a_stop_signal_before_a_round_gives_it_up(monkeypatch: pytest.MonkeyPatc
 
     engine, link, sampling, sink = Engine(), Silent(), None, Sink()
     prompts = [Prompt(i, [1]) for i in range(8)]
-    monkeypatch.setattr(stop_signals, "_received", [signal.SIGUSR1])
+    monkeypatch.setattr(stops, "received", [signal.SIGUSR1])
     with single_process():
         queue = WorkQueue(LEASE_SECONDS)
         with serve(queue) as server:

@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nemo_style_aligner.parallel.stop_signals import signals_later
 from nemo_style_aligner.telemetry.metrics import read_metrics
 from nemo_style_aligner.telemetry.report import write_report
 
@@ -176,7 +175,7 @@ def _running(command: Sequence[object], log: Path) -> Iterator[subprocess.Popen]
     """
     process = None
     try:
-        with log.open("a") as output, signals_later():
+        with log.open("a") as output:
             process = subprocess.Popen(_words(command), stdout=output, stderr=subprocess.STDOUT, env=_environment(log))
         yield process
     finally:

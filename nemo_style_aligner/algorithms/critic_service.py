@@ -13,9 +13,8 @@ import torch
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, TrainingLedger
-from nemo_style_aligner.telemetry.memory import peak_meter
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class CriticService:
         self.reset = reset
         # At the actor's newest two checkpoints, as far as it has told, and at the one it is writing.
         self._needed_histories: list[str] = []
-        self.timer = ScopedTimer(memory=peak_meter(), on_close=metrics.log_scope)
+        self.timer = ScopedTimer(take_peak=peak_meter())
 
     @property
     def step(self) -> int:

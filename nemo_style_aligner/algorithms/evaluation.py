@@ -26,7 +26,7 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rl.rollouts.engine_setup import vocabulary_options
-from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.telemetry.progress import Progress
 from nemo_style_aligner.weights.stream import export_weights
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def evaluate(
     rows: list[EvaluatedResponse | None] = [None] * len(items)
     requests = (GenerationRequest(i, item.token_ids, seed=i) for i, item in enumerate(items))
     started = time.monotonic()
-    with ProgressBar(len(items), "Generating") as progress:
+    with Progress(len(items), "Generating") as progress:
         for result in engine.generate(requests, sampling):
             item = items[result.request_id]
             rows[result.request_id] = EvaluatedResponse(
@@ -191,7 +191,7 @@ def score(responses: Responses, reward_model_path: Path, precision: str) -> None
     head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
     model = base.load(head=head, trainable=False, needs_head=True)
     reward_model = RewardModel(model, head, MicroBatching(num_rows=16))
-    with ProgressBar(len(responses.rows), "Scoring") as progress:
+    with Progress(len(responses.rows), "Scoring") as progress:
         for start in range(0, len(responses.rows), _SCORING_BATCH):
             batch = responses.rows[start : start + _SCORING_BATCH]
             sequences = [row.tokens for row in batch]

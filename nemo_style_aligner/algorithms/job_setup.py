@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import os
 import shutil
 import socket
 import tempfile
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +15,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
+from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.run_settings import (
     base_of_run,
     changed_settings,
@@ -40,12 +37,12 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel, portable_config
 from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
-from nemo_style_aligner.parallel.ending import abort_job, run_name
-from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
+from nemo_style_aligner.parallel.ending import abort_job, failures
+from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
 from nemo_style_aligner.parallel.machine import is_on_one_machine
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER, Watchdog, remove_old_runs
+from nemo_style_aligner.telemetry.watchdog import Watchdog
 from nemo_style_aligner.wording import size_of, some_of
 
 logger = logging.getLogger(__name__)
@@ -209,21 +206,16 @@ def require_shared(log_dir: Path) -> None:
     if is_on_one_machine():
         return
 
-    def leave_file() -> str:
-        descriptor, path = tempfile.mkstemp(prefix="shared_", dir=log_dir)
-        os.close(descriptor)
-        return os.path.basename(path)
-
     def look() -> tuple[str, bool]:
         deadline = time.monotonic() + _SHARED_SECONDS
-        while not (is_there := os.path.exists(log_dir / name)) and time.monotonic() < deadline:
+        while not (is_there := (log_dir / name).exists()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return socket.gethostname(), is_there
 
-    name = on_first_rank(leave_file)
+    name = on_first_rank(lambda: Path(tempfile.mkdtemp(prefix="shared_", dir=log_dir)).name)
     seen = on_every_rank(look, None)
     if dist.get_rank() == 0:
-        os.unlink(log_dir / name)
+        (log_dir / name).rmdir()
     if others := sorted({host for host, is_there in seen if not is_there}):
         raise ConfigError(
             f"the log directory {log_dir} is not the same folder on all machines: what rank 0 writes on {seen[0][0]} "
@@ -244,35 +236,16 @@ def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
     return start_watchdog(exp_manager.watchdog_minutes, log_dir)
 
 
-def end_service_watchdog(watchdog: Watchdog | None, exp_manager: DictConfig) -> None:
-    """End what `start_service_watchdog` started; in the folder that nobody has named, nothing is left. Collective."""
-    if watchdog is None:
-        return
-    watchdog.stop()
-    dist.barrier()
-    if dist.get_rank() or exp_manager.explicit_log_dir or exp_manager.exp_dir:
-        return
-    log_dir = log_directory(exp_manager)
-    shutil.rmtree(log_dir / WATCHDOG_FOLDER, ignore_errors=True)
-    with contextlib.suppress(OSError):  # there are other things in it
-        (log_dir / LOCK_FILE).unlink()
-        log_dir.rmdir()
-        log_dir.parent.rmdir()
-
-
 def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
-    """Start the watchdog of all of the job's ranks in a directory that is this job's alone; None: no watchdog.
+    """Start this rank's watchdog in a directory that is this job's alone; None: no watchdog.
 
-    Collective. ``minutes`` are ``exp_manager.watchdog_minutes``.
+    ``minutes`` are ``exp_manager.watchdog_minutes``.
     """
     if minutes is None:
         return None
-    job = run_name() or broadcast_object(uuid.uuid4().hex[:12])
     link = worlds.link()
     rank, size = (dist.get_rank(), dist.get_world_size()) if link is None else (link.rank, link.size)
-    if rank == 0:
-        remove_old_runs(log_dir)
-    watchdog = Watchdog(log_dir, rank, size, float(minutes) * 60, job, abort_job)
+    watchdog = Watchdog(log_dir, rank, size, float(minutes) * 60, failures.run, abort_job, failures.first)
     watchdog.start()
     return watchdog
 

@@ -8,13 +8,12 @@ import fcntl
 import logging
 import os
 import socket
-import struct
 import time
 from pathlib import Path
 
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError
-from nemo_style_aligner.parallel.stop_signals import remove_requeue_file
+from nemo_style_aligner.parallel.stop_signals import REQUEUE_FILE
 from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder, unless_planted
 
 logger = logging.getLogger(__name__)
@@ -52,9 +51,7 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
             raise NotWrittenError(f"{problem}: make room and start the job again") from error
         raise ConfigError(f"{problem}: set exp_manager.explicit_log_dir to a folder that you may write to") from error
     deadline = time.monotonic() + wait_seconds
-    while not (_is_taken(descriptor, path) and _is_at(descriptor, path)):
-        if not _is_at(descriptor, path) or _has_reader(descriptor):
-            descriptor = _open_another(descriptor, path)
+    while not _is_taken(descriptor, path):
         if time.monotonic() >= deadline:
             holder = os.read(descriptor, 1000).decode("utf-8", "replace").strip() or "unknown"
             os.close(descriptor)
@@ -64,7 +61,7 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
                 f"gone but the file system still holds the lock, delete {path}"
             )
         time.sleep(_POLL_SECONDS)
-    remove_requeue_file(log_dir)  # that the predecessor has left meanwhile
+    (log_dir / REQUEUE_FILE).unlink(missing_ok=True)  # that the predecessor has left meanwhile
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{name} on host {socket.gethostname()}, process {os.getpid()}\n".encode())
@@ -97,33 +94,9 @@ def untrusted_log_directory(log_dir: Path, reason: str) -> str:
 def _open_lock(path: Path) -> int:
     """Open the lock for those who may write in its directory, and close it to all others, who could lock it as well."""
     descriptor = unless_planted(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-    mode = 0o660 if path.parent.stat().st_mode & 0o020 else 0o600
-    if os.fstat(descriptor).st_mode & 0o777 != mode:
-        with contextlib.suppress(PermissionError):  # it is a colleague's, who has seen to that
-            os.fchmod(descriptor, mode)
+    with contextlib.suppress(PermissionError):  # it is a colleague's, who has seen to that
+        os.fchmod(descriptor, 0o660 if path.parent.stat().st_mode & 0o020 else 0o600)
     return descriptor
-
-
-def _open_another(descriptor: int, path: Path) -> int:
-    """Open the lock anew: another job has put this file in the other's place, or this one does it now."""
-    if _is_at(descriptor, path):
-        logger.warning("%s is locked by a process that is no job: putting a new one in its place", path)
-        path.unlink()
-    os.close(descriptor)
-    return _open_lock(path)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file still has its name."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    return False
-
-
-def _has_reader(descriptor: int) -> bool:
-    """Whether what keeps this process from locking is a lock for reading. Jobs have none of that kind."""
-    asked = struct.pack("hhlli", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    return bool(struct.unpack("hhlli", fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0] == fcntl.F_RDLCK)
 
 
 def _is_taken(descriptor: int, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Builds the actor job from its config."""
+"""The actor job, the same for every algorithm: what each of its ranks runs, and how it is built from the config."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.algorithms.job_setup import Run, forward_batching, start_watchdog, training_batching
+from nemo_style_aligner.algorithms.job_setup import (
+    Run,
+    forward_batching,
+    register_model,
+    start_run,
+    start_watchdog,
+    training_batching,
+)
 from nemo_style_aligner.algorithms.scoring_setup import build_scorer
 from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -34,9 +41,24 @@ from nemo_style_aligner.rl.rollouts.setup import (
 from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.servers.client import SequencesToScore
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.memory import peak_meter
-from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
 from nemo_style_aligner.user_code import load_function
+
+
+def run_actor(cfg: DictConfig) -> int:
+    """Train a policy, or generate for the ranks that do; return the job's exit status. Collective.
+
+    For errors see `build_ppo_trainer`.
+    """
+    if worlds.is_rollout_rank():
+        return serve_rollouts(cfg)
+    run = start_run(cfg)
+    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    register_model(cfg, run, base)
+    trainer = build_ppo_trainer(cfg, run, base)
+    trainer.fit()
+    trainer.close()
+    return run.close()
 
 
 def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
@@ -87,7 +109,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
         run.checkpoints,
         run.metrics,
         run.control,
-        ScopedTimer(memory=peak_meter(), on_close=run.metrics.log_scope),
+        ScopedTimer(take_peak=peak_meter()),
     )
     run.note_format(train_prompts.written)
     run.resume(cfg, actor.model, actor.optimizer, trainer)

@@ -22,9 +22,8 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import evaluate_step, train_step
 from nemo_style_aligner.models.supervised_losses import Objective, with_deviations
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.memory import peak_meter
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +100,7 @@ class SupervisedTrainer(TrainingLoop):
         batching: MicroBatching,
         val_batching: MicroBatching,
     ) -> None:
-        timer = ScopedTimer(memory=peak_meter(), on_close=metrics.log_scope)
+        timer = ScopedTimer(take_peak=peak_meter())
         super().__init__(settings, model, optimizer, checkpoints, metrics, run_control, timer)
         self.objective = objective
         self.train_data = train_data
@@ -193,7 +192,7 @@ class SupervisedTrainer(TrainingLoop):
         self.metrics.log_metrics(self.timer.consume_durations(), self.step, "train/")
 
     def shown_metrics(self) -> dict[str, float]:
-        """What the progress bar shows."""
+        """What the progress lines show."""
         return {name: value for name, value in self._last_metrics.items() if name.endswith(("loss", "accuracy"))}
 
     def state_dict(self) -> dict[str, Any]:

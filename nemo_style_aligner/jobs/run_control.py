@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.groups import all_reduce_max
-from nemo_style_aligner.parallel.stop_points import StopEarlyError
-from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopEarlyError, stops
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ class RunControl:
 
     def begin(self) -> None:
         """The loop starts: signals wait for its stop points from now on."""
-        stop_signals.hold()
+        stops.hold()
         # What was imported and built stays until the end. Python's garbage collector, which the objects of each pass
         # trigger, would scan all of it again and again, which takes a twentieth of a small model's training pass.
         gc.collect()
@@ -101,7 +99,7 @@ class RunControl:
         seconds = self._longest.get(ahead or "", 0.0) + self._longest.get(STATE, 0.0)
         seconds += saves * self._longest.get(_SAVING, 0.0)
         is_up = self._deadline is not None and time.monotonic() + seconds >= self._deadline
-        agreed = stop_points.agree(_TIME_IS_UP if is_up and dist.get_rank() == 0 else 0)
+        agreed = stops.agree(_TIME_IS_UP if is_up and dist.get_rank() == 0 else 0)
         if agreed:
             raise StopEarlyError(_describe(agreed))
 
@@ -113,7 +111,7 @@ class RunControl:
 
     def watch_service(self, stop: Callable[[], None]) -> None:
         """Call ``stop`` (from a signal handler or another thread) on a stop signal and when the time is up."""
-        stop_signals.on_request(stop)
+        stops.on_request(stop)
         if self._deadline is not None:
 
             def end() -> None:
@@ -126,7 +124,7 @@ class RunControl:
 
     def service_status(self) -> int:
         """Set a service's status at its end. Collective. SIGUSR1, SIGHUP and the time limit ask for another start."""
-        again = self._time_is_up or not {signal.SIGUSR1, signal.SIGHUP}.isdisjoint(stop_signals.received())
+        again = self._time_is_up or not {signal.SIGUSR1, signal.SIGHUP}.isdisjoint(stops.received)
         self.status = EXIT_REQUEUE if all_reduce_max(int(again)) else 0
         return self.status
 

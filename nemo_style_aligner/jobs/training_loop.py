@@ -17,10 +17,10 @@ from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.jobs.run_control import STATE, RunControl
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
-from nemo_style_aligner.parallel.ending import tell_when_interrupted
-from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.parallel.stop_signals import StopEarlyError
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.telemetry.progress import Progress
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.wording import counted
 
@@ -64,7 +64,7 @@ class TrainingLoop(abc.ABC):
 
     settings: LoopSettings
     title: str
-    """The progress bar's title."""
+    """What the progress lines begin with."""
     samples_name: ClassVar[str]
     """What the log calls the training samples."""
 
@@ -97,7 +97,6 @@ class TrainingLoop(abc.ABC):
         First completes what an earlier start left open: rounds of a warm-up, a validation that it abandoned. An
         archive that is still missing is written even if no step is left.
         """
-        tell_when_interrupted(self._where_interrupted)
         self.run_control.begin()
         total, rank = self.settings.max_steps, self.metrics.rank
         if self.step == 0 or not self.is_finished:
@@ -108,7 +107,7 @@ class TrainingLoop(abc.ABC):
                 "exp_manager.explicit_log_dir; to continue this one raise max_epochs or max_steps",
                 self.step,
             )
-        with self.checkpoints.last_chance(), ProgressBar(total, self.title, rank, initial=self.step) as progress:
+        with self.checkpoints.last_chance(), Progress(total, self.title, rank, initial=self.step) as progress:
             try:
                 self.warm_up()
                 if self._is_validation_due:
@@ -131,6 +130,9 @@ class TrainingLoop(abc.ABC):
                 self.save_unless_saved()
                 self.finish_save()
                 self.run_control.stop_early(self.step, reason)
+            except KeyboardInterrupt:
+                warn_for_all_ranks(logger, "interrupted %s", self._where_interrupted())
+                raise
             else:
                 self.export()
         self.log_phases()
@@ -193,7 +195,7 @@ class TrainingLoop(abc.ABC):
 
     @abc.abstractmethod
     def shown_metrics(self) -> dict[str, float]:
-        """What the progress bar shows of `_last_metrics`."""
+        """What the progress lines show of `_last_metrics`."""
 
     # ---- steps ------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.initialization import initialize
 from nemo_style_aligner.parsing import parse_yaml
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
-from nemo_style_aligner.telemetry.progress import ProgressBar
+from nemo_style_aligner.telemetry.progress import Progress
 from nemo_style_aligner.temporary import temporary_folder
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import (
@@ -334,13 +334,13 @@ def _reward_config(num_attributes: int) -> Mapping[str, Any]:
 
 def _progress(
     architecture: ModelArchitecture, num_attributes: int, description: str, model: MegatronModel | None = None
-) -> ProgressBar:
-    """A progress bar over the model's tensors; with ``model``, over those that this rank's pipeline stage reads."""
+) -> Progress:
+    """Progress over the model's tensors; with ``model``, over those that this rank's pipeline stage reads."""
     entries = weight_layout(architecture, num_attributes=num_attributes)
     if model is not None:
         layout, layers = model.layout, architecture.num_layers
         entries = tuple(entry for entry in entries if entry.stage(layers, layout.pp_size) == layout.pp_rank)
-    return ProgressBar(len(hf_tensors(entries)), description, dist.get_rank())
+    return Progress(len(hf_tensors(entries)), description, dist.get_rank())
 
 
 def _warn_of_what_classifiers_lack(model: MegatronModel, head: RewardHeadConfig) -> None:

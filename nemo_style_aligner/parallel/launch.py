@@ -13,9 +13,9 @@ import functools
 import gc
 import logging
 import os
-import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -25,26 +25,23 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.command_line import Composed, compose
 from nemo_style_aligner.config import ConfigError, check_config, log_directory
-from nemo_style_aligner.errors import comes_from
-from nemo_style_aligner.parallel import stop_signals
 from nemo_style_aligner.parallel.detection import LaunchInfo, detect_launch
-from nemo_style_aligner.parallel.ending import (
-    abort_job,
-    has_failed,
-    install_excepthook,
-    leave_failures_in,
-    open_closed_streams,
-    shutdown,
-)
+from nemo_style_aligner.parallel.ending import FAILED_FILE, abort_job, failures, install_excepthook, shutdown
 from nemo_style_aligner.parallel.initialization import initialize
-from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, StopDuringStartError
+from nemo_style_aligner.parallel.stop_signals import (
+    EXIT_REQUEUE,
+    REQUEUE_FILE,
+    STOPPED_EARLY,
+    ignore,
+    stops,
+    write_requeue_file,
+)
 from nemo_style_aligner.parallel.supervisor import end_with_supervisor, signal_when_parent_dies, supervise
 from nemo_style_aligner.section_names import speak_as
 from nemo_style_aligner.telemetry.log_lines import LOG_LEVELS, configure_logging
 
 _logger = logging.getLogger(__name__)
 
-_RANKS_OF_A_MACHINE = 1024  # at most: many more, of a mistyped number, would use up all of its processes and memory
 _FAILURE_SECONDS = 1.0  # until a rank's failure can be seen by the others, on a shared file system
 
 
@@ -58,8 +55,6 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
     for name, value in (("devices", devices), ("num_nodes", num_nodes)):
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"trainer.{name}={value!r}: give a number of 1 or more")
-    if devices > _RANKS_OF_A_MACHINE:
-        raise ConfigError(f"trainer.devices={devices}: a machine has room for {_RANKS_OF_A_MACHINE} ranks at most")
     wanted = devices * num_nodes
     asked = f"trainer.devices={devices} x trainer.num_nodes={num_nodes}"
     if info.world_size > 1 and info.world_size != wanted:
@@ -104,7 +99,6 @@ def job(
     def decorate(main: Callable[[DictConfig], int | None]) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
-            open_closed_streams()
             install_excepthook()
             end_with_supervisor()
             try:
@@ -125,16 +119,17 @@ def job(
     return decorate
 
 
-def _end_start(info: LaunchInfo, log_dir: Path, is_service: bool) -> NoReturn:
+def _end_start(info: LaunchInfo, log_dir: Path, is_service: bool, number: signal.Signals) -> NoReturn:
     """End a rank that got a stop signal before there was anything to save."""
-    received = stop_signals.received()  # empty if called in another thread: the main one has not handled the signal
-    if info.world_size > 1 and has_failed(log_dir, _FAILURE_SECONDS):
-        abort_job(1)  # the launcher ends this rank because another has failed
-    _logger.warning("stopped by %s before there was anything to save", received[0].name if received else "a signal")
-    if is_service and (not received or received[0] == signal.SIGTERM):  # its regular end
+    if info.world_size > 1:
+        time.sleep(_FAILURE_SECONDS)
+        if (log_dir / FAILED_FILE).exists():
+            abort_job(1)  # the launcher ends this rank because another has failed
+    _logger.warning("stopped by %s before there was anything to save", number.name)
+    if is_service and number == signal.SIGTERM:  # its regular end
         abort_job(0)
     if info.rank == 0:
-        stop_signals.write_requeue_file(log_dir, "stopped before there was anything to save")
+        write_requeue_file(log_dir, "stopped before there was anything to save")
     abort_job(EXIT_REQUEUE)
 
 
@@ -150,7 +145,7 @@ def _run_job(
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
     if info.world_size == 1 and cfg.trainer.devices > 1:
         status = supervise(cfg.trainer.devices)
-        stop_signals.ignore()
+        ignore()
         if status != EXIT_REQUEUE:
             sys.exit(status)
         return status
@@ -168,43 +163,20 @@ def _run_job(
     for note in notes:
         _logger.info(note)
     log_dir = log_directory(cfg.exp_manager)
-    leave_failures_in(log_dir, remove=info.rank == 0)
+    failures.leave_in(log_dir, remove=info.rank == 0)
     if info.rank == 0:
-        stop_signals.remove_requeue_file(log_dir)
-    end_start = functools.partial(_end_start, info, log_dir, is_service)
-    launcher = os.getppid()
-    try:
-        stop_signals.install(end_start)
-        if info.launcher in ("mpirun", "torchrun"):  # killed, they leave their ranks, which nobody would end then
-            signal_when_parent_dies(signal.SIGTERM)
-        rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
-        initialize(info, cfg.trainer.distributed_timeout_minutes, rollout_ranks)
-        status = main(cfg) or 0
-    except (Exception, StopDuringStartError) as error:
-        if not comes_from(error, StopDuringStartError):
-            raise
-        end_start()
+        (log_dir / REQUEUE_FILE).unlink(missing_ok=True)
+    stops.install(functools.partial(_end_start, info, log_dir, is_service))
+    if info.launcher in ("mpirun", "torchrun"):  # killed, they leave their ranks, which nobody would end then
+        signal_when_parent_dies(signal.SIGTERM)
+    rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
+    initialize(info, cfg.trainer.distributed_timeout_minutes, rollout_ranks)
+    status = main(cfg) or 0
     if status == EXIT_REQUEUE and info.rank == 0:
-        stop_signals.write_requeue_file(log_dir, stop_signals.STOPPED_EARLY)
+        write_requeue_file(log_dir, STOPPED_EARLY)
     shutdown(status)
-    stop_signals.ignore()
-    if info.launcher == "mpirun" and os.getppid() != launcher:
-        _remove_remains_of_mpi(launcher)
+    ignore()
     return status
-
-
-def _remove_remains_of_mpi(launcher: int) -> None:
-    """Delete what stays on this machine when mpirun was killed. Ranks still at work keep what they have mapped.
-
-    Its folder would also stop a later mpirun that gets the same process number ("The PMIx server's listener thread
-    failed to start").
-    """
-    folder = Path(os.environ.get("PMIX_SERVER_TMPDIR", ""))
-    if folder.name == f"ompi.{launcher}":
-        shutil.rmtree(folder, ignore_errors=True)  # the ranks delete it side by side
-    with open("/proc/self/maps") as maps:
-        for segment in {line.split()[5] for line in maps if "/dev/shm/sm_segment." in line}:
-            Path(segment).unlink(missing_ok=True)
 
 
 def _use_one_queue(cfg: DictConfig) -> None:

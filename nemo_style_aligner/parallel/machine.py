@@ -15,7 +15,6 @@ import psutil
 
 from nemo_style_aligner.parallel.detection import LaunchError
 
-LOOPBACK = "127.0.0.1"
 _SERVER_PORTS = range(10000, 32000)
 _BF16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is ARM's
 # Of memory control groups: the files of the limit and the usage, and the prefix of statistics that include subgroups.
@@ -39,17 +38,14 @@ def machine_cores() -> int:
     return max(1, min([os.cpu_count() or 1, *_cgroup_quotas(), *_cgroup_cpusets()]))
 
 
-def raise_limit_of_open_files() -> int:
-    """Raise this process's limit of open files and sockets to its hard limit; return the limit then in force.
+def raise_limit_of_open_files() -> None:
+    """Raise this process's limit of open files and sockets to its hard limit.
 
     Shells often allow 1,024, which the sockets between the ranks of a large job exceed.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # a hard limit beyond what the kernel takes
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            return hard
-    return soft
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a hard limit beyond what the kernel takes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def available_memory() -> int:
@@ -119,8 +115,7 @@ def own_address() -> str:
     raise LaunchError(
         f"{socket.gethostname()} has no default route, and its name resolves to no address that other machines reach "
         "(see /etc/hosts): set GLOO_SOCKET_IFNAME to the network interface that they reach, or an address in "
-        "MASTER_ADDR, where rank 0 waits for the others (mpirun -x MASTER_ADDR), and in "
-        "trainer.ppo.batch_iterator.host for the work queue"
+        "trainer.ppo.batch_iterator.host"
     )
 
 
@@ -155,15 +150,7 @@ def _address_of_interface(name: str) -> str | None:
 
 
 def _unless_loopback(address: str) -> str | None:
-    return None if is_loopback(address) else address
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is a loopback address or ``localhost``. Other names are not looked up."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
+    return None if ipaddress.ip_address(address).is_loopback else address
 
 
 def interface_of(address: str) -> str | None:

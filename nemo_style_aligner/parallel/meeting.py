@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from torch.distributed import DistError, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from nemo_style_aligner.parallel.detection import LaunchError, LaunchInfo
-from nemo_style_aligner.parallel.machine import LOOPBACK
+from nemo_style_aligner.parallel.detection import LOOPBACK, LaunchError, LaunchInfo
+from nemo_style_aligner.parallel.ending import failures
 from nemo_style_aligner.wording import some_of
 
 _logger = logging.getLogger(__name__)
@@ -118,6 +118,8 @@ def _await_others(store: Store, info: LaunchInfo, timeout: datetime.timedelta) -
         now = time.monotonic()
         there = f"{info.world_size - len(missing)} of {info.world_size} ranks are there"
         status = f"{there}; missing: {some_of(missing, _NAMED)}"
+        if line := failures.first():
+            raise LaunchError(f"another rank has failed: {line}")
         if now - started > timeout.total_seconds():
             raise LaunchError(
                 f"not all ranks have connected to {_address(info)} within {timeout} "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import math
 import os
 import signal
 import subprocess
@@ -12,17 +12,17 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from nemo_style_aligner.parallel.detection import SUPERVISOR_PID, LaunchInfo
-from nemo_style_aligner.parallel.machine import LOOPBACK, available_cores, free_port
+from nemo_style_aligner.parallel.detection import LOOPBACK, SUPERVISOR_PID, LaunchInfo
+from nemo_style_aligner.parallel.machine import available_cores, free_port
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, taken
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL, for the ranks that outlive a failed one
-_KILL_SECONDS = 30.0  # for the kernel to end killed ranks
 _REQUEUE_SECONDS = 10.0  # ranks that stop early end together; one that is later than this is ended
-_OTHER_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "TORCHELASTIC_")
+_KILL_SECONDS = 30.0  # for the kernel to end killed ranks, unless they are in a system call that it does not interrupt
+_OTHER_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "TORCHELASTIC_")
 
 
 def supervise(num_ranks: int) -> int:
@@ -36,33 +36,29 @@ def supervise(num_ranks: int) -> int:
         that; else the status of the first that failed (128 + n for signal n).
     """
     command = [sys.executable, *sys.orig_argv[1:]]
-    children: list[subprocess.Popen[bytes]] = []
-    received: list[int] = []
-    num_told = 0  # ranks that were there when the first signal came
+    ranks: list[subprocess.Popen[bytes]] = []
+    interrupts = 0
 
     def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal num_told
-        if not received:
-            num_told = len(children)
-        received.append(number)
+        nonlocal interrupts
+        interrupts += number == signal.SIGINT
         # A second Ctrl-C: the ranks have not reacted to the first, since they compute in C code.
-        is_repeated = received.count(signal.SIGINT) > 1
-        _signal_all(children, signal.SIGKILL if is_repeated else number)
+        _signal_all(ranks, signal.SIGKILL if interrupts > 1 else number)
 
-    previous = {number: signal.signal(number, forward) for number in taken(_FORWARDED)}
     try:
         port = free_port()
         for rank in range(num_ranks):
             # Sessions of their own: a Ctrl-C in the terminal reaches the ranks once, through `forward`.
             env = rank_environment(os.environ, rank, num_ranks, port)
-            children.append(subprocess.Popen(command, env=env, start_new_session=True))
-        for number in received[:1]:  # it may have come before the last rank was started
-            _signal_all(children[num_told:], number)
-        return _wait(children)
+            ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
+        for number in taken(_FORWARDED):  # until now they end this process, and with it the ranks
+            signal.signal(number, forward)
+        return _wait(ranks)
     finally:
-        _end(children)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        _signal_all(ranks, signal.SIGTERM)
+        _await_all(ranks, _GRACE_SECONDS)
+        _signal_all(ranks, signal.SIGKILL)
+        _await_all(ranks, _KILL_SECONDS)
 
 
 def rank_environment(env: Mapping[str, str], rank: int, num_ranks: int, port: int) -> dict[str, str]:
@@ -96,42 +92,31 @@ def signal_when_parent_dies(number: signal.Signals) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, number)
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait until all ranks have ended with 0, or one with another status; return the status for `supervise`."""
-    requeue_deadline = math.inf
     while True:
-        codes = [child.poll() for child in children]
-        failed = [code for code in codes if code and code != EXIT_REQUEUE]
-        if EXIT_REQUEUE in codes:
-            # Whatever becomes of the others now is a consequence.
-            requeue_deadline = min(requeue_deadline, time.monotonic() + _REQUEUE_SECONDS)
-            if None not in codes or time.monotonic() > requeue_deadline:
-                return EXIT_REQUEUE
-        elif EXIT_STUCK in failed:
-            return EXIT_STUCK  # whichever rank it was; others may have failed because that one was gone
-        elif failed:
+        codes = [rank.poll() for rank in ranks]
+        if EXIT_REQUEUE in codes:  # whatever becomes of the others now is a consequence
+            _await_all(ranks, _REQUEUE_SECONDS)
+            return EXIT_REQUEUE
+        if EXIT_STUCK in codes:  # whichever rank it was; others may have failed because that one was gone
+            return EXIT_STUCK
+        if failed := [code for code in codes if code]:
             return failed[0] if failed[0] > 0 else 128 - failed[0]
-        elif None not in codes:
+        if None not in codes:
             return 0
         time.sleep(_POLL_SECONDS)
 
 
-def _signal_all(children: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    for child in children:
-        if child.poll() is None:
-            child.send_signal(number)
+def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(number)
 
 
-def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what is still running: SIGTERM, a few seconds, SIGKILL."""
-    _signal_all(children, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    _signal_all(children, signal.SIGKILL)
-    deadline = time.monotonic() + _KILL_SECONDS
-    for child in children:
-        try:
-            child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:  # in the middle of a system call that the kernel does not interrupt
-            print(f"process {child.pid} does not end; leaving it behind", file=sys.stderr, flush=True)
+def _await_all(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait until all ranks have ended, at most so many seconds."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for rank in ranks:
+            rank.wait(max(0.0, deadline - time.monotonic()))

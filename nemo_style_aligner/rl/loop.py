@@ -351,7 +351,7 @@ class RLTrainer(TrainingLoop):
         self.metrics.log_metrics(self.timer.consume_peaks(), self.step, "memory/")
 
     def shown_metrics(self) -> dict[str, float]:
-        """What the progress bar shows."""
+        """What the progress lines show."""
         shown = ("train_rewards", "train_init_policy_kl", "train_generation_length", "val_rewards")
         return {name: self._last_metrics[name] for name in shown if name in self._last_metrics}
 

@@ -16,8 +16,7 @@ from nemo_style_aligner.models.frozen import FrozenModel, Placement
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching, shares
 from nemo_style_aligner.models.restore import BaseModel
-from nemo_style_aligner.parallel.exchange import exchange_rows
-from nemo_style_aligner.parallel.groups import all_gather_rows, current_layout, device
+from nemo_style_aligner.parallel.groups import all_gather_rows, current_layout, device, exchange_rows
 from nemo_style_aligner.rl.rewards import Reward, Rewards
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.servers.reward_client import SequencesToScore

@@ -13,8 +13,7 @@ from megatron.core import parallel_state
 
 from nemo_style_aligner import functional
 from nemo_style_aligner.models.ragged import RaggedBatch
-from nemo_style_aligner.parallel.exchange import exchange_rows
-from nemo_style_aligner.parallel.groups import current_layout, device
+from nemo_style_aligner.parallel.groups import current_layout, device, exchange_rows
 
 Rows = Sequence[torch.Tensor]
 

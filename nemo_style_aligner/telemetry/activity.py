@@ -20,13 +20,11 @@ class Activity:
 
     Attributes:
         phase: names of the open phases, joined by ``/``.
-        since: when the innermost one began.
         progress: when something last began, ended or was counted.
         bound: the longest wait in seconds that is announced (`bounded`) at the moment; 0 for none.
     """
 
     phase: str
-    since: float
     progress: float
     bound: float
 
@@ -52,10 +50,10 @@ class Count:
 STARTING = "starting"
 """Name of the phase while none is open."""
 
-_phases: list[tuple[str, float]] = []
+_phases: list[str] = []
 _bounds: list[float] = []
 _counters: list[Callable[[], Count]] = []
-_started = _progress = time.monotonic()
+_progress = time.monotonic()
 _listener: Callable[[], None] | None = None
 
 
@@ -79,7 +77,7 @@ def phase(name: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _phases.append((name, time.monotonic()))
+    _phases.append(name)
     progress()
     try:
         yield
@@ -133,10 +131,4 @@ def bounded(seconds: float) -> Iterator[None]:
 
 def current() -> Activity:
     """The state now; for any thread."""
-    phases = list(_phases)
-    return Activity(
-        phase="/".join(name for name, _ in phases) or STARTING,
-        since=phases[-1][1] if phases else _started,
-        progress=_progress,
-        bound=max([*_bounds, 0.0]),
-    )
+    return Activity(phase="/".join(_phases) or STARTING, progress=_progress, bound=max([*_bounds, 0.0]))

@@ -17,9 +17,8 @@ LOG_LEVELS = ("debug", "info", "warning")
 
 _TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
 _PACKAGE = __name__.split(".")[0]
-_FIELDS = "fields"  # attribute of a record, see `with_fields`
-
-_rank = 0  # this process's, once `configure_logging` has been told
+# Attributes of records, see `with_fields` and `warn_for_all_ranks`.
+_FIELDS, _OF_ALL_RANKS = "fields", "of_all_ranks"
 
 
 def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogFormat = "text") -> None:
@@ -28,11 +27,10 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     Rank 0 logs from ``level`` on, the others only warnings and worse: what all ranks would say alike is
     said once. Below INFO only this package logs. Calling it again replaces the earlier set-up.
     """
-    global _rank
-    _rank = rank
     handler = logging.StreamHandler(sys.stderr)
     text = TextFormatter(_TEXT.format(rank=rank), datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(rank) if log_format == "json" else text)
+    handler.addFilter(lambda record: rank == 0 or not hasattr(record, _OF_ALL_RANKS))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -47,8 +45,7 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
 
 def warn_for_all_ranks(logger: logging.Logger, message: str, *args: object) -> None:
     """Log a warning that every rank would log alike: rank 0 does, once."""
-    if _rank == 0:
-        logger.warning(message, *args)
+    logger.warning(message, *args, extra={_OF_ALL_RANKS: True})
 
 
 def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,6 @@
 and ``tables.jsonl`` one per table. Both are only ever appended to. A run that resumes from a checkpoint
 repeats the steps since then: readers take the last line of a step (`read_metrics` does). In Weights & Biases it
 continues the same run, whose id is in ``wandb_run_id``.
-
-``timeline.json`` has when each phase began and how long it took, in Chrome's trace event format, which Perfetto
-(ui.perfetto.dev) and chrome://tracing show. The format allows the closing bracket to be missing.
 """
 
 from __future__ import annotations
@@ -18,13 +15,13 @@ import contextlib
 import json
 import logging
 import math
-import os
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -38,11 +35,8 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TABLES_FILE = "tables.jsonl"
-TIMELINE_FILE = "timeline.json"
 HYPERPARAMETERS_FILE = "hyperparameters.yaml"
 WANDB_ID_FILE = "wandb_run_id"
-
-_TAIL_BYTES = 2**16  # read at a time to find the end of the last whole line
 
 
 class WandbError(UserError):
@@ -55,8 +49,7 @@ class MetricsLogger:
     """Logs scalars, tables and hyperparameters from rank 0; does nothing on the other ranks.
 
     Args:
-        log_dir: the job's directory; ``metrics.jsonl``, ``tables.jsonl``, ``timeline.json`` and ``tensorboard/`` are
-            made in it.
+        log_dir: the job's directory; ``metrics.jsonl``, ``tables.jsonl`` and ``tensorboard/`` are made in it.
         rank: this process's rank.
         wandb_kwargs: arguments of ``wandb.init`` (project, name, ...); ``None`` leaves Weights & Biases out.
 
@@ -79,14 +72,8 @@ class MetricsLogger:
         # Flushed every 10 seconds, not 120: the last steps before a crash are those of interest.
         with self._to_tensorboard():
             self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
-        _silence_tensorboards_thread()
         self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
         self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
-        self._timeline_file = _open_for_append(self.log_dir / TIMELINE_FILE)
-        self._has_timeline = True
-        if self._timeline_file.tell() == 0:
-            self._write_timeline("[\n")
-        self._write_event("process_name", ph="M", args={"name": self.log_dir.name})
 
     @classmethod
     def from_config(cls, exp_manager: DictConfig, log_dir: str | Path, rank: int) -> MetricsLogger:
@@ -138,29 +125,6 @@ class MetricsLogger:
             run.log({key: wandb.Table(columns=list(columns), data=plain_rows), "step": step})
 
         self._tell_wandb(log)
-
-    def log_scope(self, path: str, seconds: float) -> None:
-        """Add a phase that ends now to the timeline. Called by `ScopedTimer`, from any thread.
-
-        Never raises: the phase may be ending by an exception, which a full disk's must not replace.
-        """
-        if self._enabled:
-            name, begin = path.rpartition("/")[2], time.time() - seconds
-            # Microseconds of wall-clock time, which the jobs of a run have in common.
-            self._write_event(name, cat=path, ph="X", ts=round(begin * 1e6), dur=round(seconds * 1e6))
-
-    def _write_event(self, name: str, **fields: Any) -> None:
-        ids = {"pid": os.getpid(), "tid": threading.get_native_id()}
-        self._write_timeline(json.dumps({"name": name, **fields, **ids}) + ",\n")
-
-    def _write_timeline(self, lines: str) -> None:
-        if not self._has_timeline:
-            return
-        try:
-            self._timeline_file.write(lines)
-        except OSError as error:
-            self._has_timeline = False
-            logger.warning("%s ends here, as it cannot be written: %s", self._timeline_file.name, error)
 
     def log_hyperparameters(self, config: DictConfig) -> None:
         """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard.
@@ -219,8 +183,6 @@ class MetricsLogger:
             self._tensorboard.close()
         self._metrics_file.close()
         self._tables_file.close()
-        with contextlib.suppress(OSError):  # of what could not be written before
-            self._timeline_file.close()
         if self._wandb is not None:
             _finish_wandb(self._wandb, wandb_seconds)
 
@@ -339,21 +301,12 @@ def wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _open_for_append(path: Path) -> TextIO:
     """Open for appending whole lines, flushed one by one; half a line that a killed run left is cut off first."""
     with _explained(str(path)):
-        if path.exists():
+        if path.exists() and path.stat().st_size:
             with open(path, "r+b", opener=unless_planted) as file:
-                _cut_to_whole_lines(file)
+                with mmap.mmap(file.fileno(), 0) as content:
+                    end = content.rfind(b"\n") + 1
+                file.truncate(end)
         return open(path, "a", encoding="utf-8", buffering=1, opener=unless_planted)
-
-
-def _cut_to_whole_lines(file: BinaryIO) -> None:
-    """Cut off what follows the last newline. It is looked for from the end: a long run's tables fill gigabytes."""
-    end, length = file.seek(0, os.SEEK_END), 0
-    while end > 0 and length == 0:
-        start = max(0, end - _TAIL_BYTES)
-        file.seek(start)
-        length = file.read(end - start).rfind(b"\n") + 1
-        end = start + length
-    file.truncate(end)
 
 
 def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
@@ -379,17 +332,6 @@ def _explained(path: str) -> Iterator[None]:
     except OSError as error:
         remedy = "; make room and start the job again" if error.errno in NO_ROOM else ""
         raise NotWrittenError(error.errno, f"{error.strerror}{remedy}", path) from error
-
-
-def _silence_tensorboards_thread() -> None:
-    """Print no traceback when TensorBoard's thread ends by an error, which the next call of its writer raises."""
-    hook = threading.excepthook
-
-    def print_of_others(args: threading.ExceptHookArgs) -> None:
-        if type(args.thread).__name__ != "_AsyncWriterThread":
-            hook(args)
-
-    threading.excepthook = print_of_others
 
 
 def _to_float(name: str, value: Any) -> float:

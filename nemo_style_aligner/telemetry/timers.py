@@ -6,11 +6,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.memory import PeakMeter
+
+TakePeak = Callable[[], int]
+"""Returns the most bytes of memory held at once since its last call."""
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class ScopedTimer:
@@ -30,21 +35,14 @@ class ScopedTimer:
 
     Args:
         clock: seconds, monotonic.
-        memory: measures the peak of each of the main thread's scopes; None: peaks are not measured.
-        on_close: called with the path and the seconds of each scope, in its thread, when it closes.
+        take_peak: measures the peak of each of the main thread's scopes; None: peaks are not measured.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        memory: PeakMeter | None = None,
-        on_close: Callable[[str, float], None] | None = None,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, take_peak: TakePeak | None = None) -> None:
         # The device by its number: threads have a current device of their own.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._clock = clock
-        self._memory = memory
-        self._on_close = on_close
+        self._take_peak = take_peak
         self._open_peaks: list[int] = []  # bytes, of the main thread's open scopes
         self._peaks: dict[str, int] = {}
         self._open_scopes = threading.local()
@@ -57,7 +55,7 @@ class ScopedTimer:
         scopes: list[str] = self._open_scopes.__dict__.setdefault("names", [])
         scopes.append(name)
         path = "/".join(scopes)
-        is_metered = self._memory is not None and threading.current_thread() is threading.main_thread()
+        is_metered = self._take_peak is not None and threading.current_thread() is threading.main_thread()
         with activity.phase(name):
             if is_metered:
                 self._note_peak()
@@ -72,8 +70,6 @@ class ScopedTimer:
                     self._note_peak()
                     self._peaks[path] = max(self._peaks.get(path, 0), self._open_peaks.pop())
                 self.record(path, elapsed)
-                if self._on_close is not None:
-                    self._on_close(path, elapsed)
 
     def record(self, name: str, seconds: float) -> None:
         """Add a duration that was measured elsewhere."""
@@ -93,11 +89,39 @@ class ScopedTimer:
 
     def _note_peak(self) -> None:
         """Count the peak since the last call for every scope that is open."""
-        if self._memory is not None:
-            peak = self._memory.take()
+        if self._take_peak is not None:
+            peak = self._take_peak()
             self._open_peaks = [max(size, peak) for size in self._open_peaks]
 
     def _read_clock(self) -> float:
         if self._device is not None:
             torch.cuda.synchronize(self._device)
         return self._clock()
+
+
+def peak_meter() -> TakePeak | None:
+    """What measures this rank's peaks: of its GPU's tensors or, without a GPU, of its resident set.
+
+    None where the system does not count the latter, as Linux does.
+    """
+    if torch.cuda.is_available():
+        return _device_peak
+    try:
+        _resident_peak()  # begins the first interval
+    except OSError:
+        return None
+    return _resident_peak
+
+
+def _device_peak() -> int:
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def _resident_peak() -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            _RESET.write_text("5")  # the high-water mark goes down to the present size
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no VmHWM")

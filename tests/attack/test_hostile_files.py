@@ -530,52 +530,6 @@ def test_a_template_does_not_see_the_environment_and_does_not_outlive_the_job(
     assert not child.exists() or b"_serve" not in (child / "cmdline").read_bytes()
 
 
-# ---- temporary folders --------------------------------------------------------------------------
-
-
-def test_temporary_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from nemo_style_aligner.temporary import temporary_folder\n"
-        "with temporary_folder('it') as folder:\n"
-        "    (folder / 'tokenizer.json').touch(); print(folder, flush=True); sys.stdin.read()"
-    )
-
-    def start() -> tuple[subprocess.Popen[str], Path]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment() | {"TMPDIR": str(tmp_path)},
-        )
-        assert process.stdout is not None
-        return process, Path(process.stdout.readline().strip())
-
-    (killed, left), (living, used) = start(), start()
-    killed.kill()
-    killed.wait()
-    assert (left / "tokenizer.json").exists()
-    last, own = start()
-    assert not left.exists() and (used / "tokenizer.json").exists() and (own / "tokenizer.json").exists()
-    for process in (living, last):
-        process.communicate()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_temporary_folders_are_not_taken_from_each_other(tmp_path: Path) -> None:
-    """Processes that make some look for what others have left behind."""
-    code = (
-        "from nemo_style_aligner.temporary import temporary_folder\n"
-        "for _ in range(150):\n"
-        "    with temporary_folder('it') as folder:\n"
-        "        (folder / 'a').write_text('b')\n"
-    )
-    command, variables = [sys.executable, "-c", code], environment() | {"TMPDIR": str(tmp_path)}
-    processes = [subprocess.Popen(command, env=variables) for _ in range(5)]
-    assert [process.wait(120) for process in processes] == [0] * 5
-    assert list(tmp_path.iterdir()) == []
-
-
 # ---- through the scripts ------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from nemo_style_aligner.parallel.launch import job
 @job("inference_rm", check="nemo_style_aligner.algorithms.config_checks.check_job", is_service=True)
 def main(cfg: DictConfig) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.algorithms.job_setup import end_service_watchdog, start_service_watchdog
+    from nemo_style_aligner.algorithms.job_setup import start_service_watchdog
     from nemo_style_aligner.algorithms.service_setup import build_reward_service, listen_as_reward_model, serve
     from nemo_style_aligner.jobs.run_control import RunControl, parse_duration
     from nemo_style_aligner.models.restore import open_base_model
@@ -29,7 +29,8 @@ def main(cfg: DictConfig) -> int:
     watchdog = start_service_watchdog(cfg.exp_manager)
     base = open_base_model(cfg.rm_model_file, cfg, key="rm_model_file")
     status = serve(listen_as_reward_model(cfg, layout, base), build_reward_service(cfg, base), control)
-    end_service_watchdog(watchdog, cfg.exp_manager)
+    if watchdog is not None:
+        watchdog.stop()
     return status
 
 

@@ -12,10 +12,15 @@ import torch
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.models.packing import shares
-from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
-from nemo_style_aligner.parallel.exchange import exchange_rows
-from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, current_layout, device
+from nemo_style_aligner.parallel.groups import (
+    all_gather_rows,
+    all_reduce_max,
+    current_layout,
+    device,
+    exchange_rows,
+)
+from nemo_style_aligner.parallel.stop_signals import stops
 from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts.generator import Generator, Round
 from nemo_style_aligner.rl.sample import Prompt, Rollouts, Sample
@@ -238,9 +243,9 @@ def _await_scores(responses: ScoredResponses) -> None:
     is_missing = True
     while is_missing:  # scoring may outlast a collective's timeout: no rank waits for it in one
         activity.progress()  # for the watchdog: `are_scored` has a limit of its own
-        with stop_signals.interruptible():
+        with stops.interruptible():
             is_missing = not responses.are_scored(PATIENCE_SECONDS)
-        stop_points.check()
+        stops.check()
         is_missing = bool(all_reduce_max(int(is_missing)))
 
 

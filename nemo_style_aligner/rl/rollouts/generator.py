@@ -14,9 +14,10 @@ import torch.distributed as dist
 from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.engine_group import EngineGroup
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.parallel import stop_points, stop_signals, worlds
+from nemo_style_aligner.parallel import worlds
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import all_reduce_sums, device
+from nemo_style_aligner.parallel.stop_signals import stops
 from nemo_style_aligner.rl.rollouts.work_source import WorkSource
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.seeds import derive_seed
@@ -199,7 +200,7 @@ class LocalRound:
         # Ranks that share an engine compute together, so a signal interrupts none of them: they only lease no more.
         with (
             activity.counting("responses", work.progress, self._num_tokens),
-            stop_signals.interruptible(group.control is None),
+            stops.interruptible(group.control is None),
         ):
             while supply.wait():  # until the round is complete, ids of lost workers included
                 started, self._is_generating = time.monotonic(), True
@@ -211,11 +212,11 @@ class LocalRound:
                 self._is_generating = False
                 self._totals.add(engine, time.monotonic() - started)
                 accepted.flush()
-        if stop_signals.received() and group.is_leader:
+        if stops.received and group.is_leader:
             self._release_others()
         if generator.meeting is not None:
             dist.barrier(group=generator.meeting)  # training's collectives may have too short a limit for this wait
-        stop_points.check()
+        stops.check()
 
     def _num_tokens(self) -> int:
         """Tokens of this rank's engine so far."""
@@ -305,7 +306,7 @@ class RequestSupply:
         n = max(1, self._num_slots - self.num_running)
         # A stop signal interrupts a round, but not if it came before the round, nor if several ranks share the engine:
         # then nothing more is leased.
-        is_asking = self._group.is_leader and not stop_signals.received()
+        is_asking = self._group.is_leader and not stops.received
         if wait and self._group.control is not None:
             self._ids.extend(self._wait_together(n, is_asking))
         else:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import GenerationResult
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.parallel import stop_points, stop_signals
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.parallel.groups import all_reduce_max, broadcast_object, current_layout
+from nemo_style_aligner.parallel.stop_signals import stops
 from nemo_style_aligner.parallel.worlds import Link, Wait
 from nemo_style_aligner.rl.rollouts.generator import ResponseSink
 from nemo_style_aligner.rl.rollouts.wire import pack_request, unpack_results
@@ -118,8 +118,8 @@ class RemoteRound:
         # Another rank's last responses, or a stop, may be further off than a collective's timeout: ranks meet every few
         # seconds.
         while is_missing:
-            with stop_signals.interruptible():
-                if not stop_signals.received():  # one that came before the block does not interrupt it
+            with stops.interruptible():
+                if not stops.received:  # one that came before the block does not interrupt it
                     deadline = time.monotonic() + PATIENCE_SECONDS
                     while True:
                         for result in self._results[num_given:]:
@@ -129,7 +129,7 @@ class RemoteRound:
                             break
                     sink.flush()
             pass_on_signals(self._link)
-            stop_points.check()
+            stops.check()
             is_missing = self._is_missing_anywhere()
 
     def wait(self) -> list[GenerationResult]:

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import GenerationResult
-from nemo_style_aligner.parallel import stop_signals
-from nemo_style_aligner.parallel.stop_points import StopEarlyError
+from nemo_style_aligner.parallel.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.parallel.worlds import Link
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
 from nemo_style_aligner.rl.rollouts.wire import pack_results, unpack_request
@@ -125,8 +124,8 @@ class _Signals:
         self._unsent: list[int] = []
         self._ending = False
         self._closed = threading.Event()
-        stop_signals.hold()
-        stop_signals.divert(self._take)
+        stops.hold()
+        stops.divert(self._take)
         self._thread = threading.Thread(target=self._listen, name="end of the job", daemon=True)
         self._thread.start()
 
