@@ -3,16 +3,11 @@
 #   docker build --target cpu -t nemo_style_aligner:cpu .              # everything but GPUs; runs `make test`
 #   docker build --target gpu -t nemo_style_aligner:gpu .              # training on GPUs, embedded engine
 #   docker build --target trtllm -t nemo_style_aligner:trtllm .        # gpu + a sidecar environment with TensorRT-LLM
-#   docker build --target trtllm-engine -t nemo_style_aligner:trt .    # TensorRT-LLM 1.2.1: refitted TensorRT engines
-#
-# docs/tensorrt_llm.md says which of the last two is for what.
 
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 # NVIDIA's PyTorch image brings torch and the Transformer Engine that was built for it. Needs torch 2.9 or newer.
 ARG PYTORCH_IMAGE=nvcr.io/nvidia/pytorch:25.12-py3
-# NVIDIA's TensorRT-LLM release image: the last version with refittable TensorRT engines.
-ARG TRTLLM_ENGINE_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.1
-ARG TRTLLM_PYTORCH_VERSION=1.3.0rc24
+ARG TRTLLM_VERSION=1.3.0rc24
 ARG MEGATRON_CORE_VERSION=0.16.1
 
 # ---- cpu ------------------------------------------------------------------------------------------
@@ -42,33 +37,13 @@ RUN pip list --format=freeze | grep -iE '^(torch|torchvision|transformer.engine|
         "tensorboard>=2.16.2" "packaging>=23" \
         mpi4py wandb
 
-# ---- trtllm: the PyTorch backend in an environment of its own -------------------------------------
+# ---- trtllm: TensorRT-LLM in an environment of its own --------------------------------------------
 FROM gpu AS trtllm
-ARG TRTLLM_PYTORCH_VERSION
+ARG TRTLLM_VERSION
 RUN apt-get update && apt-get install -y --no-install-recommends libopenmpi-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 # PIP_CONSTRAINT: NVIDIA's image pins packages for its own environment, not for this one.
 RUN python3 -m venv /opt/trtllm \
     && PIP_CONSTRAINT= /opt/trtllm/bin/python -m pip install --no-cache-dir --pre \
-        --extra-index-url https://pypi.nvidia.com "tensorrt-llm==${TRTLLM_PYTORCH_VERSION}" ray
+        --extra-index-url https://pypi.nvidia.com "tensorrt-llm==${TRTLLM_VERSION}" ray
 # Use it with trainer.ppo.trt_llm.enable=True trainer.ppo.trt_llm.sidecar_python=/opt/trtllm/bin/python
-
-# ---- trtllm-engine: TensorRT engines inside the trainer's processes -------------------------------
-FROM ${TRTLLM_ENGINE_IMAGE} AS trtllm-engine
-ARG MEGATRON_CORE_VERSION
-ENV TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0
-WORKDIR /opt/nemo_style_aligner
-COPY . .
-# TensorRT-LLM 1.2.1 pins torch, numpy<2 and transformers 4.57: keep them, this project runs with them. Convert
-# Hugging Face models to .nemo in another image: reading their directories needs transformers 5.
-RUN pip list --format=freeze \
-        | grep -iE '^(torch|torchvision|tensorrt|numpy|transformers|tokenizers|huggingface|triton|nvidia-)' \
-        > /tmp/keep.txt \
-    && pip install --no-cache-dir --no-deps "megatron-core==${MEGATRON_CORE_VERSION}" -e . \
-    && pip install --no-cache-dir -c /tmp/keep.txt \
-        "psutil>=5.9" "threadpoolctl>=3.5,<4" "einops>=0.8,<1" "tqdm>=4.66" "sentencepiece>=0.2" "jinja2>=3.1" "safetensors>=0.5" \
-        "gguf>=0.17,<1" "flask>=3.0,<4" "waitress>=3.0,<4" \
-        "prometheus_client>=0.20,<1" "pyyaml>=6.0.1" "hydra-core>=1.3,<1.4" "omegaconf>=2.3,<2.4" "tensorboard>=2.16.2" \
-        "packaging>=23" \
-        mpi4py wandb
-# Use it with trainer.ppo.trt_llm.enable=True under mpirun or srun --mpi=pmix

@@ -39,10 +39,7 @@ from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
-from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
-from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
-from nemo_style_aligner.rl.rollouts.work_source import StaticPartition, WorkSource
+from nemo_style_aligner.rl.rollouts.work_queue import StaticPartition, WorkQueueClient, WorkQueueServer, WorkSource
 from nemo_style_aligner.wording import counted
 
 START_SECONDS = 300.0
@@ -109,23 +106,22 @@ def run_worker(
     generate = Sleeping(args.sleep) if args.sleep else Generating(args)
     server = None
     if rank == 0:
-        server = WorkQueueServer(WorkQueue(ROUND_SECONDS, workers=args.workers))
+        server = WorkQueueServer()
+        server.queue.workers = args.workers
         for _ in range(args.workers):
             address.put(server.port)
     port = address.get(timeout=START_SECONDS)
-    limits = WorkerLimits(ROUND_SECONDS, ROUND_SECONDS, ROUND_SECONDS)
-    slots = generate.num_slots
-    queue_client = WorkQueueClient("127.0.0.1", port, limits, server=server, slots=slots, poll_seconds=0.02)
+    queue_client = WorkQueueClient("127.0.0.1", port, server=server, slots=generate.num_slots)
     sources: dict[str, WorkSource] = {
         "work queue": queue_client,
         "longest first": queue_client,
         "static shards": StaticPartition(rank, args.workers),
     }
     for number, lengths in enumerate(draws):
-        for place, (mode, source) in enumerate(sources.items()):
+        for mode, source in sources.items():
             generate.begin(lengths)
             expected = lengths if mode == "longest first" else None
-            source.start_round(number * len(sources) + place, range(args.requests), expected)
+            source.start_round(range(args.requests), expected)
             barrier.wait(START_SECONDS + ROUND_SECONDS)
             started = time.perf_counter()
             done, finished = run_round(source, generate)
@@ -148,27 +144,23 @@ def run_worker(
 
 
 def run_round(source: WorkSource, generate: Generating | Sleeping) -> tuple[list[int], float | None]:
-    """Work until the round is complete, as `LocalRound.run` does; returns the samples made, and when the last was."""
+    """Work until there is no more, as `LocalGenerator.generate` does; returns the samples made, when the last was."""
     done: list[int] = []
     finished = None
     running = 0
 
-    def leased(ids: list[int]) -> Iterator[int]:
-        """Yield samples as long as there are any to lease; the engine asks whenever a slot is free."""
+    def supply() -> Iterator[int]:
+        """Yield samples as long as there are any; the engine asks whenever a slot is free."""
         nonlocal running
-        while ids:
+        while ids := source.take(max(1, generate.num_slots - running)):
             for sample in ids:
                 running += 1
                 yield sample
-            ids = source.lease(max(1, generate.num_slots - running))
 
-    while first := source.lease(generate.num_slots, wait=True):
-        answers = []
-        for sample in generate(leased(first)):
-            running -= 1
-            answers.append(source.complete_async([sample]))
-            finished = time.perf_counter()
-        done += [sample for answer in answers for sample in answer.result()]
+    for sample in generate(supply()):
+        running -= 1
+        done.append(sample)
+        finished = time.perf_counter()
     return done, finished
 
 
@@ -200,7 +192,7 @@ class Generating:
         self._engine.refit(random_weights(self._architecture), self._engine.weight_version + 1)
 
     def __call__(self, samples: Iterator[int]) -> Iterator[int]:
-        """Samples as they are leased -> samples as they are finished."""
+        """Samples as they are taken -> samples as they are finished."""
         requests = (GenerationRequest(i, self._prompts[i], i, self._lengths[i]) for i in samples)
         for result in self._engine.generate(requests, self._sampling):
             if len(result.token_ids) != self._lengths[result.request_id]:

@@ -2,8 +2,8 @@
 
     python benchmarks/work_queue.py [--workers 256] [--ids 16384] [--batches 1 8] [--rounds 3] [--json FILE]
 
-Simulated workers, each with a connection of its own, lease ids and complete them as fast as the queue answers, all
-beginning at the same moment. They send what a rank sends, from a few processes on the same cores. Each batch size, the
+Simulated workers, each with a connection of its own, take ids as fast as the queue answers, all beginning at the same
+moment. They send what a rank sends, from a few processes on the same cores. Each batch size, the
 ids that a worker asks for at a time, has rounds of its own. docs/performance.md explains the columns.
 """
 
@@ -21,8 +21,7 @@ from common import json_path, next_answer, positive_int, print_table, spread, wr
 
 from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
-from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
-from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueServer
 from nemo_style_aligner.wording import counted
 
 LIMIT_SECONDS = 300.0
@@ -55,7 +54,7 @@ def main() -> None:
         for batch, row in results.items()
     ]
     workers, ids, rounds = (counted(getattr(args, name), name) for name in ("workers", "ids", "rounds"))
-    print(f"{workers}, {ids} leased and completed; medians of {rounds}")
+    print(f"{workers}, {ids}; medians of {rounds}")
     print_table(("asked for", "ids/s", "requests/s", "p50", "p99", "first answers"), rows)
     write_json(args.json, {"settings": {key: str(value) for key, value in vars(args).items()}, "batches": results})
 
@@ -66,9 +65,9 @@ def run_round(num_workers: int, num_ids: int, batch: int, processes: int) -> dic
     processes = min(processes, num_workers)
     shares = [num_workers // processes + (i < num_workers % processes) for i in range(processes)]
     barrier, answers = context.Barrier(processes), context.Queue()
-    queue = WorkQueue(LIMIT_SECONDS, workers=num_workers)
-    server = WorkQueueServer(queue, token=TOKEN)
-    queue.start_round(0, range(num_ids))
+    server = WorkQueueServer(token=TOKEN)
+    server.queue.workers = num_workers
+    server.queue.start_round(range(num_ids))
     loads = [
         context.Process(target=run_load, args=(server.port, process, count, batch, barrier, answers))
         for process, count in enumerate(shares)
@@ -77,14 +76,14 @@ def run_round(num_workers: int, num_ids: int, batch: int, processes: int) -> dic
         load.start()
     try:
         found = [next_answer(answers, loads, 2 * LIMIT_SECONDS) for _ in loads]
-        completed = queue.status()["total"]["completed"]
+        taken = sum(worker["ids"] for worker in found)
     finally:
         for load in loads:
             load.join(10)
             load.kill()
         server.stop()
-    if completed != num_ids:
-        raise SystemExit(f"{completed} ids were completed instead of {num_ids}")
+    if taken != num_ids:
+        raise SystemExit(f"{taken} ids were taken instead of {num_ids}")
     seconds = max(worker["ended"] for worker in found) - min(worker["started"] for worker in found)
     latencies = sorted(latency for worker in found for latency in worker["latencies"])
     return {
@@ -122,6 +121,7 @@ def run_load(port: int, process: int, num_workers: int, batch: int, barrier: Any
         return {
             "started": started,
             "ended": time.monotonic(),
+            "ids": sum(worker.num_ids for worker in workers),
             "latencies": [latency for worker in workers for latency in worker.latencies],
             "first_answers": [worker.latencies[0] for worker in workers],
         }
@@ -130,10 +130,11 @@ def run_load(port: int, process: int, num_workers: int, batch: int, barrier: Any
 
 
 class Worker:
-    """Leases and completes over a bare connection: a library's client would be busier than the queue."""
+    """Takes ids over a bare connection: a library's client would be busier than the queue."""
 
     def __init__(self, name: str, batch: int) -> None:
         self.latencies: list[float] = []
+        self.num_ids = 0
         self._name = name
         self._batch = batch
 
@@ -142,14 +143,14 @@ class Worker:
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def run(self) -> None:
-        """Lease and complete until there are no ids left."""
-        number, done = 0, []
-        while ids := await self._put("/get_idx", {"batch_size": self._batch, "request": number, "completed": done}):
-            number, done = number + 1, ids
+        """Take ids until there are none left."""
+        number = 0
+        while ids := await self._put("/get_idx", {"batch_size": self._batch, "request": number}):
+            self.num_ids, number = self.num_ids + len(ids), number + 1
         self._writer.close()
 
     async def _put(self, path: str, content: dict[str, Any]) -> Any:
-        body = json.dumps({**content, "worker": self._name, "round": 0}).encode()
+        body = json.dumps({**content, "worker": self._name}).encode()
         head = (
             f"PUT {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -160,7 +161,7 @@ class Worker:
         length = next(int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length"))
         answer = await self._reader.readexactly(length)
         self.latencies.append(time.perf_counter() - started)
-        if " 200 " not in lines[0] or any(line.startswith("X-Work-Queue-Refused") for line in lines):
+        if " 200 " not in lines[0]:
             raise SystemExit(f"{path}: {lines}: {answer.decode()}")
         return json.loads(answer)
 

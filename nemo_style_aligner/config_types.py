@@ -52,7 +52,6 @@ TYPES: tuple[tuple[str, Types], ...] = (
     ("trainer.ppo.generation.tensor_parallel_size", (int,)),
     ("trainer.ppo.generation.kv_cache_tokens", (int,)),
     ("trainer.ppo.generation.prefill_chunk_tokens", (int,)),
-    ("trainer.ppo.trt_llm.engine_dir", (str,)),
     ("trainer.ppo.trt_llm.sidecar_python", (str,)),
     ("*.strip_sequence_length_to_multiple", (int,)),
     ("remote_critic_rm.pad_to_length", (int,)),

@@ -7,6 +7,7 @@ Needs ``<folder>/sft.nemo`` and a critic service on 127.0.0.1:<port>. Each way l
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -126,8 +127,10 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
     )  # fmt: skip
     collector.generator.refit(model, 3)
     for step in range(2):  # a second round must find the queue ready for it
-        round_ = collector.generator.start(train_prompts.batch(step * NUM_SAMPLES), SEED + step)
-        collected = collector.collect(round_, group_size=1)
+        prompts = train_prompts.batch(step * NUM_SAMPLES)
+        collected, _ = collector.collect(
+            prompts, 1, functools.partial(collector.generator.generate, prompts, SEED + step)
+        )
         rollouts = collected.dealt([range(NUM_SAMPLES)], lambda length, _: length)
         scores, values = collected.wait_for_rewards(), collected.values_of(rollouts)
     responses = rollouts.response_lengths
@@ -164,7 +167,7 @@ def stop_in_the_middle(collector: RolloutCollector, prompts: Sequence[Prompt]) -
 
         generator.engine = Stopping()  # type: ignore[assignment]
     try:
-        collector.collect(generator.start(prompts, SEED), group_size=1)
+        collector.collect(prompts, 1, functools.partial(generator.generate, prompts, SEED))
     except StopEarlyError as reason:
         assert "SIGUSR1" in str(reason)
     else:

@@ -35,7 +35,7 @@ from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel import worlds
+from nemo_style_aligner.parallel import roles
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, stops
@@ -169,20 +169,20 @@ class Critic:
 
     def _see_the_next_responses(self, step: int) -> None:
         """Before this step trains: the rollouts of the next are all made without its weights, and without its end."""
-        link = worlds.link()
-        assert link is not None
+        channel = roles.channel()
+        assert channel is not None
         validations = step // 2  # after steps 2 and 4
         deadline = time.monotonic() + 60
-        while link.count(f"round/{step + 2 + validations}/count") < NUM_SAMPLES:
+        while channel.count(f"round/{step + 2 + validations}/count") < NUM_SAMPLES:
             assert time.monotonic() < deadline, f"the rollouts of step {step + 1} are not made while step {step} is"
             time.sleep(0.01)
 
     def _stop_the_rollout_rank(self) -> None:
-        link = worlds.link()
-        assert link is not None
-        os.kill(int(link.read("pid")), signal.SIGUSR1)
+        channel = roles.channel()
+        assert channel is not None
+        os.kill(int(channel.read("pid")), signal.SIGUSR1)
         deadline = time.monotonic() + 60
-        while not link.has("signal"):
+        while not channel.has("signal"):
             assert time.monotonic() < deadline, "the rollout rank keeps its stop signal to itself"
             time.sleep(0.01)
 
@@ -255,7 +255,7 @@ def train(folder: Path, way: Way, stop_at: str | None) -> dict[str, torch.Tensor
     trainer.close()
     metrics.close()
     assert control.status == (EXIT_REQUEUE if stop_at else 0)
-    worlds.end(control.status)
+    roles.end(control.status)
     tensors = {f"policy.{name}": tensor.clone() for name, tensor in export_weights(actor.model)}
     for step, columns in steps:
         tensors |= {f"{step}.{name}": tensor for name, tensor in columns.items()}
@@ -264,12 +264,12 @@ def train(folder: Path, way: Way, stop_at: str | None) -> dict[str, torch.Tensor
 
 def generate(folder: Path, way: Way) -> None:
     """A run of the rollout ranks."""
-    link = worlds.link()
-    assert link is not None
-    link.put("pid", str(os.getpid()).encode())
+    channel = roles.channel()
+    assert channel is not None
+    channel.put("pid", str(os.getpid()).encode())
     cfg = config(folder, way)
     base = open_base_model(str(folder / "sft.nemo"), cfg)
-    build_rollout_rank(cfg, link, base.architecture, base.dtype, base.tokenizer).serve()
+    build_rollout_rank(cfg, channel, base.architecture, base.dtype, base.tokenizer).serve()
 
 
 def run_ways(folder: Path, ways: Sequence[Way], store: dist.Store, rank: int, world_size: int) -> None:
@@ -282,17 +282,17 @@ def run_ways(folder: Path, ways: Sequence[Way], store: dist.Store, rank: int, wo
             own_store = dist.PrefixStore(f"{way.name}/{number}", store)
             timeout = timedelta(seconds=60)
             if way.rollout_ranks:
-                worlds.initialize(own_store, rank, world_size, way.rollout_ranks, "gloo", timeout)
+                roles.initialize(own_store, rank, world_size, way.rollout_ranks, "gloo", timeout)
             else:
                 dist.init_process_group("gloo", store=own_store, rank=rank, world_size=world_size, timeout=timeout)
-            if worlds.is_rollout_rank():
+            if roles.is_rollout_rank():
                 generate(folder, way)
             else:
                 tensors |= train(folder, way, stop_at)
                 parallel_state.destroy_model_parallel()
             dist.barrier()
             dist.destroy_process_group()
-            worlds.leave()
+            roles.leave()
             # The next run of this process has not got the signals of this one.
             stops.received.clear()
             stops._diversion = None
@@ -301,7 +301,7 @@ def run_ways(folder: Path, ways: Sequence[Way], store: dist.Store, rank: int, wo
 
 
 def fork(folder: Path, ways: Sequence[Way], world_size: int) -> None:
-    """Run ``ways`` on forked ranks, whose worlds are theirs to make."""
+    """Run ``ways`` on forked ranks, whose roles are theirs to take."""
     port = free_port()
 
     def rank_main(rank: int) -> None:

@@ -37,7 +37,7 @@ from nemo_style_aligner.parallel.groups import (
     initialize_model_parallel,
     neighbour_group,
 )
-from nemo_style_aligner.rl.rollouts.engine_setup import training_group
+from nemo_style_aligner.rl.rollouts.setup import training_group
 from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.weights import shared_buckets as shared_buckets_module
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
@@ -254,7 +254,6 @@ def engine_group_speaks(layout: ParallelLayout) -> None:
     check(group.control is not ranks.group and dist.get_backend(group.control) == "gloo", "the wrong group")
     check(group.share(dist.get_rank()) == leader, "another leader's word")
     check(group.gather(dist.get_rank()) == list(range(leader, leader + layout.tp_size)), "other ranks are gathered")
-    check(int(group.agree(torch.tensor([dist.get_rank()]))) == leader, "another leader's tensor")
     limit = group.control._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
     check(limit > timedelta(seconds=7200), f"gives up after {limit}")
 

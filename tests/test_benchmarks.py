@@ -200,7 +200,7 @@ def test_balance(reports: dict[str, Report]) -> None:
 
 def test_work_queue(reports: dict[str, Report]) -> None:
     output, report = reports["work_queue.py"]
-    # One by one, every id is leased once, completed along with the next lease, and every worker asks once in vain.
+    # One by one, every id is taken once, and every worker asks once in vain.
     assert report["batches"]["1"]["requests"] == 64 + 8, output
     assert "medians of 1 round\n" in output and "\n1 id " in output
     assert 64 / 4 + 8 <= report["batches"]["4"]["requests"] < 64 + 8

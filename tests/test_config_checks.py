@@ -34,7 +34,7 @@ from nemo_style_aligner.config import ConfigError, check_config, complete_config
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.rl.rollouts.engine_setup import engine_size
+from nemo_style_aligner.rl.rollouts.setup import engine_size
 from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from nemo_style_aligner.wording import unescaped
@@ -585,11 +585,10 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     ),
     "choices and ranges that are looked at nowhere else": (
         "gpt_ppo_actor", 1,
-        "trainer.ppo.generation.engine=vllm trainer.ppo.trt_llm.backend=tensorrt exp_manager.watchdog_minutes=0 "
+        "trainer.ppo.generation.engine=vllm exp_manager.watchdog_minutes=0 "
         "model.activations_checkpoint_granularity=partial",
         (
             "trainer.ppo.generation.engine=vllm: choose embedded, megatron or trtllm",
-            "trainer.ppo.trt_llm.backend=tensorrt: choose engine or pytorch",
             "exp_manager.watchdog_minutes=0: must be in (0, 33333]",
             "model.activations_checkpoint_granularity=partial: choose selective or full",
         ),
@@ -1232,7 +1231,7 @@ def test_wrong_types_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "trainer.ppo.use_absolute_kl=1": "trainer.ppo.use_absolute_kl=1: must be True or False, this is a whole number",
         "model.num_layers=2.5": "model.num_layers=2.5: must be a whole number, this is a number",
         "model.scale_factor=far": "model.scale_factor='far': must be a number, this is text",
-        "trainer.ppo.trt_llm.engine_dir=[a]": "trainer.ppo.trt_llm.engine_dir=['a']: must be text, this is a list",
+        "trainer.ppo.trt_llm.sidecar_python=[a]": "trt_llm.sidecar_python=['a']: must be text, this is a list",
         "model.add_qkv_bias=2": "model.add_qkv_bias=2: must be True or False",
         "trainer.ppo.kl_clamp=[1]": "trainer.ppo.kl_clamp=[1]: must be a number, this is a list",
         "exp_manager.name=[a]": "exp_manager.name=['a']: must be text, this is a list",

@@ -1,4 +1,4 @@
-"""Images and a page install this package without its dependencies and list them by hand: lists must not fall behind."""
+"""Images install this package without its dependencies and list them by hand: the lists must not fall behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from packaging.specifiers import SpecifierSet
 
 # Brought by the images, or installed before everything else.
 OF_THE_IMAGE = {"gpu": {"torch", "megatron-core", "numpy"}}
-OF_THE_IMAGE["trtllm-engine"] = OF_THE_IMAGE["gpu"] | {"transformers", "tokenizers"}
 
 
 def requirements(pattern: str, text: str) -> dict[str, SpecifierSet]:
@@ -32,10 +31,3 @@ def test_dependencies_are_those_of_the_package(stage: str, declared: dict[str, S
     listed = requirements(r'"([a-z0-9_-]+[<>=][^"$]*)"', part)
     assert listed == {name: specifier for name, specifier in declared.items() if name not in OF_THE_IMAGE[stage]}
     assert "RUN pip freeze" not in part  # its `name @ file://` are no constraints where the file is gone
-
-
-def test_dependencies_beside_tensorrt_llm(declared: dict[str, SpecifierSet]) -> None:
-    """What docs/tensorrt_llm.md tells users to install."""
-    listed = requirements(r"'([a-z0-9_-]+[<>=][^']*)'", (ROOT / "docs/tensorrt_llm.md").read_text(encoding="utf-8"))
-    brought = OF_THE_IMAGE["trtllm-engine"]
-    assert listed == {name: specifier for name, specifier in declared.items() if name not in brought}

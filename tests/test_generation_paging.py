@@ -21,7 +21,7 @@ from nemo_style_aligner.generation.embedded.scheduler import Scheduler, Schedule
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows, request_key, sample
-from nemo_style_aligner.rl.rollouts.engine_setup import require_kv_cache
+from nemo_style_aligner.rl.rollouts.setup import require_kv_cache
 
 # ---- block table --------------------------------------------------------------------------------
 

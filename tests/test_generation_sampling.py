@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nemo_style_aligner.generation.engine import SamplingParams
+from nemo_style_aligner.generation.engine import SamplingParams, StopCondition, text_before_end
 from nemo_style_aligner.generation.sampling import (
     SamplingRows,
     apply_repetition_penalty,
@@ -24,7 +24,6 @@ from nemo_style_aligner.generation.sampling import (
     sample,
     uniform,
 )
-from nemo_style_aligner.generation.stopping import StopCondition, text_before_end
 
 
 def _rows(count: int, key: int = 0, **options: torch.Tensor) -> SamplingRows:

@@ -26,7 +26,7 @@ from nemo_style_aligner.rl.experience import make_experience
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
-from nemo_style_aligner.rl.rollouts.generator import GenerationTotals
+from nemo_style_aligner.rl.rollouts.generator import generation_metrics
 from nemo_style_aligner.rl.rollouts.prompts import PromptSource
 from nemo_style_aligner.rl.rollouts.setup import sampling_params
 from nemo_style_aligner.rl.settings import RLSettings
@@ -307,9 +307,7 @@ def test_samples_are_shown_without_what_pads_them() -> None:
 def test_active_slots_are_the_mean_of_a_pass() -> None:
     statistics = GenerationStatistics(steps=4, active_slot_steps=10)
     engine: Any = SimpleNamespace(statistics=statistics, num_compilations=0)
-    totals = GenerationTotals()
-    totals.add(engine, seconds=2.0)
-    assert totals.metrics(engine, is_leader=True)["active_slots"] == 2.5
+    assert generation_metrics(engine, seconds=2.0, is_leader=True)["active_slots"] == 2.5
 
 
 def test_policy_and_critic_are_trained_on_what_is_theirs() -> None:

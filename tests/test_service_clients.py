@@ -36,8 +36,7 @@ from served_critic import (
     wait_for,
 )
 
-from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
-from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueServer
 from nemo_style_aligner.servers import http_client, request_log
 from nemo_style_aligner.servers.http_client import (
     ClientLimits,
@@ -408,7 +407,7 @@ def test_who_only_listens_gets_no_secret() -> None:
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_a_proof_cannot_be_had_from_a_service_on_another_port(is_edited: bool) -> None:
     """Nor by who passes it on with a port of its own."""
-    server = WorkQueueServer(WorkQueue(600), token="s3cret")
+    server = WorkQueueServer(token="s3cret")
     received: list[bytes] = []
 
     def relay(connection: socket.socket) -> None:
@@ -443,11 +442,11 @@ def test_a_service_with_another_secret_is_an_error_at_once(theirs: str | None, m
 def test_once_the_secret_is_known_to_be_right_a_wrong_proof_is_waited_out() -> None:
     """Else whoever takes the port of a critic that is started again could end the actor's job with one answer."""
     limits = ClientLimits(total_s=20.0, away_s=20.0, first_backoff_s=0.05, max_backoff_s=0.1)
-    server = WorkQueueServer(WorkQueue(600), token="s3cret")
+    server = WorkQueueServer(token="s3cret")
     client = HttpClient(f"http://127.0.0.1:{server.port}", token="s3cret")
     assert client.request("GET", "/status", limits=limits).status_code == 200
     server.stop()
-    impostor = WorkQueueServer(WorkQueue(600), port=server.port, token="guess")
+    impostor = WorkQueueServer(port=server.port, token="guess")
     answers: list[int] = []
     asking = threading.Thread(
         target=lambda: answers.append(client.request("GET", "/status", limits=limits).status_code)
@@ -456,7 +455,7 @@ def test_once_the_secret_is_known_to_be_right_a_wrong_proof_is_waited_out() -> N
     asking.join(0.5)
     assert asking.is_alive()
     impostor.stop()
-    server = WorkQueueServer(WorkQueue(600), port=server.port, token="s3cret")
+    server = WorkQueueServer(port=server.port, token="s3cret")
     asking.join(20)
     client.close()
     server.stop()
@@ -491,7 +490,7 @@ def test_each_connection_is_proven_and_then_kept() -> None:
 def test_a_service_proves_itself_by_ipv6() -> None:
     if not Path("/proc/net/if_inet6").exists():
         pytest.skip("NOT TESTED: this machine has no IPv6")
-    server = WorkQueueServer(WorkQueue(600), host="::1", token="s3cret")
+    server = WorkQueueServer(host="::1", token="s3cret")
     client = HttpClient(f"http://[::1]:{server.port}", token="s3cret")
     try:
         assert client.request("GET", "/status", limits=BRIEF).status_code == 200
@@ -502,7 +501,7 @@ def test_a_service_proves_itself_by_ipv6() -> None:
 
 def test_localhost_is_where_the_services_are() -> None:
     """It stands for ::1 as well, where another user could listen and have the service's own proof passed on."""
-    server = WorkQueueServer(WorkQueue(600), host="localhost", token="s3cret")
+    server = WorkQueueServer(host="localhost", token="s3cret")
     client = HttpClient(f"http://localhost:{server.port}", token="s3cret")
     try:
         with contextlib.ExitStack() as stack:

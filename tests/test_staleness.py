@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import sys
@@ -20,11 +19,18 @@ from multirank_staleness import STEPS, UPDATES_PER_STEP
 from safetensors.torch import load_file
 
 from nemo_style_aligner.generation.engine import GenerationResult
+from nemo_style_aligner.parallel.roles import Channel, Wait
 from nemo_style_aligner.parallel.stop_signals import StopEarlyError
-from nemo_style_aligner.parallel.worlds import Link, Wait
-from nemo_style_aligner.rl.rollouts import remote
-from nemo_style_aligner.rl.rollouts.schedule import GenerationSchedule
-from nemo_style_aligner.rl.rollouts.wire import pack_request, pack_results, unpack_request, unpack_results
+from nemo_style_aligner.rl.rollouts import disaggregated
+from nemo_style_aligner.rl.rollouts.collector import GenerationSchedule
+from nemo_style_aligner.rl.rollouts.disaggregated import (
+    RemoteGenerator,
+    RemoteRound,
+    pack_request,
+    pack_results,
+    unpack_request,
+    unpack_results,
+)
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.telemetry.metrics import read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -82,7 +88,7 @@ def test_generating_on_other_ranks_changes_nothing(
         assert [value for _, value in curves(name)["train_rollouts/staleness_max"]] == [0.0] * STEPS
 
 
-def test_curves_are_those_of_one_world(curves: Callable[[str], dict[str, list[tuple[int, float]]]]) -> None:
+def test_curves_are_those_of_ranks_that_do_both(curves: Callable[[str], dict[str, list[tuple[int, float]]]]) -> None:
     """Validation, too: it generates with the newest weights."""
     assert curves("apart") == curves("together")
     assert [step for step, _ in curves("apart")["val_rollouts/rewards"]] == [2, 4, 5]
@@ -182,14 +188,21 @@ def test_stopped_and_resumed_is_as_if_never_stopped(
 
 def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() -> None:
     seeds: list[int] = []
-    round_ = SimpleNamespace(metrics=dict)
 
-    def start(prompts: Any, seed: int) -> Any:
-        seeds.append(seed)
-        return round_
+    class Generator(RemoteGenerator):
+        weight_version = 0
 
-    generator: Any = SimpleNamespace(weight_version=0, start=start)
-    collector: Any = SimpleNamespace(generator=generator, collect=lambda generation, group_size: None)
+        def __init__(self) -> None:
+            pass
+
+        def start(self, prompts: Any, seed: int) -> Any:
+            seeds.append(seed)
+            return SimpleNamespace(run=lambda take: {})
+
+    def collect(prompts: Any, group_size: int, generate: Any) -> Any:
+        return None, generate(None)
+
+    collector: Any = SimpleNamespace(generator=Generator(), collect=collect)
     prompts: Any = SimpleNamespace(batch=lambda start: [], samples_per_prompt=1)
     model: Any = None
     schedule = GenerationSchedule(collector, model, ScopedTimer(), 7, staleness=1, unload_engine=False)
@@ -208,118 +221,106 @@ def _last_state(log_dir: Path) -> dict[str, Any]:
     return json.loads((newest / "trainer_state.json").read_text())["trainer"]
 
 
-# ---- between the worlds -------------------------------------------------------------------------
+# ---- between the roles --------------------------------------------------------------------------
 
 
 @pytest.fixture
-def link() -> Link:
-    return Link(rank=0, size=2, num_rollout_ranks=1, store=dist.HashStore(), weights=None)
+def channel() -> Channel:
+    return Channel(rank=0, size=2, num_rollout_ranks=1, store=dist.HashStore(), weights=None)
 
 
-def test_messages_of_any_length(link: Link) -> None:
+def test_messages_of_any_length(channel: Channel) -> None:
     for content in (b"", b"short", bytes(range(256)) * (9 * 2**12)):  # the store itself takes 8 MiB
-        assert not link.has("message")
-        link.put("message", content)
-        assert link.has("message") and link.read("message") == content
-        link.drop("message")
-        assert link.store.num_keys() == 0
-    link.drop("message")
+        assert not channel.has("message")
+        channel.put("message", content)
+        assert channel.has("message") and channel.read("message") == content
+        channel.drop("message")
+        assert channel.store.num_keys() == 0
+    channel.drop("message")
 
 
-def test_commands_come_in_order_and_do_not_stay(link: Link) -> None:
-    link.post({"kind": "refit", "version": 3})
-    link.post({"kind": "end", "status": 75})
-    assert link.command(0) == {"kind": "refit", "version": 3}
-    assert link.command(1) == {"kind": "end", "status": 75}
-    assert link.store.num_keys() == 1  # how many there were
+def test_commands_come_in_order_and_do_not_stay(channel: Channel) -> None:
+    channel.post({"kind": "refit", "version": 3})
+    channel.post({"kind": "end", "status": 75})
+    assert channel.command(0) == {"kind": "refit", "version": 3}
+    assert channel.command(1) == {"kind": "end", "status": 75}
+    assert channel.store.num_keys() == 1  # how many there were
 
 
-def test_a_wait_ends_when_the_other_side_does_nothing(link: Link) -> None:
+def test_a_wait_ends_when_the_other_side_does_nothing(channel: Channel) -> None:
     seen = iter([0, 1, 2, 2, 2, 2, 2])
     with pytest.raises(TimeoutError, match=r"responses: nothing came for 0\.05 s .*wait_seconds.* last 1 ranks"):
-        Wait(link, 0.05, lambda: next(seen), "waiting for responses").until_there("never")
+        Wait(channel, 0.05, lambda: next(seen), "waiting for responses").until_there("never")
     assert next(seen) == 2  # it went on for as long as there was progress
 
 
-def test_a_wait_in_parts_has_one_limit(link: Link) -> None:
-    wait = Wait(link, 0.05, lambda: 0, "waiting for responses")
+def test_a_wait_in_parts_has_one_limit(channel: Channel) -> None:
+    wait = Wait(channel, 0.05, lambda: 0, "waiting for responses")
     with pytest.raises(TimeoutError):
         while True:
             assert not wait.until_there("never", time.monotonic() + 0.02)
 
 
-class Taken:
-    """A `ResponseSink`."""
-
-    def __init__(self) -> None:
-        self.results: list[GenerationResult] = []
-        self.num_flushed = 0
-
-    def add(self, result: GenerationResult) -> None:
-        self.results.append(result)
-
-    def flush(self) -> None:
-        self.num_flushed = len(self.results)
-
-
 @pytest.fixture
-def remote_round(link: Link, monkeypatch: pytest.MonkeyPatch) -> remote.RemoteRound:
+def remote_round(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> RemoteRound:
     """Of two responses."""
-    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(disaggregated, "PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    return remote.RemoteRound(link, "round/1", [Prompt(0, [1]), Prompt(1, [2])], wait_seconds=60.0)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 1)
+    monkeypatch.setattr(disaggregated, "broadcast_object", lambda value: value)
+    monkeypatch.setattr(disaggregated.stops, "check", lambda: None)
+    return RemoteRound(channel, "round/1", [Prompt(0, [1]), Prompt(1, [2])], wait_seconds=60.0)
 
 
 RESULTS = [GenerationResult(0, [1], [4], [-1.0], "stop", 0), GenerationResult(1, [2], [5], [-1.0], "stop", 0)]
 
 
 def test_a_rank_that_has_its_share_hears_of_the_others(
-    link: Link, remote_round: remote.RemoteRound, monkeypatch: pytest.MonkeyPatch
+    channel: Channel, remote_round: RemoteRound, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No collective waits for a response: here another rank's come late."""
     others = iter([1, 1, 0])
-    monkeypatch.setattr(remote, "all_reduce_max", lambda own: max(own, next(others)))
+    monkeypatch.setattr(disaggregated, "all_reduce_max", lambda own: max(own, next(others)))
     checks: list[int] = []
-    monkeypatch.setattr(remote.stops, "check", lambda: checks.append(1))
+    monkeypatch.setattr(disaggregated.stops, "check", lambda: checks.append(1))
     for number, result in enumerate(RESULTS):
-        link.put(f"round/1/{number}", pack_results([result]))
-    taken = Taken()
-    remote_round.run(taken)
-    assert (taken.results, taken.num_flushed, len(checks)) == (RESULTS, 2, 3)
+        channel.put(f"round/1/{number}", pack_results([result]))
+    channel.put("round/1/metrics", b"{}")
+    taken: list[GenerationResult] = []
+    remote_round.run(taken.append)
+    assert (taken, len(checks)) == (RESULTS, 3)
 
 
 def test_a_stop_of_another_rank_ends_the_wait_and_loses_nothing(
-    link: Link, remote_round: remote.RemoteRound, monkeypatch: pytest.MonkeyPatch
+    channel: Channel, remote_round: RemoteRound, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = Taken()
+    taken: list[GenerationResult] = []
 
     def check() -> None:
-        if len(taken.results) == 1:
+        if len(taken) == 1:
             raise StopEarlyError("received SIGUSR1")
-        link.put("round/1/0", pack_results(RESULTS[:1]))  # while the others look for signals
+        channel.put("round/1/0", pack_results(RESULTS[:1]))  # while the others look for signals
 
-    monkeypatch.setattr(remote.stops, "check", check)
+    monkeypatch.setattr(disaggregated.stops, "check", check)
     with pytest.raises(StopEarlyError):
-        remote_round.run(taken)
-    assert taken.num_flushed == 1  # scored while the next one is made
-    link.put("round/1/1", pack_results(RESULTS[1:]))
+        remote_round.run(taken.append)
+    channel.put("round/1/1", pack_results(RESULTS[1:]))
     assert remote_round.wait() == RESULTS  # to be kept in a checkpoint
 
 
 def test_nothing_of_a_round_stays_in_the_store(
-    link: Link, remote_round: remote.RemoteRound, monkeypatch: pytest.MonkeyPatch
+    channel: Channel, remote_round: RemoteRound, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor when a refit waits for the round again, which is known until its step ends."""
-    monkeypatch.setattr(remote, "broadcast_object", lambda value: value)
-    link.put("round/1", b"the request")
+    channel.put("round/1", b"the request")
     for number, result in enumerate(RESULTS):
-        assert link.add("round/1/count", 1) == link.count("round/1/count") == number + 1
-        link.put(f"round/1/{number}", pack_results([result]))
-    link.put("round/1/metrics", b'{"seconds": 1.0}')
-    assert remote_round.wait() == RESULTS and remote_round.metrics() == {"seconds": 1.0}
-    assert remote_round.wait() == RESULTS
-    assert link.store.num_keys() == 0
+        assert channel.add("round/1/count", 1) == channel.count("round/1/count") == number + 1
+        channel.put(f"round/1/{number}", pack_results([result]))
+    channel.put("round/1/metrics", b'{"seconds": 1.0}')
+    taken: list[GenerationResult] = []
+    assert remote_round.wait() == RESULTS and remote_round.run(taken.append) == {"seconds": 1.0}
+    assert remote_round.wait() == taken == RESULTS
+    assert channel.store.num_keys() == 0
 
 
 def test_prompts_and_responses_come_out_as_they_went_in() -> None:
@@ -332,18 +333,3 @@ def test_prompts_and_responses_come_out_as_they_went_in() -> None:
     assert unpack_results(pack_results([])) == []  # a rank without a share
     prompts, seed = [Prompt(3, [1, 2], 7.3), Prompt(3, [1, 2], 7.3), Prompt(0, [5])], 2**63 - 1
     assert unpack_request(pack_request(prompts, seed)) == (prompts, seed)
-
-
-def test_packing_leaves_nothing_behind() -> None:
-    """Nearly every step packs another number of tokens."""
-
-    def num_types() -> int:
-        gc.collect()
-        return sum(issubclass(type(thing), type) for thing in gc.get_objects())
-
-    pack_request([Prompt(0, [1])], 0)
-    before = num_types()
-    for length in range(1001, 1006):
-        pack_request([Prompt(0, [1] * length)], 0)
-        pack_results([GenerationResult(0, [1], [1] * length, [0.0] * length, "length", 0)])
-    assert num_types() < before + 5  # one or more for each length

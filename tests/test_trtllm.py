@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import inspect
-import json
 import logging
 import os
 import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,19 +20,22 @@ from generation_models import architecture, hf_model, weights_of
 from omegaconf import DictConfig, OmegaConf
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import AutoModelForCausalLM
-from trtllm_standins import MANIFEST, Standins, differences, signature_of
+from trtllm_standins import Standins, differences, signature_of
 
 from nemo_style_aligner.config import load_defaults
-from nemo_style_aligner.generation.trtllm import construct, streams, versions
-from nemo_style_aligner.generation.trtllm.streams import buckets
-from nemo_style_aligner.generation.trtllm.versions import (
-    Backend,
+from nemo_style_aligner.generation.shard import EngineGroup
+from nemo_style_aligner.generation.trtllm import construct, sidecar_engine
+from nemo_style_aligner.generation.trtllm.construct import (
+    PIN,
     Installation,
     TensorRTLLMMismatch,
     TensorRTLLMUnavailable,
-    find_installation,
+    find_trtllm,
 )
-from nemo_style_aligner.rl.rollouts.engine_setup import choose_engine
+from nemo_style_aligner.generation.trtllm.sidecar_engine import buckets
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.rl.rollouts.setup import choose_engine
 from nemo_style_aligner.weights.checked import checked
 from nemo_style_aligner.weights.huggingface import write_checkpoint
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
@@ -40,77 +43,59 @@ from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 # ---- which TensorRT-LLM ---------------------------------------------------------------------------
 
 
+def _config(**changes: Any) -> DictConfig:
+    cfg = load_defaults("gpt_ppo_actor")
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value)
+    return cfg
+
+
 def _installed(monkeypatch: pytest.MonkeyPatch, own: str | None, elsewhere: str | None = None) -> None:
-    monkeypatch.setattr(versions, "installed_version", lambda python=None: elsewhere if python else own)
+    monkeypatch.setattr(construct, "installed_version", lambda python=None: elsewhere if python else own)
+    monkeypatch.setattr(construct.torch.cuda, "is_available", lambda: True)
 
 
 @pytest.mark.parametrize(
-    "own, backend, sidecar, found",
-    [
-        ("1.2.1", None, None, ("engine", "1.2.1")),
-        ("1.0.0", "engine", None, ("engine", "1.0.0")),
-        ("1.2.1+cu13", None, None, ("engine", "1.2.1+cu13")),
-        ("1.2.1+cu13", "engine", None, ("engine", "1.2.1+cu13")),
-        ("1.2.1", "pytorch", None, ("pytorch", "1.2.1")),
-        ("1.3.0rc24", None, None, ("pytorch", "1.3.0rc24")),
-        ("1.2.1", None, "/env/python", ("pytorch", "1.4.0rc1")),
-        (None, None, "/env/python", ("pytorch", "1.4.0rc1")),
-        ("1.2.1", "engine", "/env/python", ("engine", "1.2.1")),
-    ],
+    "sidecar, found",
+    [(None, Installation("1.2.1+cu13", sys.executable)), ("/env/python", Installation("1.4.0rc1", "/env/python"))],
 )
-def test_the_backend_follows_what_is_installed(
-    own: str | None,
-    backend: Backend | None,
-    sidecar: str | None,
-    found: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_sidecars_python_is_looked_at(
+    sidecar: str | None, found: Installation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _installed(monkeypatch, own, "1.4.0rc1")
-    installation = find_installation(backend, sidecar)
-    assert (installation.backend, installation.version) == found
-    assert installation.python == (sidecar if sidecar and found[0] == "pytorch" else sys.executable)
+    _installed(monkeypatch, "1.2.1+cu13", "1.4.0rc1")
+    assert find_trtllm(_config(trainer__ppo__trt_llm__sidecar_python=sidecar)) == found
 
 
 @pytest.mark.parametrize(
-    "own, backend, error, text",
+    "own, error, text",
     [
-        (None, None, TensorRTLLMUnavailable, r"pip install .*tensorrt-llm==1\.2\.1"),
-        (None, "pytorch", TensorRTLLMUnavailable, r"pip install --pre .*tensorrt-llm==1\.3\.0rc24"),
-        ("1.3.0rc24", "engine", TensorRTLLMMismatch, r"1\.3\.0rc24 is installed.*to 1\.2\.1.*tensorrt-llm==1\.2\.1"),
-        ("0.13.0", None, TensorRTLLMMismatch, r"0\.13\.0 is installed.*from 1\.0\.0.*tensorrt-llm==1\.2\.1"),
-        ("1.1.0", "pytorch", TensorRTLLMMismatch, r"1\.1\.0 is installed.*from 1\.2\.0 on.*tensorrt-llm==1\.3\.0rc24"),
-        ("unknown", None, TensorRTLLMMismatch, "'unknown', which is not a valid one"),
+        (None, TensorRTLLMUnavailable, r"not installed.*python -m pip install --pre .*tensorrt-llm==1\.3\.0rc24"),
+        ("1.1.0", TensorRTLLMMismatch, r"1\.1\.0 is installed.*from 1\.2\.0 on.*tensorrt-llm==1\.3\.0rc24"),
+        ("unknown", TensorRTLLMMismatch, "'unknown', which is not a valid one"),
     ],
 )
 def test_a_missing_or_wrong_version_names_the_command(
-    own: str | None, backend: Backend | None, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+    own: str | None, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _installed(monkeypatch, own)
     with pytest.raises(error, match=text):
-        find_installation(backend, None)
+        find_trtllm(_config())
 
 
 def test_another_python_is_asked_for_its_version(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    assert versions.installed_version(str(python)) is None
+    assert construct.installed_version(str(python)) is None
     metadata = tmp_path / "tensorrt_llm-1.3.0rc24.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt-llm\nVersion: 1.3.0rc24\n")
-    assert versions.installed_version(str(python)) == "1.3.0rc24"
+    assert construct.installed_version(str(python)) == "1.3.0rc24"
     with pytest.raises(TensorRTLLMUnavailable, match=r"sidecar_python=/nowhere/python cannot be run"):
-        versions.installed_version("/nowhere/python")
+        construct.installed_version("/nowhere/python")
     python.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
     with pytest.raises(TensorRTLLMUnavailable, match=r"status 3.*broken"):
-        versions.installed_version(str(python))
-
-
-def _config(**changes: Any) -> DictConfig:
-    cfg = load_defaults("gpt_ppo_actor")
-    for key, value in changes.items():
-        OmegaConf.update(cfg, key.replace("__", "."), value)
-    return cfg
+        construct.installed_version(str(python))
 
 
 def test_enable_means_the_embedded_engine_where_there_is_no_tensorrt_llm(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,20 +107,59 @@ def test_enable_means_the_embedded_engine_where_there_is_no_tensorrt_llm(caplog:
 
 
 def test_asking_for_it_by_name_is_an_error_without_it() -> None:
-    with pytest.raises(RuntimeError, match=r"pip install .*tensorrt-llm==1\.2\.1"):
+    with pytest.raises(RuntimeError, match=r"pip install .*tensorrt-llm==1\.3\.0rc24"):
         choose_engine(_config(trainer__ppo__generation__engine="trtllm"))
 
 
 def test_where_it_is_installed_enable_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    _installed(monkeypatch, "1.2.1")
     enabled = _config(trainer__ppo__trt_llm__enable=True)
-    assert choose_engine(enabled) == "embedded"  # installed, but there is no GPU here
-    monkeypatch.setattr(construct.torch.cuda, "is_available", lambda: True)
+    with monkeypatch.context() as without_gpu:
+        _installed(without_gpu, PIN)
+        without_gpu.setattr(construct.torch.cuda, "is_available", lambda: False)
+        assert choose_engine(enabled) == "embedded"
+    _installed(monkeypatch, PIN)
     assert choose_engine(enabled) == "trtllm"
-    assert construct.find_trtllm(enabled) == Installation("engine", "1.2.1", sys.executable)
     _installed(monkeypatch, "0.13.0")
     with pytest.raises(TensorRTLLMMismatch):
         choose_engine(enabled)
+
+
+def test_an_engine_comes_out_of_the_actors_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = _config(trainer__ppo__trt_llm__unload_engine_train=True)
+    with single_process():
+        model = build_model(architecture(), {"make_vocab_size_divisible_by": 64}, torch.float32, trainable=False)
+
+        def engine() -> sidecar_engine.SidecarEngine:
+            options = {"num_slots": 3, "max_sequence_length": 160, "eos_id": 1}
+            return construct.trtllm_engine(cfg, model, EngineGroup(), **options)
+
+        _installed(monkeypatch, "1.2.1")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="12-34"))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        for key, value, default in (
+            ("trainer.ppo.policy_logprobs", "engine", "trainer"),
+            ("trainer.ppo.importance_weight_cap", 2.0, None),
+            ("model.ppo.sampling_params.repetition_penalty", 1.2, 1.0),
+        ):
+            OmegaConf.update(cfg, key, value)
+            with pytest.raises(ValueError, match=key.rpartition(".")[2]):
+                engine()
+            OmegaConf.update(cfg, key, default)
+        with monkeypatch.context() as allocator, pytest.raises(ValueError, match="expandable segments"):
+            allocator.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+            engine()
+        with monkeypatch.context() as two, pytest.raises(ValueError, match=r"see their GPUs as 0, 0.*srun"):
+            two.setattr(
+                EngineGroup,
+                "gather",
+                lambda self, own: [own, (own[0], "another")] if isinstance(own, tuple) else [own],
+            )
+            engine()
+        settings = engine()._settings
+    assert settings.device_uuids == ("GPU-12-34",) and settings.environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert settings.sleep and settings.bucket_bytes == 512 * 2**20 and settings.start_seconds == 1800
+    assert settings.python == sys.executable
 
 
 def test_nothing_of_tensorrt_llm_is_imported_before_an_engine_is_made(tmp_path: Path) -> None:
@@ -184,8 +208,8 @@ def test_handles_are_those_that_every_version_of_torch_reads(monkeypatch: pytest
         middle = (torch.storage.TypedStorage, tensor.dtype, 0, handle, 256, 512, False, b"counter", 0, b"event", True)
         return rebuild_cuda_tensor, (torch.Tensor, tensor.size(), tensor.stride(), 0, *middle)
 
-    monkeypatch.setattr(streams, "reduce_tensor", reduced)
-    encoded = streams.ipc_handles([(str(size), torch.zeros(size)) for size in given])
+    monkeypatch.setattr(sidecar_engine, "reduce_tensor", reduced)
+    encoded = sidecar_engine.ipc_handles([(str(size), torch.zeros(size)) for size in given])
     found = pickle.loads(base64.b64decode(encoded))
     assert [(name, function) for name, (function, _) in found] == [(str(size), rebuild_cuda_tensor) for size in given]
     assert [arguments[7] for _, (_, arguments) in found] == [plain, plain, plain, given[67]]
@@ -221,45 +245,28 @@ def test_what_the_sidecar_gets_is_a_hugging_face_model(family: str, tmp_path: Pa
 
 
 def test_every_recorded_signature_has_a_source_and_parses() -> None:
-    for profile in json.loads(MANIFEST.read_text())["profiles"].values():
-        for symbol, entry in profile["symbols"].items():
-            source = entry["source"]
-            assert "url" in source or "repository" in source, symbol
-            assert "url" in source or "commit" in source or "note" in source or "note" in entry, symbol
-            if "def" in entry:
-                signature_of(entry["def"])
+    for symbol, entry in trtllm_standins.load_symbols().items():
+        source = entry["source"]
+        assert "url" in source or "repository" in source, symbol
+        assert "url" in source or "commit" in source or "note" in source or "note" in entry, symbol
+        if "def" in entry:
+            signature_of(entry["def"])
 
 
 def test_standins_refuse_what_the_signatures_refuse() -> None:
-    standins = Standins("engine", {"tensorrt_llm.builder:build": lambda model, build_config: "engine"})
-    builder: Any = standins.modules["tensorrt_llm.builder"]
-    assert builder.build(1, build_config=2) == "engine"
-    assert standins.named("tensorrt_llm.builder:build") == [{"model": 1, "build_config": 2}]
-    with pytest.raises(TypeError):
-        builder.build(1, config=2)
-    with pytest.raises(TypeError):
-        builder.BuildConfig(max_output_len=3)
-    with pytest.raises(AttributeError, match="no field 'gemm'"):
-        standins.modules["tensorrt_llm.plugin"].PluginConfig().gemm = "auto"  # type: ignore[attr-defined]
-    models: Any = standins.modules["tensorrt_llm.models"]
-    with pytest.raises(TypeError, match="moe_top"):
-        models.LLaMAConfig(
-            architecture="x", dtype="y", hidden_size=1, num_hidden_layers=1, num_attention_heads=1, moe_top=1
-        )
-    with pytest.raises(TypeError, match=r"missing.*num_attention_heads"):
-        models.LLaMAConfig(architecture="x", dtype="y", hidden_size=1, num_hidden_layers=1)
-    asynchronous: Any = Standins("pytorch").modules["tensorrt_llm._torch.async_llm"]
+    standins = Standins()
+    asynchronous: Any = standins.modules["tensorrt_llm._torch.async_llm"]
+    asynchronous.AsyncLLM(model="m", dtype="bfloat16")
+    (call,) = standins.named("tensorrt_llm._torch.async_llm:AsyncLLM")
+    assert call["model"] == "m" and call["dtype"] == "bfloat16"
     with pytest.raises(TypeError, match="gpu_memory_utilization"):
         asynchronous.AsyncLLM(model="m", gpu_memory_utilization=0.5)
 
 
-def test_the_record_can_be_compared_with_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tensorrt_llm").mkdir()
-    (tmp_path / "tensorrt_llm" / "builder.py").write_text(
-        "class Engine:\n def save(self, engine_dir): ...\n @classmethod\n def from_dir(cls, folder): ...\n"
-        "def build(model, build_config): ...\n"
-    )
+def test_the_record_can_be_compared_with_a_wheel(tmp_path: Path) -> None:
+    folder = tmp_path / "tensorrt_llm" / "llmapi"
+    folder.mkdir(parents=True)
+    (folder / "rlhf_utils.py").write_text("class WorkerExtension:\n def update_weights(self, buckets): ...\n")
     found = differences(tmp_path)
-    assert any("Engine.from_dir" in line and "folder" in line for line in found)
-    assert not any("Engine.save" in line or "builder:build:" in line for line in found)
-    assert trtllm_standins.load_symbols("engine").keys() >= {"tensorrt_llm.builder:build"}
+    assert any("WorkerExtension.update_weights" in line and "buckets" in line for line in found)
+    assert any("AsyncLLM" in line and "not found" in line for line in found)

@@ -1,9 +1,7 @@
 """TensorRT-LLM itself, on a GPU. Skipped, with the reason, wherever something of that is missing.
 
-Nobody has run these tests yet (docs/tensorrt_llm.md). They need a machine with a GPU and
-
-- for the engine backend: tensorrt-llm 1.0 to 1.2.1 in this environment, and `mpirun` or `srun --mpi=pmix`;
-- for the pytorch backend: TRTLLM_SIDECAR_PYTHON, the python of an environment with tensorrt-llm 1.2 or later.
+Nobody has run these tests yet (docs/tensorrt_llm.md). They need a machine with a GPU and TRTLLM_SIDECAR_PYTHON, the
+python of an environment with tensorrt-llm 1.2 or later.
 
     pytest tests/test_trtllm_hardware.py -rs
 """
@@ -15,49 +13,34 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from generation_models import EOS, architecture, hf_logits, hf_model, ragged_requests, weights_of
-from trtllm_standins import differences
 
+from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParams
-from nemo_style_aligner.generation.trtllm.engine_weights import EngineWeights, engine_model
+from nemo_style_aligner.generation.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 from nemo_style_aligner.generation.trtllm.sidecar.process import sidecar_environment
-from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
-from nemo_style_aligner.generation.trtllm.streams import ipc_handles
-from nemo_style_aligner.generation.trtllm.tensorrt_engine import TensorRTEngine
-from nemo_style_aligner.generation.trtllm.tensorrt_library import BuildShape, TensorRTLibrary
-from nemo_style_aligner.generation.trtllm.versions import (
-    Backend,
-    TensorRTLLMMismatch,
-    TensorRTLLMUnavailable,
-    find_installation,
-)
+from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings, ipc_handles
 
 pytestmark = pytest.mark.gpu
 
 SIDECAR_PYTHON = os.environ.get("TRTLLM_SIDECAR_PYTHON")
 
 
-def _missing(backend: Backend) -> str | None:
-    """Why a backend cannot be tested here."""
-    if not torch.cuda.is_available():
-        return f"NOT TESTED: TensorRT-LLM backend={backend} needs a CUDA device, and there is none"
-    if backend == "pytorch" and SIDECAR_PYTHON is None:
-        return "NOT TESTED: TensorRT-LLM backend=pytorch needs TRTLLM_SIDECAR_PYTHON, the python that has it"
+def _missing() -> str | None:
+    """Why TensorRT-LLM cannot be tested here."""
+    if SIDECAR_PYTHON is None:
+        return "NOT TESTED: TensorRT-LLM needs TRTLLM_SIDECAR_PYTHON, the python that has it"
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.trainer.ppo.trt_llm.sidecar_python = SIDECAR_PYTHON
     try:
-        find_installation(backend, SIDECAR_PYTHON if backend == "pytorch" else None)
+        find_trtllm(cfg)
     except (TensorRTLLMUnavailable, TensorRTLLMMismatch) as reason:
         return f"NOT TESTED: {reason}"
     return None
-
-
-def _needs(backend: Backend) -> pytest.MarkDecorator:
-    reason = _missing(backend)
-    return pytest.mark.skipif(reason is not None, reason=reason or "")
 
 
 def _cuda_weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -88,56 +71,7 @@ def _check(engine: GenerationEngine, steps: int = 3) -> None:
         assert EOS not in result.token_ids[:2]
 
 
-# ---- engine ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tensorrt_engine() -> TensorRTEngine:
-    a = architecture()
-    shape = BuildShape(
-        model=engine_model(a, "llama", torch.bfloat16), max_batch_size=4, max_input_len=64, max_seq_len=160
-    )
-    engine = TensorRTEngine(
-        TensorRTLibrary(shape),
-        EngineWeights(a, dtype=torch.bfloat16, tp_size=1, tp_rank=0),
-        lambda: _cuda_weights(9).items(),
-        num_slots=4,
-        max_input_length=64,
-        max_sequence_length=160,
-        vocab_size=a.vocab_size,
-        eos_id=EOS,
-    )
-    engine.build()
-    return engine
-
-
-@pytest.mark.trtllm
-@_needs("engine")
-def test_tensorrt_engine_refits(tensorrt_engine: TensorRTEngine) -> None:
-    _check(tensorrt_engine)
-
-
-@pytest.mark.trtllm
-@_needs("engine")
-def test_tensorrt_engine_unloads(tensorrt_engine: TensorRTEngine) -> None:
-    tensorrt_engine.refit(_cuda_weights().items(), 0)
-    loaded = torch.cuda.mem_get_info()[0]
-    tensorrt_engine.unload()
-    assert torch.cuda.mem_get_info()[0] > loaded
-    tensorrt_engine.reload()
-    _check(tensorrt_engine, steps=1)
-
-
-@pytest.mark.trtllm
-@_needs("engine")
-def test_recorded_signatures_are_those_of_the_installed_engine_library() -> None:
-    import tensorrt_llm
-
-    found = differences(Path(tensorrt_llm.__file__).parent.parent)
-    assert not [line for line in found if line.startswith("engine") and "not found" not in line]
-
-
-# ---- pytorch --------------------------------------------------------------------------------------
+# ---- with TensorRT-LLM ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -149,11 +83,9 @@ def sidecar_engine() -> Iterator[SidecarEngine]:
         sleep=True,
         kv_cache_memory_fraction=0.2,
         bucket_bytes=100_000,
-        max_restarts=1,
         start_seconds=900,
         refit_seconds=120,
         request_seconds=120,
-        ping_seconds=60,
     )
     engine = SidecarEngine(
         architecture(),
@@ -162,7 +94,6 @@ def sidecar_engine() -> Iterator[SidecarEngine]:
         num_slots=4,
         max_sequence_length=160,
         eos_id=EOS,
-        recover_weights=lambda: _cuda_weights().items(),
     )
     engine.build()
     yield engine
@@ -170,7 +101,7 @@ def sidecar_engine() -> Iterator[SidecarEngine]:
 
 
 @pytest.mark.trtllm
-@_needs("pytorch")
+@pytest.mark.skipif(_missing() is not None, reason=_missing() or "")
 def test_sidecar_refits_and_sleeps(sidecar_engine: SidecarEngine) -> None:
     _check(sidecar_engine)
     awake = torch.cuda.mem_get_info()[0]

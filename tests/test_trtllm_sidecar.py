@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import textwrap
@@ -21,24 +20,23 @@ import pytest
 import torch
 from generation_models import EOS, VOCAB, architecture
 from trtllm_fake_sidecar import (
-    DIE_ONCE,
+    DIE,
     FALL_SHORT,
     HANG,
     INVALID,
-    LONG_SECONDS,
     REFUSE,
-    TAKE_LONG,
     encode_bucket,
     make_package,
 )
 
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams, WeightStream
-from nemo_style_aligner.generation.engine_group import EngineGroup
-from nemo_style_aligner.generation.shard import TensorParallel
+from nemo_style_aligner.generation.shard import EngineGroup, TensorParallel
 from nemo_style_aligner.generation.trtllm import sidecar_engine
-from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost, sidecar_environment
+from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, sidecar_environment
 from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
 from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
@@ -71,11 +69,9 @@ def settings_for(folder: Path, version: str = "1.3.0rc24", **changes: Any) -> Si
         sleep=False,
         kv_cache_memory_fraction=0.3,
         bucket_bytes=20_000,
-        max_restarts=1,
         start_seconds=60,
         refit_seconds=30,
         request_seconds=30,
-        ping_seconds=20,
     )
     return dataclasses.replace(settings, **changes)
 
@@ -266,87 +262,40 @@ def test_sleep_and_wake_up(version: str, switch: str, weight_tags: list[str], tm
 # ---- death, hanging, orphans -----------------------------------------------------------------------
 
 
-def test_a_sidecar_that_dies_while_generating_is_replaced(tmp_path: Path) -> None:
-    engine = engine_for(settings_for(tmp_path), recover_weights=lambda: weights(3))
-    try:
-        engine.refit(weights(3), version=7)
-        results = generate(engine, [10, 20], [DIE_ONCE, 20], [12, 20], [13, 20], [14, 20], [15, 20])
-        assert [r.token_ids for r in results] == [[23, 26, 29, 32, 35]] * 6
-        assert {r.weight_version for r in results} == {7}
-        assert engine.num_compilations == 2
-    finally:
-        engine.close()
-
-
-def test_without_the_weights_a_death_is_an_error_in_time_and_a_refit_repairs_it(tmp_path: Path) -> None:
+def test_a_death_is_an_error_in_time_that_shows_the_log(tmp_path: Path) -> None:
     engine = engine_for(settings_for(tmp_path))
     try:
         engine.refit(weights(3), version=0)
         begin = time.monotonic()
-        with pytest.raises(SidecarLost, match=r"(?s)is gone; it ended with status -9.*about to die"):
-            generate(engine, [DIE_ONCE, 20])
+        with pytest.raises(SidecarError, match=r"(?s)is gone; it ended with status -9.*about to die"):
+            generate(engine, [DIE, 20])
         assert time.monotonic() - begin < 10
-        assert engine.weight_version == -1
-        engine.refit(weights(3), version=1)  # finds it dead and starts another
-        assert generate(engine, [10, 20])[0].token_ids[0] == 23
-        assert engine._sidecar is not None
-        os.kill(engine._sidecar.pid, signal.SIGKILL)
-        with pytest.raises(SidecarLost, match="max_restarts"):
-            engine.refit(weights(3), version=2)
     finally:
         engine.close()
 
 
-def test_a_sidecar_that_hangs_is_found_out_by_its_health_check(tmp_path: Path) -> None:
-    engine = engine_for(settings_for(tmp_path, ping_seconds=1.5))
+def test_every_wait_has_a_limit_that_the_watchdog_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[float] = []
+    receive = Sidecar._receive
+
+    def noted(sidecar: Sidecar, seconds: float) -> None:
+        bounds.append(activity.current().bound)
+        receive(sidecar, seconds)
+
+    monkeypatch.setattr(Sidecar, "_receive", noted)
+    engine = engine_for(settings_for(tmp_path, start_seconds=70, request_seconds=1.0))
     assert engine._sidecar is not None
     pid = engine._sidecar.pid
     try:
+        assert set(bounds) == {70}
         engine.refit(weights(3), version=0)
-        begin = time.monotonic()
-        with pytest.raises(SidecarLost, match=r"does not answer a health check within 1.5 s; it still runs"):
-            generate(engine, [HANG, 20])
-        assert time.monotonic() - begin < 10
-        engine.refit(weights(3), version=1)
-        assert generate(engine, [10, 20])[0].token_ids[0] == 23
-        assert not psutil.pid_exists(pid)
-    finally:
-        engine.close()
-
-
-def test_a_response_that_takes_long_is_no_standstill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answered pings are progress; the watchdog leaves each wait the time that the sidecar has."""
-    bounds: list[float] = []
-    times: list[float] = []
-    wait = Sidecar._wait
-
-    def noted(sidecar: Sidecar, *arguments: Any) -> Any:
-        bounds.append(activity.current().bound)
-        return wait(sidecar, *arguments)
-
-    monkeypatch.setattr(Sidecar, "_wait", noted)
-    engine = engine_for(settings_for(tmp_path, start_seconds=70, request_seconds=50, ping_seconds=3))
-    try:
-        assert bounds == [70]
-        engine.refit(weights(3), version=0)
-        monkeypatch.setattr(activity, "progress", lambda: times.append(time.monotonic()))
         bounds.clear()
-        begin = time.monotonic()
-        generate(engine, [TAKE_LONG, 20])
-        assert bounds == [50]
-        assert [at for at in times if 1.0 < at - begin < LONG_SECONDS - 0.5]
-    finally:
-        engine.close()
-
-
-def test_every_wait_has_a_limit(tmp_path: Path) -> None:
-    engine = engine_for(settings_for(tmp_path, request_seconds=1.0, max_restarts=0))
-    try:
-        engine.refit(weights(3), version=0)
-        with pytest.raises(SidecarLost, match="gave no answer within 1 s"):
+        with pytest.raises(SidecarError, match="gave no answer within 1 s; it still runs"):
             generate(engine, [HANG, 20])
+        assert set(bounds) == {1.0}
     finally:
         engine.close()
+    assert not psutil.pid_exists(pid)
 
 
 def test_a_sidecar_ends_with_its_parent_even_with_a_blocked_loop(tmp_path: Path) -> None:
@@ -354,7 +303,7 @@ def test_a_sidecar_ends_with_its_parent_even_with_a_blocked_loop(tmp_path: Path)
         """
         import json, sys, time
         from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar
-        sidecar = Sidecar(sys.executable, json.loads(sys.argv[1]), ping_seconds=20)
+        sidecar = Sidecar(sys.executable, json.loads(sys.argv[1]))
         sidecar.call("start", 60, model="", dtype="bfloat16", tensor_parallel_size=1, max_batch_size=1, max_seq_len=9,
                      vocab_size=96, vocab_limit=96, kv_cache_memory_fraction=0.1, sleep=False)
         sidecar.send("generate", prompt_token_ids=[90], max_new_tokens=1, min_new_tokens=0, stop_ids=[1],
@@ -377,8 +326,8 @@ def test_a_sidecar_ends_with_its_parent_even_with_a_blocked_loop(tmp_path: Path)
 
 
 def test_a_python_or_a_package_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SidecarLost, match="cannot be started with /nowhere/python"):
-        Sidecar("/nowhere/python", {}, 1.0)
+    with pytest.raises(SidecarError, match="cannot be started with /nowhere/python"):
+        Sidecar("/nowhere/python", {})
     settings = settings_for(tmp_path)
     bare = {name: value for name, value in settings.environment.items() if name != "PYTHONPATH"}
     with pytest.raises(SidecarError, match="No module named 'tensorrt_llm'"):
@@ -399,12 +348,22 @@ def test_what_goes_wrong_on_the_leader_reaches_every_rank(tmp_path: Path, monkey
     monkeypatch.setattr(sidecar_engine, "Sidecar", full)
     with pytest.raises(SidecarError, match="No space left"):
         engine_for(settings_for(tmp_path), group=Group())
-    assert [kind for kind, _ in told] == ["error"]
+    assert told == [(None, "TensorRT-LLM sidecar: [Errno 28] No space left on device")]
 
 
-def test_a_model_that_hugging_face_lacks_is_an_error_of_every_rank(tmp_path: Path) -> None:
-    odd = dataclasses.replace(architecture(), normalization="layernorm1p")
-    with pytest.raises(ValueError, match="Hugging Face"):
+@pytest.mark.parametrize(
+    "odd, text",
+    [
+        (dataclasses.replace(architecture(), normalization="layernorm1p"), "Hugging Face"),
+        (dataclasses.replace(architecture(), rope_scaling=RopeScaling("yarn", 2.0, 64)), "rope_type=yarn.*embedded"),
+        (architecture("smollm3"), "layers without a rotary.*embedded"),
+        (architecture("granite"), "multipliers.*embedded"),
+    ],
+)
+def test_a_model_that_tensorrt_llm_lacks_is_an_error_of_every_rank(
+    odd: ModelArchitecture, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=text):
         SidecarEngine(odd, settings_for(tmp_path), dtype=torch.bfloat16, num_slots=1, max_sequence_length=9, eos_id=EOS)
 
 
@@ -477,7 +436,7 @@ class ThreadGroup(EngineGroup):
 
 
 def test_the_ranks_of_a_group_stay_in_step(tmp_path: Path) -> None:
-    """Both ranks pull the same requests, give handles of their own GPU and see the same responses; so after a loss."""
+    """Both ranks pull the same requests, give handles of their own GPU and see the same responses."""
     settings = settings_for(tmp_path, device_uuids=("GPU-a", "GPU-b"))
     settings = dataclasses.replace(settings, environment={**settings.environment, "STANDIN_DEVICES": "GPU-a,GPU-b"})
     boxes: list[queue.Queue[Any]] = [queue.Queue() for _ in range(3)]
@@ -486,7 +445,7 @@ def test_the_ranks_of_a_group_stay_in_step(tmp_path: Path) -> None:
     errors: list[Exception] = []
 
     def requests(rank: int) -> Iterator[GenerationRequest]:
-        for i, first in enumerate((10, 11, DIE_ONCE, 13, 14, 15, 16)):
+        for i, first in enumerate((10, 11, 12, 13, 14, 15, 16)):
             pulled[rank] += 1
             yield GenerationRequest(i, [first, 20])
 
@@ -494,7 +453,7 @@ def test_the_ranks_of_a_group_stay_in_step(tmp_path: Path) -> None:
         engine = None
         try:
             group = ThreadGroup(rank, boxes)
-            engine = engine_for(settings, group=group, num_slots=2, recover_weights=lambda: weights(3))
+            engine = engine_for(settings, group=group, num_slots=2)
             engine.refit(weights(3), version=0)
             found[rank] = [[r.request_id, *r.token_ids] for r in engine.generate(requests(rank), GREEDY)]
         except Exception as error:  # noqa: BLE001 (of a thread: the test shows it)

@@ -20,8 +20,7 @@ from typing import Any
 from trtllm_standins import Standins
 
 VOCAB = 96
-HANG, DIE_ONCE, REFUSE, INVALID, FALL_SHORT, TAKE_LONG = TROUBLE = (90, 91, 92, 93, 94, 95)
-LONG_SECONDS = 4.0
+HANG, DIE, REFUSE, INVALID, FALL_SHORT = TROUBLE = (90, 91, 92, 93, 94)
 
 _PACKAGE = "import trtllm_fake_sidecar\ntrtllm_fake_sidecar.install({version!r})\n"
 
@@ -48,7 +47,6 @@ class Backend:
         self.asleep: set[str] = set()
         prefix = "tensorrt_llm._torch.async_llm:AsyncLLM"
         self.standins = Standins(
-            "pytorch",
             {
                 f"{prefix}": lambda **options: self.note("AsyncLLM", options),
                 f"{prefix}.collective_rpc": self.collective_rpc,
@@ -101,7 +99,7 @@ class Backend:
     async def generate(self, instance: Any, inputs: list[int], sampling_params: Any) -> Any:
         self.note("generate", {"inputs": inputs, "sampling": sampling_params})
         # Responses overtake each other.
-        await asyncio.sleep(LONG_SECONDS if inputs[0] == TAKE_LONG else 0.002 * (inputs[0] % 7))
+        await asyncio.sleep(0.002 * (inputs[0] % 7))
         self.trouble(inputs[0])
         if self.weights is None or self.asleep:
             raise RuntimeError(f"generation without weights, asleep: {self.asleep}")
@@ -122,11 +120,9 @@ class Backend:
         return SimpleNamespace(outputs=[completion])
 
     def trouble(self, first: int) -> None:
-        marker = self.folder / "died"
         if first == HANG:
             time.sleep(3600)  # the event loop is blocked
-        if first == DIE_ONCE and not marker.exists():
-            marker.touch()
+        if first == DIE:
             print("about to die", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if first == REFUSE:

@@ -1,4 +1,4 @@
-"""Strict stand-ins for ``tensorrt_llm`` and ``tensorrt``, made from recorded signatures.
+"""Strict stand-ins for ``tensorrt_llm``, made from recorded signatures.
 
 A call that the recorded signature would refuse raises TypeError, an attribute that was not recorded AttributeError,
 and every call is noted. What a stand-in answers is up to the test. A stand-in test is not a run of TensorRT-LLM.
@@ -33,9 +33,9 @@ class Call:
     arguments: dict[str, Any]
 
 
-def load_symbols(profile: str) -> dict[str, dict[str, Any]]:
-    """The recorded symbols of ``engine`` or ``pytorch``."""
-    symbols: dict[str, dict[str, Any]] = json.loads(MANIFEST.read_text())["profiles"][profile]["symbols"]
+def load_symbols() -> dict[str, dict[str, Any]]:
+    """The recorded symbols."""
+    symbols: dict[str, dict[str, Any]] = json.loads(MANIFEST.read_text())["symbols"]
     return symbols
 
 
@@ -62,19 +62,19 @@ def signature_of(definition: str) -> inspect.Signature:
 
 
 class Standins:
-    """Modules made from one profile of the manifest.
+    """Modules made from the manifest.
 
     Attributes:
         calls: every call, in order.
         modules: by name, to be put into ``sys.modules``.
     """
 
-    def __init__(self, profile: str, answers: Mapping[str, Answer] | None = None) -> None:
+    def __init__(self, answers: Mapping[str, Answer] | None = None) -> None:
         """``answers``: what symbols return, called with the arguments by name (``self`` is ``instance``); else None."""
         self.calls: list[Call] = []
         self.modules: dict[str, types.ModuleType] = {}
         self._answers = dict(answers or {})
-        symbols = load_symbols(profile)
+        symbols = load_symbols()
         unknown = self._answers.keys() - symbols.keys()
         if unknown:
             raise KeyError(f"answers for symbols that are not recorded: {sorted(unknown)}")
@@ -183,17 +183,15 @@ def _bind(entry: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def differences(site_packages: Path) -> list[str]:
     """What an installed or unpacked TensorRT-LLM has that differs from the recorded signatures."""
     found = []
-    for profile in ("engine", "pytorch"):
-        for symbol, entry in load_symbols(profile).items():
-            module, qualified = symbol.split(":")
-            if module.split(".")[0] == "tensorrt" or "def" not in entry:
-                continue  # C++ bindings have no source
-            real = _real_parameters(site_packages, module, qualified)
-            recorded = list(signature_of(entry["def"]).parameters)
-            if real is None:
-                found.append(f"{profile} {symbol}: not found (it may be re-exported: look where it is defined)")
-            elif real != recorded:
-                found.append(f"{profile} {symbol}: recorded {recorded}, there {real}")
+    for symbol, entry in load_symbols().items():
+        if "def" not in entry:
+            continue
+        real = _real_parameters(site_packages, *symbol.split(":"))
+        recorded = list(signature_of(entry["def"]).parameters)
+        if real is None:
+            found.append(f"{symbol}: not found (it may be re-exported: look where it is defined)")
+        elif real != recorded:
+            found.append(f"{symbol}: recorded {recorded}, there {real}")
     return found
 
 

@@ -18,9 +18,8 @@ from nemo_style_aligner.algorithms.job_view import (
     JobView,
 )
 from nemo_style_aligner.algorithms.rl_checks import RL_CHECKS, needs_critic, uses_reward_service
-from nemo_style_aligner.generation.trtllm.construct import find_trtllm
-from nemo_style_aligner.generation.trtllm.versions import TensorRTLLMMismatch, TensorRTLLMUnavailable
-from nemo_style_aligner.rl.rollouts.engine_setup import engine_size
+from nemo_style_aligner.generation.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
+from nemo_style_aligner.rl.rollouts.setup import engine_size
 
 _PPO_LENGTH = "model.ppo.length_params.max_length"
 

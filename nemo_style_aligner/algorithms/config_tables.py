@@ -16,7 +16,6 @@ from nemo_style_aligner.functional import KLEstimator
 from nemo_style_aligner.generation.embedded.choose_step import StepChoice
 from nemo_style_aligner.generation.embedded.step import WeightFormat
 from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
-from nemo_style_aligner.generation.trtllm.versions import Backend
 from nemo_style_aligner.models.frozen import Placement
 from nemo_style_aligner.models.heads import MOST_ATTRIBUTES
 from nemo_style_aligner.models.kept_passes import KeepChoice
@@ -119,7 +118,6 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.ppo.generation.prefill_share", _SHARE_ABOVE_0),
     ("trainer.ppo.trt_llm.kv_cache_memory_fraction", _SHARE_ABOVE_0),
     ("trainer.ppo.trt_llm.refit_bucket_mebibytes", _COUNT),
-    ("trainer.ppo.trt_llm.max_restarts", _NOT_NEGATIVE),
     ("trainer.ppo.batch_iterator.*_seconds", _SECONDS),
     ("trainer.ppo.max_body_bytes", _COUNT),
     ("inference.max_body_bytes", _COUNT),
@@ -188,7 +186,6 @@ CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("trainer.ppo.generation.refit_check", get_args(RefitCheck)),
     ("trainer.ppo.generation.weight_format", get_args(WeightFormat)),
     ("trainer.ppo.generation.step", get_args(StepChoice)),
-    ("trainer.ppo.trt_llm.backend", get_args(Backend)),
     ("remote_critic_rm.trained_critic", get_args(TrainedCritic)),
     ("model.rm_placement", get_args(Placement)),
     ("model.*keep_activations", get_args(KeepChoice)),

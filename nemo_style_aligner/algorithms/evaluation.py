@@ -18,14 +18,13 @@ from nemo_style_aligner.data.answers import ANSWER, EXTRACTION, find_answer, is_
 from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_rows
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
-from nemo_style_aligner.generation.stopping import text_before_end
+from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams, text_before_end
 from nemo_style_aligner.models.critic import RewardModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import device
-from nemo_style_aligner.rl.rollouts.engine_setup import vocabulary_options
+from nemo_style_aligner.rl.rollouts.setup import vocabulary_options
 from nemo_style_aligner.telemetry.progress import Progress
 from nemo_style_aligner.weights.stream import export_weights
 

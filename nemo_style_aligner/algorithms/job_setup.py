@@ -35,7 +35,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel, portable_config
-from nemo_style_aligner.parallel import worlds
+from nemo_style_aligner.parallel import roles
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
 from nemo_style_aligner.parallel.ending import abort_job, failures
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
@@ -243,8 +243,8 @@ def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
     """
     if minutes is None:
         return None
-    link = worlds.link()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if link is None else (link.rank, link.size)
+    channel = roles.channel()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if channel is None else (channel.rank, channel.size)
     watchdog = Watchdog(log_dir, rank, size, float(minutes) * 60, failures.run, abort_job, failures.first)
     watchdog.start()
     return watchdog

@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.generation.stopping import text_before_end
+from nemo_style_aligner.generation.engine import text_before_end
 from nemo_style_aligner.parallel.ending import fail_job
 from nemo_style_aligner.rl.reward_functions import FunctionRewards
 from nemo_style_aligner.rl.sample import Sample

@@ -17,7 +17,7 @@ from nemo_style_aligner.algorithms.job_setup import (
 from nemo_style_aligner.algorithms.scoring_setup import build_scorer
 from nemo_style_aligner.config import log_directory
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.generation.stopping import text_before_end
+from nemo_style_aligner.generation.engine import text_before_end
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -25,17 +25,17 @@ from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.policy_losses import LOSSES, LossSettings
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
-from nemo_style_aligner.parallel import worlds
+from nemo_style_aligner.parallel import roles
 from nemo_style_aligner.rl.experience import AdvantageSettings
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.rewards import RewardSum
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
-from nemo_style_aligner.rl.rollouts.engine_setup import require_kv_cache
 from nemo_style_aligner.rl.rollouts.prompts import build_prompt_sources
 from nemo_style_aligner.rl.rollouts.setup import (
     build_generator,
     build_rollout_rank,
     open_work_queue,
+    require_kv_cache,
     sampling_params,
 )
 from nemo_style_aligner.rl.settings import RLSettings
@@ -50,7 +50,7 @@ def run_actor(cfg: DictConfig) -> int:
 
     For errors see `build_ppo_trainer`.
     """
-    if worlds.is_rollout_rank():
+    if roles.is_rollout_rank():
         return serve_rollouts(cfg)
     run = start_run(cfg)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
@@ -121,12 +121,12 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
 
 def serve_rollouts(cfg: DictConfig) -> int:
     """Run a rank that only generates (``trainer.ppo.rollout_devices``) until the job ends; return its exit status."""
-    link = worlds.link()
-    if link is None or not link.is_rollout_rank:
+    channel = roles.channel()
+    if channel is None or not channel.is_rollout_rank:
         raise RuntimeError("this rank trains: trainer.ppo.rollout_devices does not make it a rollout rank")
     watchdog = start_watchdog(cfg.exp_manager.watchdog_minutes, log_directory(cfg.exp_manager))
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    status = build_rollout_rank(cfg, link, base.architecture, base.dtype, base.tokenizer).serve()
+    status = build_rollout_rank(cfg, channel, base.architecture, base.dtype, base.tokenizer).serve()
     if watchdog is not None:
         watchdog.stop()
     return status

@@ -2,24 +2,33 @@
 
 An engine is built once, then refitted with new weights and asked to generate in every step. The contract
 knows no trainers, process groups or tokenizers, only token ids, a stream of named weights and sampling
-parameters. `GenerationEngine` states what each engine promises; the dataclasses are its inputs and outputs.
+parameters. `GenerationEngine` states what each engine promises and checks how it is called; the dataclasses are its
+inputs and outputs, and `StopCondition` says when a response is complete.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
+
+from nemo_style_aligner.errors import NonFiniteError
 
 FinishReason = Literal["stop", "length"]
 
 WeightStream = Iterable[tuple[str, torch.Tensor]]
 """(Hugging Face name, full unsharded tensor), in a fixed order, each name once."""
 
+Detokenize = Callable[[Sequence[int]], str]
+TokenToId = Callable[[str], int | None]
+
+NO_WEIGHTS = -1  # the version of an engine without complete weights
+
 _DIVISORS = (1e-20, 1e20)  # logits that are divided by others may leave the range of float32
+_CONTEXT_TOKENS = 4  # decoded in front of the tokens that may hold a stop string
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,18 +151,75 @@ class GenerationStatistics:
     num_pages: int = 0  # pages of KV memory in total
 
 
+# ---- the engine ---------------------------------------------------------------------------------
+
+
 class GenerationEngine(abc.ABC):
     """Generates responses with weights that somebody else trains.
 
-    Life cycle: `build` once; then, as often as wanted, `refit`, `generate`, and `unload` / `reload`
-    in between to lend the memory to training.
+    Life cycle: `build` once; then, as often as wanted, `refit`, `generate`, and `unload` / `reload` in between to lend
+    the memory to training. Calls in another order raise RuntimeError. Subclasses do the work, in the methods that begin
+    with an underscore.
     """
 
-    @abc.abstractmethod
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        num_slots: int,
+        max_sequence_length: int,
+        eos_id: int,
+        more_eos_ids: Sequence[int] = (),
+        vocab_limit: int | None = None,
+        detokenize: Detokenize | None = None,
+        token_to_id: TokenToId | None = None,
+    ) -> None:
+        """Take the options common to all engines.
+
+        Args:
+            vocab_size: size of the model's vocabulary.
+            num_slots: the most sequences generated at the same time.
+            max_sequence_length: the most tokens of a prompt plus its response.
+            eos_id: token that ends a response.
+            more_eos_ids: further tokens that end a response, as chat models have them.
+            vocab_limit: ids at and above it are never sampled: the tokenizer's size, where the model's vocabulary
+                is larger. None: ``vocab_size``.
+            detokenize: ids to text, special tokens left out; needed for textual stop strings.
+            token_to_id: id of a string that is one token, else None; needed for stop strings that are special tokens.
+
+        Raises:
+            ValueError: a value is out of its range.
+        """
+        limit = vocab_size if vocab_limit is None else vocab_limit
+        if num_slots < 1 or max_sequence_length < 2:
+            raise ValueError(
+                f"num_slots={num_slots} must be at least 1 and max_sequence_length={max_sequence_length} at least 2"
+            )
+        if not 0 < limit <= vocab_size:
+            raise ValueError(f"vocab_limit={limit} must lie in [1, {vocab_size}], the model's vocabulary")
+        if not 0 <= eos_id < limit:
+            raise ValueError(f"eos_id={eos_id} is outside the vocabulary of {limit}")
+        self._vocab_size = vocab_size
+        self._vocab_limit = limit
+        self._num_slots = num_slots
+        self._max_sequence_length = max_sequence_length
+        self._eos_id, self._more_eos_ids = eos_id, tuple(more_eos_ids)
+        self._detokenize = detokenize
+        self._token_to_id = token_to_id
+        self._num_compilations = 0
+        self._statistics = GenerationStatistics()
+        self._weight_version = NO_WEIGHTS
+        self._built = False
+        self._loaded = False
+        self._generating = False
+
     def build(self) -> None:
         """Compile and allocate for the shapes given to the constructor. Called once, before all else."""
+        if self._built:
+            raise RuntimeError("the engine is already built; call build() only once, and reload() to take memory back")
+        self._build()
+        self._built = self._loaded = True
 
-    @abc.abstractmethod
     def refit(self, weights: WeightStream, version: int) -> None:
         """Replace all weights; neither recompiles nor allocates lasting memory.
 
@@ -161,14 +227,20 @@ class GenerationEngine(abc.ABC):
             ValueError: a tensor is missing, unknown, given twice or misshapen; the message names it.
                 The engine then refuses to generate until a refit has succeeded.
         """
+        self._require_ready("refit")
+        if version < 0:
+            raise ValueError(f"weight version must not be negative, got {version}")
+        self._weight_version = NO_WEIGHTS  # until the whole stream is in
+        self._refit(weights)
+        self._weight_version = version
 
-    @abc.abstractmethod
     def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
-        """Yield each response as it finishes, in order of finishing.
+        """Yield each response as it finishes, in order of finishing. One call at a time; closing the iterator abandons
+        the rest.
 
         ``requests`` is pulled lazily, one request whenever a slot is free, so a shared work queue
         can stand behind it. The engine reports each forward pass, or another sign of life, to
-        `activity.progress`: the watchdog and the work queue rely on it while long responses are generated.
+        `activity.progress`: the watchdog relies on it while long responses are generated.
 
         Raises:
             ValueError: a request is empty, too long or holds ids outside the vocabulary.
@@ -176,22 +248,49 @@ class GenerationEngine(abc.ABC):
                 since the refit.
             NonFiniteError: the model's logits are not finite.
         """
+        self._require_weights()
+        stop = StopCondition(
+            sampling, self._eos_id, self._detokenize, self._token_to_id, self._vocab_limit, self._more_eos_ids
+        )
+        return self._run(requests, sampling, stop)
 
-    @abc.abstractmethod
+    def _run(
+        self, requests: Iterable[GenerationRequest], sampling: SamplingParams, stop: StopCondition
+    ) -> Iterator[GenerationResult]:
+        self._require_weights()  # again: time may have passed since generate() was called
+        self._statistics = GenerationStatistics()
+        self._generating = True
+        try:
+            yield from self._generate(iter(requests), sampling, stop)
+        finally:
+            self._generating = False
+
     def unload(self) -> None:
-        """Release the memory of weights and KV cache; keep what was compiled."""
+        """Release the memory of weights and KV cache; keep what was compiled. A second call does nothing."""
+        if not self._loaded:
+            return
+        self._require_ready("unload")
+        self._weight_version = NO_WEIGHTS
+        self._unload()
+        self._loaded = False
 
-    @abc.abstractmethod
     def reload(self) -> None:
-        """Allocate the memory again. The weights are lost: `refit` before the next `generate`."""
+        """Allocate the memory again. The weights are lost: `refit` before the next `generate`. Where nothing was
+        unloaded, this does nothing."""
+        if self._loaded:
+            return
+        if not self._built:
+            raise RuntimeError("reload() before build(): call build() once at start")
+        self._reload()
+        self._loaded = True
 
     def close(self) -> None:  # noqa: B027 (most engines end with their process)
         """End what would outlive the engine: processes, captured collectives. No method may be called afterwards."""
 
     @property
-    @abc.abstractmethod
     def weight_version(self) -> int:
         """Version of the last complete refit; -1 while the engine has no complete weights."""
+        return self._weight_version
 
     @property
     def viewed_weights(self) -> frozenset[str]:
@@ -211,19 +310,162 @@ class GenerationEngine(abc.ABC):
         return False
 
     @property
-    @abc.abstractmethod
     def num_compilations(self) -> int:
         """How often anything was compiled or captured; constant after `build`.
 
         What `reload` captures again, because its memory has new addresses, is not counted.
         """
+        return self._num_compilations
 
     @property
-    @abc.abstractmethod
     def num_slots(self) -> int:
         """The most sequences that are generated at the same time."""
+        return self._num_slots
 
     @property
-    @abc.abstractmethod
     def statistics(self) -> GenerationStatistics:
         """Counters of the latest `generate`."""
+        return self._statistics
+
+    # ---- for subclasses ---------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _build(self) -> None:
+        """Compile and allocate."""
+
+    @abc.abstractmethod
+    def _refit(self, weights: WeightStream) -> None:
+        """Load the whole stream, or raise."""
+
+    @abc.abstractmethod
+    def _generate(
+        self, requests: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
+    ) -> Iterator[GenerationResult]:
+        """Yield the responses; counts in ``self._statistics``, which is fresh."""
+
+    def _unload(self) -> None:  # noqa: B027 (an engine may have no memory of its own)
+        """Release the memory."""
+
+    def _reload(self) -> None:  # noqa: B027 (likewise)
+        """Allocate the memory again."""
+
+    def _check(self, request: GenerationRequest, sampling: SamplingParams) -> None:
+        """Raise ValueError if this engine cannot serve the request."""
+        request.check(sampling, self._max_sequence_length, self._vocab_size)
+
+    def _diverged(self, request: GenerationRequest, num_tokens: int) -> NonFiniteError:
+        """The error to raise when the logits after ``num_tokens`` response tokens are NaN or infinite."""
+        return NonFiniteError(
+            f"request {request.request_id}: logits at response token {num_tokens} are not finite with weights of "
+            f"version {self._weight_version}: the weights have diverged. Go back to an earlier checkpoint, and train "
+            "with a lower model.optim.lr"
+        )
+
+    def _require_weights(self) -> None:
+        """Raise RuntimeError if nothing can be generated now."""
+        self._require_ready("generate")
+        if self._weight_version == NO_WEIGHTS:
+            raise RuntimeError(
+                "generate() without complete weights: a refit must succeed after build, reload or a failed refit"
+            )
+
+    def _require_ready(self, action: str) -> None:
+        if not self._built:
+            raise RuntimeError(f"{action} before build(): call build() once at start")
+        if not self._loaded:
+            raise RuntimeError(f"{action} while the engine is unloaded: call reload() and refit() first")
+        if self._generating:
+            raise RuntimeError(f"{action} while a generate() is under way: exhaust or close its iterator first")
+
+
+# ---- when a response is complete -----------------------------------------------------------------
+
+
+def text_before_end(
+    token_ids: Sequence[int], detokenize: Detokenize, end_strings: Sequence[str], min_new_tokens: int
+) -> str:
+    """A response's text up to the first end string, without those that its first ``min_new_tokens`` tokens complete."""
+    text, early = detokenize(token_ids), detokenize(token_ids[:min_new_tokens])
+    ends = [text.find(string, early.rfind(string) + 1) for string in end_strings]
+    return text[: min((end for end in ends if end >= 0), default=len(text))]
+
+
+class StopCondition:
+    """Decides after each token whether a response ends.
+
+    A stop string that is one token of the vocabulary (``<|im_end|>``, ``<extra_id_1>``) is matched
+    by its id: special tokens leave no text. Every stop string is also looked for in the text: only a
+    tail long enough to hold it is decoded, and only after a token that may complete a stop string.
+
+    Attributes:
+        stop_ids: ids that end a response: those of end of sequence, unless ignored, then those of stop strings.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_id: int,
+        detokenize: Detokenize | None = None,
+        token_to_id: TokenToId | None = None,
+        vocab_limit: int | None = None,
+        more_eos_ids: Sequence[int] = (),
+    ) -> None:
+        """Collect the stop ids, without those at and above ``vocab_limit``, which are never sampled.
+
+        ``more_eos_ids`` end a sequence as ``eos_id`` does.
+
+        Raises:
+            ValueError: a stop string can be matched neither by id nor by text.
+        """
+        known = [i for i in more_eos_ids if i >= 0 and (vocab_limit is None or i < vocab_limit)]
+        stop_ids = [] if params.ignore_eos else [eos_id, *known]
+        for string in params.stop_strings:
+            token = token_to_id(string) if token_to_id is not None else None
+            if token is not None:
+                if vocab_limit is None or token < vocab_limit:
+                    stop_ids.append(token)
+            elif detokenize is None:
+                raise ValueError(
+                    f"stop string {string!r} is not a single token, and the engine was built without `detokenize`; "
+                    "give it the tokenizer's ids_to_text"
+                )
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stop_ids))
+        self._stop_id_set = frozenset(self.stop_ids)
+        self._strings = params.stop_strings if detokenize is not None else ()
+        self._detokenize = detokenize
+        # Every token but a special one adds at least one byte of text, so this many tokens hold any stop string.
+        longest = max((len(string.encode()) for string in self._strings), default=0)
+        self._tail_tokens = longest + _CONTEXT_TOKENS
+        self._last_characters = {string[-1] for string in self._strings}
+        self._may_complete: dict[int, bool] = {}
+        self._min_new_tokens = params.min_new_tokens
+
+    def check(self, token_ids: list[int], limit: int) -> FinishReason | None:
+        """Why the response ``token_ids`` (1 to ``limit`` of them) ends at its last token; None: it goes on."""
+        may_stop = len(token_ids) > self._min_new_tokens
+        if may_stop and (token_ids[-1] in self._stop_id_set or (self._strings and self._text_stops(token_ids))):
+            return "stop"
+        return "length" if len(token_ids) >= limit else None
+
+    def _text_stops(self, token_ids: list[int]) -> bool:
+        """Whether the last token completes a stop string."""
+        assert self._detokenize is not None, "there are no stop strings without it"
+        last = token_ids[-1]
+        if last not in self._may_complete:
+            self._may_complete[last] = self._may_end_a_string(self._detokenize([last]))
+        if not self._may_complete[last]:
+            return False
+        tail = token_ids[-self._tail_tokens :]
+        text = self._detokenize(tail)
+        found = [string for string in self._strings if string in text]
+        if not found:
+            return False
+        # A stop string may have appeared below the minimum length; only one that ends in the last token counts.
+        before = self._detokenize(tail[:-1]) if len(tail) > 1 else ""
+        return any(text.rfind(string) > before.rfind(string) for string in found)
+
+    def _may_end_a_string(self, text: str) -> bool:
+        """Whether a token that decodes to ``text`` on its own may complete a stop string."""
+        # Decoded alone, a token may lack a space that it has within a text, or be only part of a character.
+        is_whole = text != "" and "\ufffd" not in text
+        return not is_whole or any(end in text or end.isspace() for end in self._last_characters)

@@ -18,23 +18,28 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.inference.contexts import StaticInferenceContext
 
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams, WeightStream
-from nemo_style_aligner.generation.lifecycle import EngineLifecycle
+from nemo_style_aligner.generation.engine import (
+    GenerationEngine,
+    GenerationRequest,
+    GenerationResult,
+    SamplingParams,
+    StopCondition,
+    WeightStream,
+)
 from nemo_style_aligner.generation.sampling import SamplingRows, request_key, sample
-from nemo_style_aligner.generation.stopping import StopCondition
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.telemetry import activity
 
 
-class MegatronEngine(EngineLifecycle):
+class MegatronEngine(GenerationEngine):
     """Generates with a `MegatronModel` in place.
 
     The ranks of a tensor-parallel group generate together: they must pass the same requests in the same order.
 
     Args:
         model: the model in training; pipeline-parallel size 1.
-        options: those common to all engines, see `EngineLifecycle`; ``num_slots`` is the size of a static batch.
+        options: those common to all engines, see `GenerationEngine`; ``num_slots`` is the size of a static batch.
     """
 
     def __init__(self, model: MegatronModel, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank's share of a model: sizes, and slices of full tensors.
+"""Ranks that run one engine together, and each one's share of the model: sizes, and slices of full tensors.
 
 q, k, v, gate and up projections and the vocabulary are cut by rows, the output and down projections by
 columns; norms are whole on every rank. With more ranks than key heads, ranks share a key head and each
@@ -8,11 +8,15 @@ holds a copy of it.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.parallel.groups import broadcast_object
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +50,45 @@ class TensorParallel:
         """Rank 0's ``tensor`` on every rank, in place."""
         if self.size > 1:
             dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0) if self.group else 0, group=self.group)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineGroup:
+    """The ranks that share an engine, and their place among all such groups; by default a single rank.
+
+    `TensorParallel` covers what the computation needs: which rank has which part of the model, and sums. This class
+    adds what rollouts need: which share of the work is this group's, and control data from its leader.
+
+    Attributes:
+        tensor_parallel: the ranks, and this one's number among them.
+        index, count: the group's number among all groups, and how many there are.
+        control: `control_group` of the same ranks, for long waits: for a leader that itself waits for work, or for an
+            engine that computes on this rank's GPU.
+        leader: global rank of the group's first rank.
+    """
+
+    tensor_parallel: TensorParallel = dataclasses.field(default_factory=TensorParallel)
+    index: int = 0
+    count: int = 1
+    control: dist.ProcessGroup | None = None
+    leader: int = 0
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank acts for the group: takes the work and hands in the results."""
+        return self.tensor_parallel.rank == 0
+
+    def share(self, value: T | None) -> T:
+        """The leader's ``value`` on every rank (small control data between this job's own ranks)."""
+        return cast(T, value if self.control is None else broadcast_object(value, self.leader, self.control))
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, in rank order, on every rank."""
+        if self.control is None:
+            return [value]
+        box: list[Any] = [None] * self.tensor_parallel.size
+        dist.all_gather_object(box, value, group=self.control)
+        return box
 
 
 class ModelShard:

@@ -96,17 +96,17 @@ def shutdown(status: int = 0) -> None:
     """
     import torch.distributed as dist
 
-    from nemo_style_aligner.parallel import worlds
+    from nemo_style_aligner.parallel import roles
 
-    worlds.end(status)
+    roles.end(status)
     if dist.is_initialized():
-        worlds.barrier()
+        roles.barrier()
     # NCCL's groups, a forgotten thread or an engine's MPI can hold up a process for ever: show where, and go.
     faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True)  # in C, needs no GIL, but its status is always 1
     _exit_later(_EXIT_SECONDS - 1.0, status)
     if dist.is_initialized():
         dist.destroy_process_group()
-    worlds.leave()
+    roles.leave()
     # What a loop has frozen (`gc.freeze`) would outlive the interpreter; nanobind, as in Triton, reports it as leaked.
     gc.unfreeze()
     _flush_output()

@@ -43,7 +43,7 @@ def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0)
     Args:
         info: see `detect_launch`.
         timeout_minutes: ``trainer.distributed_timeout_minutes``.
-        rollout_ranks: ``trainer.ppo.rollout_devices``; with them, this rank's world is initialised, see `worlds`.
+        rollout_ranks: ``trainer.ppo.rollout_devices``; with them, see `roles`.
 
     Raises:
         LaunchError: the ranks cannot find each other, or have no device.
@@ -59,7 +59,7 @@ def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0)
     import torch
     import torch.distributed as dist
 
-    from nemo_style_aligner.parallel import worlds
+    from nemo_style_aligner.parallel import roles
     from nemo_style_aligner.parallel.groups import meet_over_gloo, set_up_cuda_arithmetic
     from nemo_style_aligner.parallel.meeting import meet
 
@@ -86,7 +86,7 @@ def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0)
     meet_over_gloo(store, info.rank, info.world_size)
     with excepthook_kept():
         if rollout_ranks:
-            worlds.initialize(store, info.rank, info.world_size, rollout_ranks, backend, timeout)
+            roles.initialize(store, info.rank, info.world_size, rollout_ranks, backend, timeout)
         else:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     _logger.info(

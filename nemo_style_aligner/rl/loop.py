@@ -31,9 +31,15 @@ from nemo_style_aligner.rl.experience import (
     rollout_metrics,
     why_nothing_is_learnt,
 )
-from nemo_style_aligner.rl.rollouts.collector import Collected, RolloutCollector, deal
+from nemo_style_aligner.rl.rollouts.collector import (
+    TRAINING,
+    VALIDATION,
+    Collected,
+    GenerationSchedule,
+    RolloutCollector,
+    deal,
+)
 from nemo_style_aligner.rl.rollouts.prompts import PromptSource
-from nemo_style_aligner.rl.rollouts.schedule import GenerationSchedule
 from nemo_style_aligner.rl.sample import Rollouts
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.settings import RLSettings
@@ -107,7 +113,9 @@ class RLTrainer(TrainingLoop):
         self.schedule.drop(self.step)
         self.count_step(metrics)
 
-    def generate_experience(self, offset: int | None = None, stream: int = 0) -> tuple[Experience, dict[str, float]]:
+    def generate_experience(
+        self, offset: int | None = None, stream: int = TRAINING
+    ) -> tuple[Experience, dict[str, float]]:
         """Generate (or take what was generated beside training), score, compute log-probs and advantages.
 
         Args:
@@ -122,7 +130,7 @@ class RLTrainer(TrainingLoop):
         with self.timer("rollout_time"):
             collected, consumed, drawn = self.collect(start, stream)
             rollouts = self.deal(collected)
-            columns = self.logprobs(rollouts, is_trained=stream == 0)
+            columns = self.logprobs(rollouts, is_trained=stream == TRAINING)
             with self.timer("critic_wait"):
                 scores = collected.wait_for_rewards()
             if self.critic is not None:
@@ -162,7 +170,7 @@ class RLTrainer(TrainingLoop):
             collected, consumed, metrics = self._with_useful_groups(collected, start, stream)
         self.schedule.unload()
         self._log(of_generation, "generation/")
-        if stream == 0 and self.step + 1 < settings.max_steps:
+        if stream == TRAINING and self.step + 1 < settings.max_steps:
             self.schedule.start_ahead(prompts, start + consumed, self.step + 1, version)
         self.run_control.check()
         return collected, consumed, metrics
@@ -292,7 +300,7 @@ class RLTrainer(TrainingLoop):
         with self.timer("validation_time"):
             with self.timer("offload"):
                 self.actor.optimizer.offload_states()
-            collected, _ = self.schedule.generate(self.val_prompts, 0, self.step, version, stream=-1)
+            collected, _ = self.schedule.generate(self.val_prompts, 0, self.step, version, stream=VALIDATION)
             self.schedule.unload()
             rollouts = self.deal(collected)
             with self.timer("critic_wait"):

@@ -28,9 +28,7 @@ import requests
 import torch
 from served_critic import CountingBackend, client_config, critic_client, infer_body, outputs, post, serve, train_body
 
-from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
-from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueClient, WorkQueueServer
 from nemo_style_aligner.servers import http_connection
 from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
@@ -152,19 +150,16 @@ def test_a_crowd_of_strangers_locks_nobody_out(kind: str, often: bool) -> None:
 
 
 def test_a_crowd_at_the_work_queue_holds_up_no_worker() -> None:
-    """Each of them asks as fast as it can, in bursts; leases take little longer than without them."""
-    queue = WorkQueue(600)
-    server = WorkQueueServer(queue, token=SECRET)
-    queue.start_round(0, range(1000))
-    limits = WorkerLimits(600, 600, 600)
+    """Each of them asks as fast as it can, in bursts; to take ids takes little longer than without them."""
+    server = WorkQueueServer(token=SECRET)
+    server.queue.start_round(range(1000))
 
     def leases() -> list[float]:
-        worker = WorkQueueClient("127.0.0.1", server.port, limits, token=SECRET)
-        worker.start_round(0, [])
+        worker = WorkQueueClient("127.0.0.1", server.port, token=SECRET)
         seconds = []
         for _ in range(30):
             started = time.monotonic()
-            assert worker.lease(1)
+            assert worker.take(1)
             seconds.append(time.monotonic() - started)
         worker.close()
         return seconds
@@ -324,12 +319,12 @@ def lie(data: bytes, is_answer: bool) -> bytes:
 @pytest.mark.parametrize("is_queue", [False, True])
 def test_a_neighbour_that_relays_the_proof_gets_nothing(edit: Any, is_queue: bool) -> None:
     """Told an address at which the service does not listen, the client ends with an error that names the right one."""
-    backend, queue = CountingBackend(), WorkQueue(600)
-    queue.start_round(0, [1])
+    backend = CountingBackend()
     with contextlib.ExitStack() as stack:
         if is_queue:
-            server = WorkQueueServer(queue, token=SECRET)
+            server = WorkQueueServer(token=SECRET)
             stack.callback(server.stop)
+            server.queue.start_round([1])
             port, path = server.port, "/get_idx"
         else:
             port, path = stack.enter_context(serve(backend, http={"token": SECRET})).number, "/v2/models/m/infer"
@@ -342,7 +337,7 @@ def test_a_neighbour_that_relays_the_proof_gets_nothing(edit: Any, is_queue: boo
     heard = b"".join(relay.heard)
     assert heard.startswith(b"HEAD /v2/health/live") and b"X-Challenge" in heard
     assert SECRET.encode() not in heard and b"prompts" not in heard and b"X-Signature" not in heard
-    assert backend.batches == [] and queue.lease(5, "worker").ids == [1]
+    assert backend.batches == [] and (not is_queue or len(server.queue) == 1)
 
 
 def test_a_place_that_the_service_is_known_as_may_relay_and_still_learns_no_secret() -> None:

@@ -16,9 +16,7 @@ from conftest import Artefacts
 from served_critic import CountingBackend, critic_client, infer_body, serve, train_body
 
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
-from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
+from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueClient, WorkQueueServer
 from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
 from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition, batch_digest
 from nemo_style_aligner.servers.secret import make_secret
@@ -102,15 +100,15 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_the_services_of_a_run_are_closed(folder: Path, attack_count: Callable[..., None]) -> None:
     """No values and rewards, no training, no save, no metrics; no work from the queue, and none taken off it."""
     secret = make_secret(folder / "secret")
-    backend, queue = CountingBackend(), WorkQueue(600)
-    queue.start_round(0, [1, 2])
+    backend = CountingBackend()
     bodies = {
         "critic_infer": infer_body([[1, 2]], [2]),
         "critic_train": train_body(rows=1, width=2),
         "critic_save": {"inputs": [{"name": "dummy_var", "datatype": "INT64", "shape": [1], "data": [0]}]},
     }
-    work = {"batch_size": 1, "ids": [1], "worker": "w"}
-    work_server = WorkQueueServer(queue, token=secret.value)
+    work = {"batch_size": 1}
+    work_server = WorkQueueServer(token=secret.value)
+    work_server.queue.start_round([1, 2])
     try:
         with serve(backend, http={"token": secret.value}) as server:
             work_url = f"http://127.0.0.1:{work_server.port}"
@@ -121,22 +119,21 @@ def test_the_services_of_a_run_are_closed(folder: Path, attack_count: Callable[.
                 requests=[
                     *(["POST", f"{server.url}/v2/models/{name}/infer", body] for name, body in bodies.items()),
                     *(["GET", f"{server.url}{path}", None] for path in ("/metrics", "/v2", "/v2/models/critic_infer")),
-                    *(["PUT", f"{work_url}{path}", work] for path in ("/get_idx", "/complete", "/renew")),
+                    ["PUT", f"{work_url}/get_idx", work],
                     ["GET", f"{work_url}/status", None],
                 ],
             )
             assert backend.batches == backend.trained == [] and backend.saves == 0
             with critic_client(server.number, token=secret.value) as client:  # the owner's requests go through
                 client.save_async().result(20)
-        worker = WorkQueueClient("127.0.0.1", work_server.port, WorkerLimits(600, 600, 3600), token=secret.value)
-        worker.start_round(0, [])
-        assert worker.lease(2) == [1, 2]
+        worker = WorkQueueClient("127.0.0.1", work_server.port, token=secret.value)
+        assert worker.take(2) == [1, 2]
         worker.close()
     finally:
         work_server.stop()
     assert found.pop("write open") == "done"  # the stranger does try
     assert found.pop("read secret") == found.pop("write secret") == "PermissionError"
-    assert set(found.values()) == {401} and len(found) == 3 * 10, found
+    assert set(found.values()) == {401} and len(found) == 3 * 8, found
     assert secret.value not in json.dumps(found)
     attack_count("requests without the secret", tried=len(found), refused=len(found))
 

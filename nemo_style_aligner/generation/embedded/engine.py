@@ -19,16 +19,16 @@ from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape
 from nemo_style_aligner.generation.embedded.step_packing import StepPacker
 from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
 from nemo_style_aligner.generation.engine import (
+    GenerationEngine,
     GenerationRequest,
     GenerationResult,
     GenerationStatistics,
     SamplingParams,
+    StopCondition,
     WeightStream,
 )
-from nemo_style_aligner.generation.lifecycle import EngineLifecycle
 from nemo_style_aligner.generation.sampling import request_key
 from nemo_style_aligner.generation.shard import TensorParallel
-from nemo_style_aligner.generation.stopping import StopCondition
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
 _IDLE_CHUNKS = 4  # a pass that decodes nothing may prefill this many chunks' worth of prompt tokens
 
 
-class EmbeddedEngine(EngineLifecycle):
+class EmbeddedEngine(GenerationEngine):
     """Generates inside the trainer's process, on any device torch supports.
 
     Memory of a rank: its shard of the weights once, less what it uses in place in the trainer's memory, plus 2 *
@@ -80,7 +80,7 @@ class EmbeddedEngine(EngineLifecycle):
                 (a few rows per tensor) or "full".
             lent_weights: returns live parameters that may be read in place, see `weights.stream.lendable_weights`;
                 `viewed_weights` names those that are.
-            options: what every engine is told, see `EngineLifecycle`.
+            options: what every engine is told, see `GenerationEngine`.
 
         Raises:
             ValueError: a value is out of its range, or the model cannot be divided over the ranks.

@@ -1,39 +1,44 @@
-"""The ``pytorch`` backend: TensorRT-LLM's ``AsyncLLM`` in a sidecar process, refitted through CUDA IPC."""
+"""TensorRT-LLM: its ``AsyncLLM`` in a sidecar process, with the weights handed over through CUDA IPC."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import logging
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.generation.engine import (
     FinishReason,
+    GenerationEngine,
     GenerationRequest,
     GenerationResult,
     SamplingParams,
+    StopCondition,
     WeightStream,
 )
-from nemo_style_aligner.generation.engine_group import EngineGroup
-from nemo_style_aligner.generation.lifecycle import NO_WEIGHTS, EngineLifecycle
 from nemo_style_aligner.generation.sampling import request_key
-from nemo_style_aligner.generation.stopping import StopCondition
-from nemo_style_aligner.generation.trtllm.engine_weights import require_told
-from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, SidecarLost
-from nemo_style_aligner.generation.trtllm.streams import Bucket, buckets, ipc_handles
+from nemo_style_aligner.generation.shard import EngineGroup
+from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError
 from nemo_style_aligner.weights.checked import checked
 from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_config, hf_family
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 
 logger = logging.getLogger(__name__)
 
+Bucket = list[tuple[str, torch.Tensor]]
+
 _T = TypeVar("_T")
+_HANDLE = 7  # which of the arguments of torch's `rebuild_cuda_tensor` is the memory's handle
+_HANDLE_BYTES = 64  # of CUDA's own handle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,20 +58,16 @@ class SidecarSettings:
     sleep: bool
     kv_cache_memory_fraction: float
     bucket_bytes: int
-    max_restarts: int
     start_seconds: float
     refit_seconds: float
     request_seconds: float
-    ping_seconds: float
 
 
-class SidecarEngine(EngineLifecycle):
+class SidecarEngine(GenerationEngine):
     """Generates in a sidecar that belongs to the first rank of a tensor-parallel group.
 
     The ranks of the group call every method together and pass the same requests in the same order; each provides the
-    handles of the weights on its own GPU. A sidecar that died or hung is replaced, a bounded number of times. The new
-    one has no weights: where ``recover_weights`` is given, an interrupted refit starts over with it, and an interrupted
-    `generate` loads the current weights again and goes on; otherwise both raise SidecarLost.
+    handles of the weights on its own GPU. A sidecar that dies, hangs or reports an error is a SidecarError on each.
     """
 
     def __init__(
@@ -76,8 +77,7 @@ class SidecarEngine(EngineLifecycle):
         *,
         dtype: torch.dtype,
         group: EngineGroup | None = None,
-        recover_weights: Callable[[], WeightStream] | None = None,
-        make_handles: Callable[[Bucket], str] = ipc_handles,
+        make_handles: Callable[[Bucket], str] | None = None,
         **options: Any,
     ) -> None:
         """Describe the engine; `build` starts it.
@@ -87,63 +87,92 @@ class SidecarEngine(EngineLifecycle):
             settings: of the sidecar.
             dtype: of the weights.
             group: the ranks that share the sidecar.
-            recover_weights: streams the weights of the latest refit again; collective over ``group`` only.
-            make_handles: encodes a bucket for TensorRT-LLM's workers.
-            options: those common to all engines, see `EngineLifecycle`.
+            make_handles: encodes a bucket for TensorRT-LLM's workers; None: `ipc_handles`.
+            options: those common to all engines, see `GenerationEngine`.
 
         Raises:
             ValueError: Hugging Face, and so TensorRT-LLM, has no such model.
         """
         super().__init__(architecture.vocab_size, **options)
         self._architecture = architecture
-        require_told(architecture)  # raises, if at all, on every rank alike; so does the next line
+        # Raises, if at all, on every rank alike.
         self._config = json.dumps(hf_config(_with_tensors_apart(architecture), dtype), indent=2)
         self._settings = settings
         self._dtype = dtype
         self._group = group or EngineGroup()
-        self._recover_weights = recover_weights
-        self._make_handles = make_handles
+        self._make_handles = make_handles or ipc_handles
         self._shapes = {name: tensor.shape for name, tensor in hf_tensors(weight_layout(architecture)).items()}
         self._sidecar: Sidecar | None = None  # on the leader only
         self._cache_asleep = False
-        self._restarts = 0
 
     # ---- life cycle -------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Start the sidecar and let it compile and capture."""
-        self._start()
+        """Start the sidecar, with dummy weights, and let it compile and capture."""
+        try:
+            reply = self._on_leader(self._launch)
+        except SidecarError:
+            self.close()
+            raise
+        if sorted(reply["devices"]) != sorted(self._settings.device_uuids):
+            raise RuntimeError(
+                f"the TensorRT-LLM sidecar runs on {sorted(reply['devices'])}, the ranks of its group on "
+                f"{sorted(self._settings.device_uuids)}: weights can be handed over on the same GPUs only"
+            )
+        logger.info("TensorRT-LLM %s runs in a sidecar on %s", reply["version"], reply["devices"])
+        self._num_compilations = 1
+
+    def _launch(self) -> dict[str, Any]:
+        """The leader's work of `_build`."""
+        settings, a = self._settings, self._architecture
+        self._sidecar = sidecar = Sidecar(settings.python, settings.environment)
+        model = sidecar.folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text(self._config)
+        return sidecar.call(
+            "start",
+            settings.start_seconds,
+            model=str(model),
+            dtype=str(self._dtype).removeprefix("torch."),
+            tensor_parallel_size=self._group.tensor_parallel.size,
+            max_batch_size=self._num_slots,
+            max_seq_len=self._max_sequence_length,
+            vocab_size=a.vocab_size,
+            vocab_limit=self._vocab_limit,
+            kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
+            sleep=settings.sleep,
+        )
 
     def _refit(self, weights: WeightStream) -> None:
-        if not self._on_leader(lambda: self._sidecar is not None and self._sidecar.is_alive()):
-            self._restart("the health check before the refit failed")
-        try:
-            self._push(weights)
-        except SidecarLost as lost:
-            if self._recover_weights is None:
-                raise
-            self._restart(lost)
-            self._push(self._recover_weights())
+        """Send all buckets, then end the refit. A bucket lives until every worker has read it."""
+        uuid = self._settings.device_uuids[self._group.tensor_parallel.rank]
+        for bucket in buckets(checked(weights, self._shapes), self._settings.bucket_bytes):
+            copies = [(name, tensor.detach().clone()) for name, tensor in bucket]  # see `ipc_handles`
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # another process reads them
+            handles = dict(self._group.gather((uuid, self._make_handles(copies))))
+            self._call("weights", handles=handles)
+            del copies
+        self._call("finish_weights")
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+        if self._cache_asleep:
+            self._call("resume", what=["kv_cache"])
+            self._cache_asleep = False
 
     def _unload(self) -> None:
-        try:
-            self._call("release", what=["weights", "kv_cache"])
-        except SidecarLost as lost:
-            # Its memory is released either way; `reload` starts another sidecar.
-            logger.warning("%s", lost)
-            self._end()
+        self._call("release", what=["weights", "kv_cache"])
         self._cache_asleep = True
 
     def _reload(self) -> None:
         """Allocate the weights' memory again; that of the KV cache follows after the refit."""
-        try:
-            self._call("resume", what=["weights"])
-        except SidecarLost as lost:
-            self._restart(lost)
+        self._call("resume", what=["weights"])
 
     def close(self) -> None:
         """End the sidecar. Without this it ends with this process."""
-        self._end()
+        if self._sidecar is not None:
+            self._sidecar.stop()
+            self._sidecar = None
         self._built = self._loaded = False
 
     # ---- generation -------------------------------------------------------------------------
@@ -153,24 +182,15 @@ class SidecarEngine(EngineLifecycle):
     ) -> Iterator[GenerationResult]:
         pending: dict[int, GenerationRequest] = {}  # by request id, the same on every rank of the group
         sent: dict[int, int] = {}  # message number -> request id; on the leader only
-        try:
-            while True:
-                # Every rank of the group pulls when the leader does, so that their sources of requests stay in step.
-                while len(pending) < self._num_slots and (request := next(requests, None)) is not None:
-                    self._check(request, sampling)
-                    pending[request.request_id] = request
-                if not pending:
-                    return
-                try:
-                    finished, reply = self._on_leader(lambda: self._next_reply(pending, sent, sampling, stop))
-                except SidecarLost as lost:
-                    sent.clear()  # numbers of a process that is gone
-                    self._recover(lost)
-                    continue
-                yield self._result(pending.pop(finished), reply, sampling, stop)
-        finally:
-            if self._sidecar is not None:
-                self._sidecar.forget(list(sent))
+        while True:
+            # Every rank of the group pulls when the leader does, so that their sources of requests stay in step.
+            while len(pending) < self._num_slots and (request := next(requests, None)) is not None:
+                self._check(request, sampling)
+                pending[request.request_id] = request
+            if not pending:
+                return
+            finished, reply = self._on_leader(lambda: self._next_reply(pending, sent, sampling, stop))
+            yield self._result(pending.pop(finished), reply, sampling, stop)
 
     def _next_reply(
         self,
@@ -224,116 +244,29 @@ class SidecarEngine(EngineLifecycle):
 
     # ---- the sidecar ------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """Start a sidecar, with dummy weights."""
-        try:
-            reply = self._on_leader(self._launch)
-        except (SidecarLost, SidecarError):
-            self._end(grace_seconds=0.0)
-            raise
-        if sorted(reply["devices"]) != sorted(self._settings.device_uuids):
-            raise RuntimeError(
-                f"the TensorRT-LLM sidecar runs on {sorted(reply['devices'])}, the ranks of its group on "
-                f"{sorted(self._settings.device_uuids)}: weights can be handed over on the same GPUs only"
-            )
-        logger.info("TensorRT-LLM %s runs in a sidecar on %s", reply["version"], reply["devices"])
-        self._num_compilations += 1  # one for `build`, and one for each restart
-        self._cache_asleep = False
-
-    def _launch(self) -> dict[str, Any]:
-        """The leader's work of `_start`."""
-        settings, a = self._settings, self._architecture
-        self._sidecar = sidecar = Sidecar(settings.python, settings.environment, settings.ping_seconds)
-        model = sidecar.folder / "model"
-        model.mkdir()
-        (model / "config.json").write_text(self._config)
-        return sidecar.call(
-            "start",
-            settings.start_seconds,
-            check_health=False,
-            model=str(model),
-            dtype=str(self._dtype).removeprefix("torch."),
-            tensor_parallel_size=self._group.tensor_parallel.size,
-            max_batch_size=self._num_slots,
-            max_seq_len=self._max_sequence_length,
-            vocab_size=a.vocab_size,
-            vocab_limit=self._vocab_limit,
-            kv_cache_memory_fraction=settings.kv_cache_memory_fraction,
-            sleep=settings.sleep,
-        )
-
-    def _push(self, weights: WeightStream) -> None:
-        """Send all buckets, then end the refit. A bucket lives until every worker has read it."""
-        uuid = self._settings.device_uuids[self._group.tensor_parallel.rank]
-        for bucket in buckets(checked(weights, self._shapes), self._settings.bucket_bytes):
-            copies = [(name, tensor.detach().clone()) for name, tensor in bucket]  # see `ipc_handles`
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # another process reads them
-            handles = dict(self._group.gather((uuid, self._make_handles(copies))))
-            self._call("weights", handles=handles)
-            del copies
-        self._call("finish_weights")
-        if torch.cuda.is_available():
-            torch.cuda.ipc_collect()
-        if self._cache_asleep:
-            self._call("resume", what=["kv_cache"])
-            self._cache_asleep = False
-
-    def _recover(self, lost: SidecarLost) -> None:
-        """Replace a sidecar lost during generation by another one with the same weights, or raise ``lost``."""
-        version, self._weight_version = self._weight_version, NO_WEIGHTS
-        if self._recover_weights is None:
-            raise lost
-        self._restart(lost)
-        self._push(self._recover_weights())
-        self._weight_version = version
-
-    def _restart(self, why: SidecarLost | str) -> None:
-        """Start another sidecar, without weights. Raises SidecarLost after ``max_restarts`` restarts."""
-        self._weight_version = NO_WEIGHTS
-        self._end(grace_seconds=0.0)
-        if self._restarts >= self._settings.max_restarts:
-            raise SidecarLost(
-                f"{why}\nThe TensorRT-LLM sidecar has been restarted {self._restarts} times, which is "
-                "trainer.ppo.trt_llm.max_restarts: find out why it fails, then continue from the last checkpoint"
-            )
-        self._restarts += 1
-        logger.warning("%s\nRestarting the sidecar (%d of %d)", why, self._restarts, self._settings.max_restarts)
-        self._start()
-
-    def _end(self, **options: float) -> None:
-        if self._sidecar is not None:
-            self._sidecar.stop(**options)
-            self._sidecar = None
-
     def _call(self, command: str, **arguments: Any) -> None:
         """Execute a command of a refit, `unload` or `reload` from the leader."""
         self._on_leader(lambda: self._running().call(command, self._settings.refit_seconds, **arguments))
 
     def _running(self) -> Sidecar:
         if self._sidecar is None:
-            raise SidecarLost("there is no TensorRT-LLM sidecar running")
+            raise SidecarError("there is no TensorRT-LLM sidecar running")
         return self._sidecar
 
     def _on_leader(self, work: Callable[[], _T]) -> _T:
         """Do ``work`` on the leader; every rank of the group gets its result or raises its error."""
-        outcome: tuple[str, Any] | None = None
+        result, error = None, None
         if self._group.is_leader:
             try:
-                outcome = ("result", work())
-            except SidecarLost as error:
-                outcome = ("lost", str(error))
-            except SidecarError as error:
-                outcome = ("error", str(error))
-            except OSError as error:  # a full disk, say
-                outcome = ("error", f"TensorRT-LLM sidecar: {error}")
-        kind, value = self._group.share(outcome)
-        if kind == "lost":
-            raise SidecarLost(value)
-        if kind == "error":
-            raise SidecarError(value)
-        result: _T = value
-        return result
+                result = work()
+            except SidecarError as failed:
+                error = str(failed)
+            except OSError as failed:  # a full disk, say
+                error = f"TensorRT-LLM sidecar: {failed}"
+        result, error = self._group.share((result, error))
+        if error is not None:
+            raise SidecarError(error)
+        return cast(_T, result)
 
 
 def _generate_arguments(request: GenerationRequest, sampling: SamplingParams, stop: StopCondition) -> dict[str, Any]:
@@ -365,8 +298,21 @@ def _with_tensors_apart(architecture: ModelArchitecture) -> ModelArchitecture:
     """The same model in a family that does not fuse tensors: refits bring them one by one.
 
     Raises:
-        ValueError: there is no such family.
+        ValueError: there is no such family, or TensorRT-LLM is not told of a feature of the model, or has another
+            formula for it.
     """
+    a = architecture
+    features = {
+        f"rope_type={a.rope_scaling.rope_type}" if a.rope_scaling else "": a.rope_scaling is not None
+        and a.rope_scaling.rope_type != "llama3",
+        "layers without a rotary embedding": bool(a.no_rope_layers),
+        "multipliers of embeddings, attention, residual stream or logits": a.has_multipliers,
+    }
+    if untold := [name for name, has in features.items() if has]:
+        raise ValueError(
+            f"TensorRT-LLM cannot be used for models with {' and '.join(untold)}: use "
+            "trainer.ppo.generation.engine=embedded"
+        )
     if not FAMILIES[hf_family(architecture)].fused:
         return architecture
     apart = dataclasses.replace(architecture, family="llama")
@@ -376,3 +322,45 @@ def _with_tensors_apart(architecture: ModelArchitecture) -> ModelArchitecture:
             "trainer.ppo.generation.engine=embedded"
         )
     return apart
+
+
+# ---- weights for another process -----------------------------------------------------------------
+
+
+def buckets(weights: WeightStream, most_bytes: int) -> Iterator[Bucket]:
+    """Split a stream, in order, into runs of at most ``most_bytes``; a larger tensor gets a bucket of its own."""
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > most_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def ipc_handles(bucket: Bucket) -> str:
+    """Encode, as TensorRT-LLM reads them, the handles by which another process on this GPU maps the bucket's tensors.
+
+    The encoding is base64 of a pickled list of (name, (function, arguments)); TensorRT-LLM's workers unpickle it with
+    a restricted unpickler. The tensors must stay alive until they have been read there.
+
+    Pass copies, and drop them afterwards: each time a tensor is shared, torch wraps its storage once more, and it
+    frees the wrappers only with the storage itself, which for a model's parameters is never.
+    """
+    handles = [(name, _of_any_version(*reduce_tensor(tensor.detach()))) for name, tensor in bucket]
+    return base64.b64encode(pickle.dumps(handles)).decode("ascii")
+
+
+def _of_any_version(function: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A tensor's handle in the form that all versions of torch read: CUDA's own, without torch's two bytes before it.
+
+    The first of these is a version, the second the kind of memory. torch refuses versions that it does not know: the
+    torch 2.11 of TensorRT-LLM 1.3 refuses torch 2.13's, whose handles are the same otherwise.
+    """
+    handle = arguments[_HANDLE]
+    if len(handle) == 2 + _HANDLE_BYTES and handle[1:2] == b"c":  # by cudaMalloc
+        arguments = (*arguments[:_HANDLE], handle[2:], *arguments[_HANDLE + 1 :])
+    return function, arguments

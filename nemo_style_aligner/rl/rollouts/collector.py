@@ -1,16 +1,24 @@
-"""Prompts in, scored samples out: responses are scored while others are generated, then dealt to those that train."""
+"""Prompts in, scored samples out: responses are scored while others are generated, then dealt to those that train.
+
+`GenerationSchedule` says when they are generated and with which weights.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.generation.engine import GenerationResult
+from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.packing import shares
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.parallel.groups import (
@@ -22,10 +30,28 @@ from nemo_style_aligner.parallel.groups import (
 )
 from nemo_style_aligner.parallel.stop_signals import stops
 from nemo_style_aligner.rl.rewards import Reward
-from nemo_style_aligner.rl.rollouts.generator import Generator, Round
+from nemo_style_aligner.rl.rollouts.disaggregated import (
+    KeptRound,
+    RemoteGenerator,
+    RemoteRound,
+    pack_results,
+    unpack_results,
+)
+from nemo_style_aligner.rl.rollouts.generator import LocalGenerator, Take
+from nemo_style_aligner.rl.rollouts.prompts import PromptSource
 from nemo_style_aligner.rl.sample import Prompt, Rollouts, Sample
 from nemo_style_aligner.rl.scoring import ScoredBatch, Scorer, Scores
+from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.telemetry.timers import ScopedTimer
+
+logger = logging.getLogger(__name__)
+
+TRAINING, VALIDATION = 0, -1
+"""A step's random streams: of its own rollouts and of a validation. The others, from 1 on, are rounds of warm-up."""
+
+Generator = LocalGenerator | RemoteGenerator
 
 Minibatches = Sequence[Sequence[int]]
 """The samples of each update, in order."""
@@ -295,16 +321,22 @@ class RolloutCollector:
         self.decode = decode
         self.scoring_batch_size = scoring_batch_size
 
-    def collect(self, generation: Round, group_size: int) -> Collected:
-        """Run a round and have its responses scored, in batches as they finish. Collective.
+    def collect(
+        self, prompts: Sequence[Prompt], group_size: int, generate: Callable[[Take], dict[str, float]]
+    ) -> tuple[Collected, dict[str, float]]:
+        """Generate a round and have its responses scored, in batches as they finish. Collective.
 
         Args:
+            prompts: of each sample.
             group_size: of each prompt, so many samples follow each other.
+            generate: hands out this rank's responses; returns metrics of the engines.
+
+        Returns:
+            The samples and the metrics.
 
         Raises:
             StopEarlyError: a rank got a stop signal; the rollouts are abandoned on all of them.
         """
-        prompts = generation.prompts
 
         def sample(result: GenerationResult) -> Sample:
             return Sample(
@@ -319,9 +351,10 @@ class RolloutCollector:
             )
 
         responses = ScoredResponses(self.scorer, self.scoring_batch_size, sample)
-        generation.run(responses)
+        metrics = generate(responses.add)
+        responses.flush()
         groups = torch.arange(len(prompts)) // group_size
-        return Collected(prompts, groups, [_Part(responses, {i: i for i in range(len(prompts))})])
+        return Collected(prompts, groups, [_Part(responses, {i: i for i in range(len(prompts))})]), metrics
 
     def sample_table(self, rollouts: Rollouts, scores: Scores, num_rows: int) -> list[tuple[str, str, float]]:
         """(prompt, response, reward) of the first samples, decoded, on rank 0; empty elsewhere. Collective."""
@@ -338,4 +371,131 @@ class RolloutCollector:
     def close(self) -> None:
         """Close the connections to the services and to the work queue; call it on all ranks together."""
         self.scorer.close()
-        self.generator.close()
+        if isinstance(self.generator, LocalGenerator):  # rollout ranks end with the job
+            self.generator.close()
+
+
+# ---- when, and with which weights ---------------------------------------------------------------
+
+
+class GenerationSchedule:
+    """Starts the generation of rollouts, keeps the rounds that are under way, and refits the engine.
+
+    Every rank that trains calls its methods together.
+
+    Args:
+        collector: generates and scores.
+        model: the policy.
+        timer: times generation and waits.
+        seed: the run's, from which the seeds of sampling are derived.
+        staleness: 0: the rollouts of a step are generated with the weights it starts from. 1: with those that the step
+            before started from, while that one trains; those of the first step as with 0.
+        unload_engine: give the engine's memory back when a round is complete.
+    """
+
+    def __init__(
+        self,
+        collector: RolloutCollector,
+        model: MegatronModel,
+        timer: ScopedTimer,
+        seed: int,
+        *,
+        staleness: int,
+        unload_engine: bool,
+    ) -> None:
+        self._collector = collector
+        self._model = model
+        self._timer = timer
+        self._seed = seed
+        self._staleness = staleness
+        self._unload_engine = unload_engine
+        self._rounds: dict[int, RemoteRound | KeptRound] = {}  # started ahead, by the step that trains on them
+
+    def generate(
+        self, prompts: PromptSource, start: int, step: int, version: int, *, stream: int = TRAINING, draw: int = 0
+    ) -> tuple[Collected, dict[str, float]]:
+        """Generate the rollouts of a step, or take those that were started ahead, and have them scored.
+
+        Args:
+            start: prompts to skip.
+            version: of the policy's present weights.
+            stream: of the step's random streams.
+            draw: rounds that were generated before for the same step.
+
+        Returns:
+            The samples and, where they were generated now, metrics of the engines.
+
+        Raises:
+            StopEarlyError: as `RolloutCollector.collect`.
+        """
+        collect, group_size = self._collector.collect, prompts.samples_per_prompt
+        if (stream, draw) == (TRAINING, 0) and step in self._rounds:
+            ahead = self._rounds[step]
+            with self._timer("rollout_wait"):
+                return collect(ahead.prompts, group_size, ahead.run)
+        self.refit(version)
+        with self._timer("generate"):
+            batch, seed = prompts.batch(start), self._sampling_seed(step, stream, draw)
+            return collect(batch, group_size, functools.partial(self._collector.generator.generate, batch, seed))
+
+    def unload(self) -> None:
+        """Give the engine's memory back, if the settings want it; all rounds of the step are complete."""
+        generator = self._collector.generator
+        if self._unload_engine and isinstance(generator, LocalGenerator):
+            with self._timer("unload"):
+                generator.unload()
+
+    def start_ahead(self, prompts: PromptSource, start: int, step: int, version: int) -> None:
+        """Start generating the rollouts of a coming step with the present weights, if ``staleness`` allows it."""
+        generator = self._collector.generator
+        if self._staleness and isinstance(generator, RemoteGenerator):
+            self.refit(version)
+            self._rounds[step] = generator.start(prompts.batch(start), self._sampling_seed(step, TRAINING))
+
+    def refit(self, version: int) -> None:
+        """Give the engine the policy's present weights, unless it has them already (after a validation, say)."""
+        generator = self._collector.generator
+        if generator.weight_version == version:
+            return
+        for generation in self._rounds.values():  # a round is completed with the weights it was started with
+            with self._timer("rollout_wait"):
+                generation.wait()
+        with self._timer("refit"):
+            generator.refit(self._model, version)
+
+    def drop(self, step: int) -> None:
+        """Forget the rollouts of a step that is complete."""
+        self._rounds.pop(step, None)
+
+    def _sampling_seed(self, step: int, stream: int, draw: int = 0) -> int:
+        return derive_seed(self._seed, "rollouts", step, stream, *((draw,) if draw else ()))
+
+    # ---- state ------------------------------------------------------------------------------
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """The rollouts kept for ``step``, once complete: they cannot be made again, as their weights are gone."""
+        if step not in self._rounds:
+            return {"rollouts": None}
+        with self._timer("rollout_wait"):
+            own = pack_results(self._rounds[step].wait()).decode()
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, own)
+        return {"rollouts": parts}
+
+    def load_state_dict(self, state: dict[str, Any], step: int, prompts: PromptSource, start: int) -> None:
+        """Continue where `state_dict` was taken, with any number of ranks; for ``start`` see `generate`."""
+        if state["rollouts"] is None:
+            return
+        if self._staleness == 0:
+            warn_for_all_ranks(
+                logger,
+                "the rollouts kept for step %d are discarded: with trainer.ppo.staleness=0 new ones are generated",
+                step,
+            )
+            return
+        batch = prompts.batch(start)
+        results = [result for part in state["rollouts"] for result in unpack_results(part)]
+        if len(results) != len(batch) or any(r.prompt_token_ids != batch[r.request_id].token_ids for r in results):
+            warn_for_all_ranks(logger, "the rollouts kept for step %d are discarded: they answer other prompts", step)
+            return
+        self._rounds[step] = KeptRound(batch, results[dist.get_rank() :: dist.get_world_size()])

@@ -1,33 +1,43 @@
-"""Builds what makes responses from the actor job's config: sampling, work source, generator."""
+"""Builds what makes responses from the actor job's config: sampling, engine, work source, generator."""
 
 from __future__ import annotations
 
+import functools
+import logging
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine, num_pages
 from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParams
-from nemo_style_aligner.generation.engine_group import EngineGroup
+from nemo_style_aligner.generation.megatron import MegatronEngine
+from nemo_style_aligner.generation.shard import EngineGroup, TensorParallel
+from nemo_style_aligner.generation.trtllm.construct import TensorRTLLMUnavailable, find_trtllm, trtllm_engine
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.parallel import worlds
-from nemo_style_aligner.parallel.groups import broadcast_object, control_group
+from nemo_style_aligner.parallel import roles
+from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, control_group, device, neighbour_group
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
-from nemo_style_aligner.parallel.worlds import Link
-from nemo_style_aligner.rl.rollouts.engine_setup import build_embedded_engine, build_engine
-from nemo_style_aligner.rl.rollouts.generator import Generator, LocalGenerator
-from nemo_style_aligner.rl.rollouts.remote import RemoteGenerator
-from nemo_style_aligner.rl.rollouts.rollout_ranks import RolloutRank
-from nemo_style_aligner.rl.rollouts.work_client import WorkerLimits, WorkQueueClient
-from nemo_style_aligner.rl.rollouts.work_queue import WorkQueue
-from nemo_style_aligner.rl.rollouts.work_server import WorkQueueServer
-from nemo_style_aligner.rl.rollouts.work_source import StaticPartition, WorkSource
+from nemo_style_aligner.parallel.roles import Channel
+from nemo_style_aligner.rl.rollouts.collector import Generator
+from nemo_style_aligner.rl.rollouts.disaggregated import RemoteGenerator, RolloutRank
+from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
+from nemo_style_aligner.rl.rollouts.work_queue import StaticPartition, WorkQueueClient, WorkQueueServer, WorkSource
 from nemo_style_aligner.servers.secret import resolve_token
-from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.wording import unescaped
+from nemo_style_aligner.weights.stream import lendable_weights
+from nemo_style_aligner.wording import counted, unescaped
+
+logger = logging.getLogger(__name__)
 
 _WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on that workers elsewhere cannot connect to
+
+
+# ---- sampling and engine -------------------------------------------------------------------------
 
 
 def sampling_params(cfg: DictConfig, tokenizer: Tokenizer | None = None) -> SamplingParams:
@@ -61,6 +71,193 @@ def _end_string(given: object) -> str:
     return unescaped(str(given))
 
 
+def choose_engine(cfg: DictConfig) -> str:
+    """The engine's name: ``trainer.ppo.generation.engine``, or trtllm instead of embedded with ``trt_llm.enable``.
+
+    Where TensorRT-LLM cannot be used, ``trt_llm.enable`` falls back to the embedded engine.
+
+    Raises:
+        RuntimeError: TensorRT-LLM is asked for by name and missing, or installed in a version that does not fit.
+    """
+    name = str(cfg.trainer.ppo.generation.engine)
+    if name == "trtllm":
+        find_trtllm(cfg)
+    elif name == "embedded" and cfg.trainer.ppo.trt_llm.enable:
+        try:
+            find_trtllm(cfg)
+        except TensorRTLLMUnavailable as reason:
+            logger.info("trainer.ppo.trt_llm.enable=True: %s. Until then the embedded engine is used.", reason)
+        else:
+            name = "trtllm"
+    return name
+
+
+def require_kv_cache(cfg: DictConfig, max_sequence_length: int) -> None:
+    """Make sure that an embedded engine's KV cache holds a sequence of this length, before one is built.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    section = cfg.trainer.ppo.generation
+    if section.engine == "embedded":
+        try:
+            num_pages(section.kv_cache_tokens, 1, max_sequence_length)
+        except ValueError as error:
+            raise ConfigError(f"trainer.ppo.generation.{error}") from error
+
+
+def build_engine(
+    cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int
+) -> tuple[GenerationEngine, EngineGroup]:
+    """Build this rank's generation engine; return it and the ranks that share it. Collective.
+
+    The embedded engine is shared by `engine_size` neighbouring ranks, independently of the training layout's groups;
+    the megatron and trtllm engines by a tensor-parallel group of that layout.
+
+    Raises:
+        ValueError: a key of ``trainer.ppo.generation`` is wrong, or ranks or model cannot be divided as it says.
+    """
+    name = choose_engine(cfg)
+    if name in ("megatron", "trtllm"):
+        options = _engine_options(cfg, model.architecture, tokenizer, max_sequence_length)
+        group = training_group(cfg, model.layout)
+        engine: GenerationEngine
+        engine = MegatronEngine(model, **options) if name == "megatron" else trtllm_engine(cfg, model, group, **options)
+        engine.build()
+        return engine, group
+    return build_embedded_engine(
+        cfg, model.architecture, model.config.params_dtype, tokenizer, max_sequence_length, lender=model
+    )
+
+
+def build_embedded_engine(
+    cfg: DictConfig,
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    tokenizer: Tokenizer,
+    max_sequence_length: int,
+    *,
+    lender: MegatronModel | None = None,
+) -> tuple[GenerationEngine, EngineGroup]:
+    """Build this rank's embedded engine; see `build_engine`. It may use the weights of ``lender`` in place."""
+    group = _generation_ranks(cfg)
+    ranks = group.tensor_parallel
+    section = cfg.trainer.ppo.generation
+    engine = EmbeddedEngine(
+        architecture,
+        dtype=dtype,
+        device=device(),
+        kv_cache_tokens=None if section.kv_cache_tokens is None else int(section.kv_cache_tokens),
+        prefill_chunk_tokens=None if section.prefill_chunk_tokens is None else int(section.prefill_chunk_tokens),
+        prefill_share=float(section.prefill_share),
+        weight_format=section.weight_format,
+        tensor_parallel=ranks,
+        step=section.step,
+        refit_check=section.refit_check,
+        lent_weights=None if lender is None else functools.partial(lendable_weights, lender, ranks.rank, ranks.size),
+        **_engine_options(cfg, architecture, tokenizer, max_sequence_length),
+    )
+    try:
+        engine.build()
+    except torch.OutOfMemoryError as error:
+        gib = architecture.num_parameters * dtype.itemsize / ranks.size / 2**30
+        raise ValueError(
+            f"the generation engine does not fit into memory beside the model in training: its weights alone take "
+            f"{gib:.0f} GiB on each of the {ranks.size} ranks that share it. Let more ranks share it "
+            "(trainer.ppo.generation.tensor_parallel_size, or trainer.ppo.trt_llm.reshard=True with pipeline stages), "
+            "or give it less memory for keys and values (trainer.ppo.generation.kv_cache_tokens, num_slots)"
+        ) from error
+    return engine, group
+
+
+def _engine_options(
+    cfg: DictConfig, architecture: ModelArchitecture, tokenizer: Tokenizer, max_sequence_length: int
+) -> dict[str, Any]:
+    """Options that every engine takes."""
+    return {
+        "num_slots": int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size),
+        "max_sequence_length": max_sequence_length,
+        **vocabulary_options(architecture, tokenizer),
+    }
+
+
+def vocabulary_options(architecture: ModelArchitecture, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Options of the vocabulary and the tokenizer that every engine takes; see `GenerationEngine`.
+
+    Raises:
+        TokenizerError: the model cannot make the token that ends responses.
+    """
+    if tokenizer.eos_id >= architecture.vocab_size:
+        raise TokenizerError(
+            f"the tokenizer's EOS has the id {tokenizer.eos_id}, but the model's vocabulary has "
+            f"{architecture.vocab_size} tokens: no response would end. Give the model its own tokenizer"
+        )
+    return {
+        "eos_id": tokenizer.eos_id,
+        "more_eos_ids": tokenizer.stop_ids[1:],
+        "vocab_limit": min(tokenizer.vocab_size, architecture.vocab_size),
+        "detokenize": tokenizer.ids_to_text,
+        "token_to_id": tokenizer.token_to_id,
+    }
+
+
+def training_group(cfg: DictConfig, layout: ParallelLayout) -> EngineGroup:
+    """This rank's tensor-parallel group of the training layout. Collective."""
+    process_group = parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None
+    return EngineGroup(
+        TensorParallel(layout.tp_rank, layout.tp_size, process_group),
+        index=layout.dp_rank * layout.pp_size + layout.pp_rank,
+        count=layout.dp_size * layout.pp_size,
+        control=_control_group(cfg, layout.tp_size),
+        leader=parallel_state.get_tensor_model_parallel_src_rank(),
+    )
+
+
+def engine_size(asked: int | None, reshard: bool, tp_size: int, pp_size: int) -> int:
+    """Ranks that share an embedded engine.
+
+    Args:
+        asked: ``trainer.ppo.generation.tensor_parallel_size``.
+        reshard: ``trainer.ppo.trt_llm.reshard``: generate with training's tensor parallelism, but without its pipeline
+            stages. No effect where training has no stages.
+        tp_size, pp_size: of training.
+    """
+    return int(asked or (tp_size if reshard and pp_size > 1 else 1))
+
+
+def _generation_ranks(cfg: DictConfig) -> EngineGroup:
+    """The ranks that share this rank's embedded engine. Collective.
+
+    Raises:
+        ValueError: the ranks of the job cannot be divided into groups of that size.
+    """
+    ppo = cfg.trainer.ppo
+    tp_size, pp_size = int(cfg.model.tensor_model_parallel_size), int(cfg.model.pipeline_model_parallel_size)
+    size = engine_size(ppo.generation.tensor_parallel_size, ppo.trt_llm.reshard, tp_size, pp_size)
+    try:
+        process_group = neighbour_group(size, cfg.trainer.distributed_timeout_minutes)
+    except ValueError as error:
+        raise ValueError(f"trainer.ppo.generation.tensor_parallel_size={size}: {error}") from error
+    rank, count = dist.get_rank(), dist.get_world_size() // size
+    logger.info("generation: %s of %s each", counted(count, "engines"), counted(size, "ranks"))
+    return EngineGroup(
+        TensorParallel(rank % size, size, process_group),
+        index=rank // size,
+        count=count,
+        control=_control_group(cfg, size),
+        leader=rank - rank % size,
+    )
+
+
+def _control_group(cfg: DictConfig, size: int) -> dist.ProcessGroup | None:
+    """The group in which an engine's ranks wait while their leader waits for the queue or a sidecar. Collective."""
+    seconds = max(cfg.trainer.ppo.trt_llm.timeouts.values())
+    return control_group(size, max(cfg.trainer.distributed_timeout_minutes, seconds / 60))
+
+
+# ---- work and generator -------------------------------------------------------------------------
+
+
 def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:
     """Start the Flask work queue (``trainer.ppo.batch_iterator.use_flask``) on the first rank that generates.
 
@@ -71,12 +268,11 @@ def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:
         OSError: its address cannot be bound.
         SecretError: the shared secret cannot be used.
     """
-    section, link = cfg.trainer.ppo.batch_iterator, worlds.link()
-    generates = link is None or link.is_rollout_rank
+    section, channel = cfg.trainer.ppo.batch_iterator, roles.channel()
+    generates = channel is None or channel.is_rollout_rank
     if not section.use_flask or not generates or dist.get_rank() != 0:
         return None
     return WorkQueueServer(
-        WorkQueue(float(section.lease_seconds)),
         host=section.host or _reachable_address(),
         port=int(section.port),
         token=shared_token(cfg),
@@ -88,29 +284,14 @@ def build_work_source(
     cfg: DictConfig, engine: GenerationEngine, group: EngineGroup, queue: WorkQueueServer | None
 ) -> WorkSource:
     """A client of the queue that `open_work_queue` started; a fixed partition without ``use_flask``. Collective."""
-    section = cfg.trainer.ppo.batch_iterator
-    if not section.use_flask:
+    if not cfg.trainer.ppo.batch_iterator.use_flask:
         return StaticPartition(group.index, group.count, int(cfg.trainer.ppo.num_rollouts_per_prompt))
     address = None
     if queue is not None:
         queue.queue.workers = group.count
         address = (_reachable_address() if queue.host in _WILDCARDS else queue.host, queue.port)
     host, port = broadcast_object(address)
-    limits = WorkerLimits(
-        lease_seconds=float(section.lease_seconds),
-        stall_seconds=float(section.stall_seconds),
-        wait_seconds=float(section.wait_seconds),
-    )
-    return WorkQueueClient(
-        host,
-        port,
-        limits,
-        token=shared_token(cfg),
-        server=queue,
-        slots=engine.num_slots,
-        progress=lambda: activity.current().progress,  # what the watchdog looks at, too
-        poll_seconds=max(0.5, dist.get_world_size() / 100),  # at most 100 polls a second from all ranks together
-    )
+    return WorkQueueClient(host, port, token=shared_token(cfg), server=queue, slots=engine.num_slots)
 
 
 def _reachable_address() -> str:
@@ -130,10 +311,10 @@ def build_generator(
     queue: WorkQueueServer | None,
 ) -> Generator:
     """The generator of responses: this rank's engine, or the job's rollout ranks. Collective."""
-    other_world = worlds.link()
-    if other_world is not None:
+    channel = roles.channel()
+    if channel is not None:
         return RemoteGenerator(
-            other_world,
+            channel,
             model.architecture,
             model.config.params_dtype,
             max_sequence_length,
@@ -143,7 +324,7 @@ def build_generator(
 
 
 def build_rollout_rank(
-    cfg: DictConfig, link: Link, architecture: ModelArchitecture, dtype: torch.dtype, tokenizer: Tokenizer
+    cfg: DictConfig, channel: Channel, architecture: ModelArchitecture, dtype: torch.dtype, tokenizer: Tokenizer
 ) -> RolloutRank:
     """What a rollout rank runs. Its engine is built when the training ranks send the maximum sequence length."""
     queue = open_work_queue(cfg)
@@ -152,7 +333,7 @@ def build_rollout_rank(
         engine, group = build_embedded_engine(cfg, architecture, dtype, tokenizer, max_sequence_length)
         return _local_generator(cfg, tokenizer, engine, group, queue)
 
-    return RolloutRank(link, architecture, dtype, build)
+    return RolloutRank(channel, architecture, dtype, build)
 
 
 def _local_generator(
@@ -163,8 +344,6 @@ def _local_generator(
     queue: WorkQueueServer | None,
 ) -> LocalGenerator:
     work = build_work_source(cfg, engine, group, queue)
-    meeting = None
-    if isinstance(work, StaticPartition):  # with the queue, ranks wait for each other there
-        minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
-        meeting = control_group(dist.get_world_size(), minutes)
+    minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
+    meeting = control_group(dist.get_world_size(), minutes)
     return LocalGenerator(engine, work, sampling_params(cfg, tokenizer), group, meeting)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import os
 import signal
 import socket
 import struct
@@ -54,10 +53,6 @@ class Service:
         self._sleep = False
         self._vocab_size = 0
         self._vocab_limit = 0
-
-    async def ping(self) -> dict[str, Any]:
-        """A sign of life: the event loop runs."""
-        return {"pid": os.getpid()}
 
     async def start(
         self,
@@ -276,7 +271,7 @@ async def serve(connection: socket.socket) -> None:
 async def _answer(service: Service, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     number, command = message.pop("id"), message.pop("do")
     try:
-        if command not in ("ping", "start", "weights", "finish_weights", "release", "resume", "generate"):
+        if command not in ("start", "weights", "finish_weights", "release", "resume", "generate"):
             raise ValueError(f"no such command: {command!r}")
         reply = {"id": number, "ok": await getattr(service, command)(**message)}
     except Exception as error:  # noqa: BLE001 (of whatever kind, the parent is told, and raises it)

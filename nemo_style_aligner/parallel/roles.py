@@ -1,7 +1,7 @@
-"""A job of two worlds: ranks that train, and ranks that do nothing but generate (``trainer.ppo.rollout_devices``).
+"""A job of two roles: ranks that train, and ranks that do nothing but generate (``trainer.ppo.rollout_devices``).
 
-torch.distributed and megatron-core build everything on one default group. So each world has a default group of its
-own, and neither sees the other's collectives. A `Link` connects them: messages in the store through which the ranks
+torch.distributed and megatron-core build everything on one default group. So each role has a default group of its
+own, and neither sees the other's collectives. A `Channel` connects them: messages in the store through which the ranks
 found each other (polled, so that a wait can have any limit and a signal can end it), and one process group of the
 first training rank and all rollout ranks, for weights.
 """
@@ -30,8 +30,8 @@ _LEAVING_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
-    """This rank's connection to the other world.
+class Channel:
+    """This rank's connection to the ranks of the other role.
 
     Attributes:
         rank, size: this rank's number in the whole job, and the job's number of ranks; the rollout ranks come last.
@@ -48,7 +48,7 @@ class Link:
 
     @property
     def is_rollout_rank(self) -> bool:
-        """Whether this rank is in the world that generates."""
+        """Whether this rank does nothing but generate."""
         return self.rank >= self.size - self.num_rollout_ranks
 
     # ---- messages ---------------------------------------------------------------------------
@@ -120,8 +120,8 @@ class Wait:
         what: what is being waited for, for the error.
     """
 
-    def __init__(self, link: Link, seconds: float, progress: Callable[[], object], what: str) -> None:
-        self._link = link
+    def __init__(self, channel: Channel, seconds: float, progress: Callable[[], object], what: str) -> None:
+        self._channel = channel
         self._seconds = seconds
         self._progress = progress
         self._what = what
@@ -134,13 +134,13 @@ class Wait:
         Raises:
             TimeoutError: nothing came, and ``progress`` did not change, for longer than the limit.
         """
-        while not self._link.has(name):
+        while not self._channel.has(name):
             time.sleep(_POLL_SECONDS)
             now = time.monotonic()
             if now - self._looked >= min(_PROGRESS_SECONDS, self._seconds):
                 self._look(now)
             if now >= deadline:
-                return self._link.has(name)
+                return self._channel.has(name)
         return True
 
     def _look(self, now: float) -> None:
@@ -150,21 +150,21 @@ class Wait:
         elif now - self._since > self._seconds:
             raise TimeoutError(
                 f"{self._what}: nothing came for {self._seconds:g} s (trainer.ppo.batch_iterator.wait_seconds); look "
-                f"at the last {self._link.num_rollout_ranks} ranks of the job, which generate"
+                f"at the last {self._channel.num_rollout_ranks} ranks of the job, which generate"
             )
 
 
-_link: Link | None = None
+_channel: Channel | None = None
 
 
-def link() -> Link | None:
-    """The connection to the other world; None in a job of one world."""
-    return _link
+def channel() -> Channel | None:
+    """The connection to the ranks of the other role; None in a job whose ranks all do the same."""
+    return _channel
 
 
 def is_rollout_rank() -> bool:
     """Whether this rank does nothing but generate."""
-    return _link is not None and _link.is_rollout_rank
+    return _channel is not None and _channel.is_rollout_rank
 
 
 def initialize(
@@ -175,7 +175,7 @@ def initialize(
     Raises:
         ValueError: no rank is left to train.
     """
-    global _link
+    global _channel
     first = size - num_rollout_ranks
     if not 0 < num_rollout_ranks < size:
         raise ValueError(
@@ -194,7 +194,7 @@ def initialize(
     if is_rollout or rank == 0:
         place = rank - first + 1 if is_rollout else 0
         weights = _process_group(backend, dist.PrefixStore("weights", store), place, num_rollout_ranks + 1, timeout)
-    _link = Link(rank, size, num_rollout_ranks, dist.PrefixStore("link", store), weights)
+    _channel = Channel(rank, size, num_rollout_ranks, dist.PrefixStore("channel", store), weights)
 
 
 def _process_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -208,27 +208,27 @@ def _process_group(backend: str, store: dist.Store, rank: int, size: int, timeou
 
 def end(status: int) -> None:
     """Have the rollout ranks give up what they are doing and end with ``status``. Only rank 0's call has an effect."""
-    if _link is not None and _link.rank == 0:
-        _link.post({"kind": "end", "status": status})
-        _link.put("ending", b"")
+    if _channel is not None and _channel.rank == 0:
+        _channel.post({"kind": "end", "status": status})
+        _channel.put("ending", b"")
 
 
 def leave() -> None:
-    """Leave the link, last of all: rank 0, which has the store, waits until the rollout ranks need it no more."""
-    global _link
-    if _link is None:
+    """Close the channel, last of all: rank 0, which has the store, waits until the rollout ranks need it no more."""
+    global _channel
+    if _channel is None:
         return
-    if _link.is_rollout_rank:
-        _link.add("left", 1)
-    elif _link.rank == 0:
+    if _channel.is_rollout_rank:
+        _channel.add("left", 1)
+    elif _channel.rank == 0:
         deadline = time.monotonic() + _LEAVING_SECONDS
-        while _link.count("left") < _link.num_rollout_ranks and time.monotonic() < deadline:
+        while _channel.count("left") < _channel.num_rollout_ranks and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        if (left := _link.count("left")) < _link.num_rollout_ranks:
-            _logger.warning("of %d rollout ranks only %d have ended by themselves", _link.num_rollout_ranks, left)
-    _link = None
+        if (left := _channel.count("left")) < _channel.num_rollout_ranks:
+            _logger.warning("of %d rollout ranks only %d have ended by themselves", _channel.num_rollout_ranks, left)
+    _channel = None
 
 
 def barrier() -> None:
-    """Wait for all ranks of this world. Without ``device_ids`` an unused NCCL group would guess the device by rank."""
+    """Wait for all ranks of this role. Without ``device_ids`` an unused NCCL group would guess the device by rank."""
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
