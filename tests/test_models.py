@@ -41,14 +41,14 @@ from nemo_style_aligner.generation.engine import GenerationRequest, GenerationRe
 from nemo_style_aligner.generation.megatron import MegatronEngine
 from nemo_style_aligner.jobs.run_control import RunControl
 from nemo_style_aligner.models import kept_passes as kept_passes_module
-from nemo_style_aligner.models import layer_kernels, layers, main_grads, pipeline, products
+from nemo_style_aligner.models import layer_kernels, layers, linear, pipeline, products
 from nemo_style_aligner.models import logprobs as logprobs_module
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision, transformer_config
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
-from nemo_style_aligner.models.kept_passes import KeepChoice, activation_bytes, keep_passes
+from nemo_style_aligner.models.kept_passes import KeepChoice, Part, activation_bytes, keep_passes
 from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.layers import uses_torch_attention
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
@@ -56,7 +56,6 @@ from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import (
-    AttentionBlocks,
     MicroBatching,
     Padding,
     Sequences,
@@ -216,21 +215,6 @@ def test_a_run_that_is_too_short_for_its_schedule_says_so(
         first = {0: 0, 1: 2, 10: 11}[settings["warmup_steps"]]
         assert f"of {max_steps} updates, all after the first {first} run at min_lr=0.1" in caplog.text
         assert all(schedule(step) == 0.1 for step in range(first, max_steps))
-
-
-def test_the_course_of_the_learning_rate_is_told() -> None:
-    """A short run decays by default, which NeMo-Aligner's 1000 constant steps would prevent."""
-    optim = load_defaults("training_rm").model.optim
-    schedule = Schedule.from_config(optim, 60)
-    assert schedule(10) == optim.lr and optim.sched.min_lr < schedule(40) < 0.5 * optim.lr
-    assert schedule.describe().startswith("up to 9e-06 in 10 updates, down to 9e-07 after 60, the end (NeMo-Aligner's")
-    assert (
-        "60 updates end within the warm-up of 70, at 7.61e-06 instead of 9e-06"
-        in dataclasses.replace(schedule, warmup_steps=70).describe()
-    )
-    theirs = dataclasses.replace(schedule, max_steps=2000, constant_steps=1000).describe()
-    assert theirs == "up to 9e-06 in 10 updates, down to 9e-07 after 1000, then 9e-07 for 1000 more"
-    assert Schedule(lr=0.5, name="constant").describe() == "0.5"
 
 
 # ---- vocabulary ---------------------------------------------------------------------------------
@@ -505,7 +489,7 @@ def test_a_layer_as_one_function_changes_no_bit(
     model = build_model(ARCHITECTURES["llama"], config, dtype)
     if not in_place:
         for parameter in model.gpt.parameters():
-            setattr(parameter, main_grads._IN_PLACE, False)
+            setattr(parameter, linear._IN_PLACE, False)
     ids, wanted = tokens(), torch.ones(5, 11, dtype=torch.bool)
     weights = torch.randn(5, 11, generator=torch.Generator().manual_seed(2))
     computed: list[bool] = []
@@ -766,30 +750,6 @@ def test_micro_batches_hold_something(num_rows: int, max_tokens: int | None) -> 
     assert MicroBatching(1, 1).num_rows == 1
 
 
-@pytest.mark.parametrize(
-    "lengths, blocks",
-    [
-        ([7], [(7, 1)]),
-        ([3, 128, 1], [(128, 3)]),  # short ones are padded, whatever that takes
-        ([200, 128, 130, 900, 160, 850], [(900, 2), (200, 3), (128, 1)]),  # long ones, by a quarter at most
-        ([120, 200], [(200, 2)]),
-        ([129, 1, 2], [(129, 1), (2, 2)]),
-    ],
-)
-def test_attention_of_similar_sequences_takes_one_call(lengths: list[int], blocks: list[tuple[int, int]]) -> None:
-    """Every token is there once, beside those of its sequence; padding is the sequence's last token."""
-    found = AttentionBlocks.of(lengths, torch.device("cpu"))
-    assert [tuple(block.shape) for block in found.tokens] == blocks
-    computed = torch.cat([block.reshape(-1) for block in found.tokens])
-    assert torch.equal(computed[found.outputs], torch.arange(sum(lengths)))
-    ends = torch.tensor(lengths).cumsum(0)
-    for block in found.tokens:
-        last = block[-1]
-        assert torch.isin(last, ends - 1).all()
-        steps = block.diff(dim=0)
-        assert ((steps == 1) | ((steps == 0) & (block[1:] == last))).all()
-
-
 def test_data_parallel_ranks_get_equal_work() -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = (50 * torch.randn(64, generator=generator).mul(0.9).exp()).long().clamp(8, 500).tolist()
@@ -1038,7 +998,7 @@ def test_an_entropy_bonus_flattens_the_distribution() -> None:
 def keeping_actor(choice: KeepChoice, update_size: int = 5, dtype: torch.dtype = torch.float32) -> Actor:
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, dtype)
     actor = make_actor(model, None)
-    actor.kept_passes = keep_passes(model, None, choice, update_size)
+    keep_passes(model, None, choice, update_size)
     return actor
 
 
@@ -1046,9 +1006,10 @@ def keeping_critic(choice: KeepChoice, update_size: int, nonfinite: NonFinitePol
     head = RewardHeadConfig()
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=head)
     optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, nonfinite)
+    keep_passes(model, None, choice, update_size)
     return Critic(
         model, optimizer, head, training_batching=MicroBatching(2), global_batch_size=update_size,
-        forward_batching=MicroBatching(2), loss_clip=0.2, kept_passes=keep_passes(model, None, choice, update_size),
+        forward_batching=MicroBatching(2), loss_clip=0.2,
     )  # fmt: skip
 
 
@@ -1110,12 +1071,12 @@ def test_logits_of_kept_passes_are_kept_and_counted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logprobs_module, "product", counted)
     monkeypatch.setattr(products, "_has_bf16_arithmetic", lambda: True)
     actor = keeping_actor("auto", dtype=torch.bfloat16)
-    assert actor.kept_passes is not None
-    actor.kept_passes._free_bytes = lambda: 1e9  # type: ignore[method-assign]
+    assert actor.model.kept_passes is not None
+    actor.model.kept_passes._free_bytes = lambda: 1e9  # type: ignore[method-assign]
     ids, (_, h) = tokens(), actor.model.gpt.shared_embedding_or_output_weight().shape
     actor.logprobs(policy_batch(ids), is_trained=True)
     per_token = activation_bytes(ARCHITECTURES["llama"], 2) + 2 * VOCAB
-    assert actor.kept_passes._held() == 5 * 11 * per_token
+    assert actor.model.kept_passes._held() == 5 * 11 * per_token
     assert sum(rows for rows, width in made if width == VOCAB) == 5 * 11
     made.clear()
     fresh = keeping_actor("never", dtype=torch.bfloat16)
@@ -1142,7 +1103,7 @@ def test_passes_are_kept_in_memory_that_the_process_has_anyway(
 ) -> None:
     monkeypatch.setattr(kept_passes_module, "keep_freed_memory", lambda: True)
     actor = keeping_actor("auto")
-    passes, ids = actor.kept_passes, tokens()
+    passes, ids = actor.model.kept_passes, tokens()
     assert passes is not None
     of_all = 5 * 11 * activation_bytes(ARCHITECTURES["llama"], 4)
     monkeypatch.setattr(kept_passes_module, "unused_memory", lambda: int(unused * of_all))
@@ -1189,7 +1150,7 @@ def test_equal_sequences_are_told_apart_by_what_was_wanted_of_them() -> None:
 
 def test_a_validation_makes_room_for_the_next_rollouts() -> None:
     critic = keeping_critic("always", 5)
-    model, passes_kept = critic.model, critic.kept_passes
+    model, passes_kept = critic.model, critic.model.kept_passes
     lengths = torch.tensor([12, 5, 9, 12, 7])
     critic.values(tokens(seed=1), lengths)
     critic.values(tokens(seed=2)[:2], lengths[:2])
@@ -1233,7 +1194,7 @@ def test_kept_passes_of_a_sequence_that_is_left_out_spoil_no_update(choice: Keep
 def test_a_critic_of_several_updates_keeps_nothing() -> None:
     """It uses nothing either, not even in its first batch: one that is resumed later rounds as one that is not."""
     critic = keeping_critic("always", 2)
-    kept = critic.kept_passes
+    kept = critic.model.kept_passes
     lengths, ones = torch.full((4,), 12), torch.ones(4, 11)
     assert kept is not None
     for held in (True, False):
@@ -1250,13 +1211,13 @@ def test_a_critic_of_several_updates_keeps_nothing() -> None:
 
 def test_finding_kept_passes_takes_little_memory() -> None:
     """Half of the responses were cut off and are not trained on: any of their beginnings might have been computed."""
-    kept = keeping_actor("always", update_size=256).kept_passes
+    kept = keeping_actor("always", update_size=256).model.kept_passes
     assert kept is not None
     ids = torch.randint(0, 10**6, (256, 1024), generator=torch.Generator().manual_seed(1))
     lengths = torch.linspace(300, 1024, 256).long()
     wanted = torch.arange(1023)[None] < lengths[:, None] - 1
     for row in range(0, 256, 2):
-        kept.add(0, Sequences.padded(ids[row : row + 2], wanted[row : row + 2]))
+        kept.add(Part([], 0, Sequences.padded(ids[row : row + 2], wanted[row : row + 2])))
     wanted[1::2] = False
     asked = Sequences.padded(ids, wanted)
     tracemalloc.start()
@@ -1265,18 +1226,21 @@ def test_finding_kept_passes_takes_little_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < ids.nbytes
     finally:
         tracemalloc.stop()
-    assert [micro_batch.rows for micro_batch in taken] == [[row, row + 1] for row in range(0, 256, 2)]
+    assert [part.rows for part in taken] == [[row, row + 1] for row in range(0, 256, 2)]
 
 
 def test_passes_that_cannot_be_kept() -> None:
     llama = ARCHITECTURES["llama"]
     model = build_model(llama, {"optim": OPTIM, "hidden_dropout": 0.1}, torch.float32)
-    assert keep_passes(model, None, "auto", 5) is None
+    keep_passes(model, None, "auto", 5)
+    assert model.kept_passes is None
     with pytest.raises(ValueError, match=r"keep_activations=always: with dropout"):
         keep_passes(model, None, "always", 5)
     model = build_model(llama, {"optim": OPTIM}, torch.float32)
     swapped = FrozenWeights(model, "swap", lambda: model)
-    assert keep_passes(model, swapped, "auto", 5) is None and keep_passes(model, None, "never", 5) is None
+    keep_passes(model, swapped, "auto", 5)
+    keep_passes(model, None, "never", 5)
+    assert model.kept_passes is None
     with pytest.raises(ValueError, match="other weights take the place of the trained ones"):
         keep_passes(model, swapped, "always", 5)
 
