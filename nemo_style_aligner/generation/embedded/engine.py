@@ -317,12 +317,16 @@ def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, tr
     if choice == "native" and device.type != "cpu":
         raise ValueError(f"step=native runs on the CPU, not on {device}; choose auto or torch")
     if choice != "torch" and device.type == "cpu":
-        native, error = _try_native(shape, trainer)
+        native: NativeStep | None = None
+        error = NativeUnavailable("another rank of the tensor-parallel group cannot run the native step")
+        try:
+            native = NativeStep(shape, trainer)
+            native.build()
+        except NativeUnavailable as why:
+            native, error = None, why
         # Ranks that share a model must run the same step: if one cannot run the native step, none does.
-        everywhere = shape.tensor_parallel.all_agree(native is not None)
-        if native is not None and everywhere:
+        if shape.tensor_parallel.all_agree(native is not None) and native is not None:
             return native
-        error = error or NativeUnavailable("another rank of the tensor-parallel group cannot run the native step")
         if choice == "native":
             raise error
         logger.warning("generation falls back to the slower torch step: %s", error)
@@ -330,13 +334,3 @@ def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, tr
     fallback = TorchStep(shape, device, trainer, use_kernels=choice != "torch")
     fallback.build()
     return fallback
-
-
-def _try_native(shape: EngineShape, trainer: TrainerWeights) -> tuple[NativeStep | None, NativeUnavailable | None]:
-    """The native step, or why there is none."""
-    try:
-        native = NativeStep(shape, trainer)
-        native.build()
-    except NativeUnavailable as error:
-        return None, error
-    return native, None
