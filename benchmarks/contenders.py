@@ -19,7 +19,6 @@ from common import computes_in_bf16, versions
 from model_files import ModelFiles
 
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.step import WeightFormat
 from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, SamplingParams
 from nemo_style_aligner.parallel.groups import set_up_cuda_arithmetic
 
@@ -165,7 +164,6 @@ class Embedded(OwnEngine):
     """The embedded engine."""
 
     name = "embedded"
-    weight_format: ClassVar[WeightFormat] = "dtype"
 
     def load(self) -> None:
         """Set CUDA's arithmetic and attention as jobs do; weights come with the refit."""
@@ -176,7 +174,6 @@ class Embedded(OwnEngine):
             self.files.architecture,
             dtype=self.dtype,
             device=self.device,
-            weight_format=self.weight_format,
             **options,  # type: ignore[arg-type]
         )
 
@@ -189,7 +186,7 @@ class Embedded(OwnEngine):
         return responses
 
     def facts(self) -> dict[str, Any]:
-        return {"dtype": str(self.dtype).removeprefix("torch."), "weights": self.weight_format}
+        return {"dtype": str(self.dtype).removeprefix("torch.")}
 
 
 class EmbeddedFp32(Embedded):
@@ -197,13 +194,6 @@ class EmbeddedFp32(Embedded):
 
     name = "embedded-fp32"
     dtype = torch.float32
-
-
-class EmbeddedInt8(Embedded):
-    """The embedded engine with 8-bit weights, the counterpart of the others' Q8_0 files."""
-
-    name = "embedded-int8"
-    weight_format = "int8"
 
 
 class Megatron(OwnEngine):
@@ -579,7 +569,6 @@ CONTENDERS: dict[str, type[Contender]] = {
     for kind in (
         Embedded,
         EmbeddedFp32,
-        EmbeddedInt8,
         Megatron,
         HuggingFaceBf16,
         HuggingFaceFp32,

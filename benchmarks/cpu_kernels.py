@@ -327,7 +327,6 @@ def only_torch() -> Iterator[None]:
     with (
         unittest.mock.patch.object(products, "own_kernels", lambda: None),
         unittest.mock.patch.object(packed_weights, "own_kernels", lambda: None),
-        unittest.mock.patch.object(packed_weights, "_can_pack", lambda: False),
         unittest.mock.patch.object(products, "_prefers_openblas", lambda: False),
     ):
         yield

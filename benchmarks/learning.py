@@ -63,10 +63,6 @@ VARIANTS = {
     "no-queue": Variant("each rank generates its own share", ("trainer.ppo.batch_iterator.use_flask=False",)),
     "torch-step": Variant("generation without the native step", ("trainer.ppo.generation.step=torch",)),
     "megatron": Variant("generation by the training model", ("trainer.ppo.generation.engine=megatron",)),
-    "int8": Variant(
-        "generation with 8-bit weights, importance weights up to 2",
-        ("trainer.ppo.generation.weight_format=int8", "trainer.ppo.importance_weight_cap=2.0"),
-    ),
     "engine-logprobs": Variant("the engine's log-probs as the policy's", ("trainer.ppo.policy_logprobs=engine",)),
     "bf16": Variant("bf16 in both jobs", _BF16, _BF16),
     "kept": Variant(

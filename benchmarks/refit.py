@@ -37,8 +37,7 @@ from common import (
 from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.generation.embedded.choose_step import StepChoice
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine, StepChoice
 from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
@@ -159,7 +158,7 @@ def run_rank(rank: int, shape: str, case: Case, args: argparse.Namespace, rendez
         eos_id=0,
         tensor_parallel=TensorParallel(rank, case.num_ranks) if case.engine_tensor_parallel > 1 else None,
         step=case.step,
-        lent_weights=lambda: lendable_weights(model, rank, case.engine_tensor_parallel),
+        trainer_weights=lambda: lendable_weights(model, rank, case.engine_tensor_parallel),
     )
     engine.build()
 

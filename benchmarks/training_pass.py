@@ -36,6 +36,7 @@ from common import (
     write_json,
 )
 from sampled_memory import peak_extra_bytes
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
@@ -192,7 +193,7 @@ def make_batch(
 
 def padded(batch: RaggedBatch) -> RaggedBatch:
     """Every row as long as the longest, with outputs at all positions, as without packing."""
-    tokens = batch.padded_tokens()
+    tokens = pad_sequence(batch.tokens.long().split(batch.lengths.tolist()), batch_first=True)
     ones = torch.ones_like(batch.lengths)
     return make_batch(tokens.flatten(), ones * tokens.shape[1], ones, torch.Generator().manual_seed(2))
 
@@ -237,7 +238,8 @@ def measure_hugging_face(
     config = transformers.AutoConfig.for_model(**hf_config(architecture, dtype))
     with device():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    all_tokens, mask = workload.batch.padded_tokens(), workload.batch.wanted_positions()
+    sequences = workload.batch.sequences()
+    all_tokens, mask = (pad_sequence(list(x), batch_first=True) for x in (sequences.tokens, sequences.wanted))
     advantages = torch.zeros(mask.shape).masked_scatter(mask, workload.batch.columns["advantages"])
     by_length = sorted(range(len(workload.lengths)), key=lambda row: int(workload.lengths[row]))
     parts = []
@@ -247,7 +249,7 @@ def measure_hugging_face(
         attended = torch.arange(width) < workload.lengths[rows, None]
         first = int(mask[rows].any(0).nonzero()[0])
         weights = advantages[rows, first : width - 1]
-        parts.append(tuple(x.to(device()) for x in (all_tokens[rows, :width], attended, weights)))
+        parts.append(tuple(x.to(device()) for x in (all_tokens[rows, :width].long(), attended, weights)))
 
     def loss(tokens: torch.Tensor, attended: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum over the positions of ``weights`` [b, k], the last of each row."""

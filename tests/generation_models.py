@@ -21,9 +21,9 @@ from transformers import (
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded import engine as engine_module
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
 from nemo_style_aligner.generation.embedded.torch_step import TorchStep
+from nemo_style_aligner.generation.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.generation.engine import GenerationRequest
 from nemo_style_aligner.rope import RopeScaling
 
@@ -139,8 +139,8 @@ def engine_for(family: str = "llama", model: PreTrainedModel | None = None, **op
 def have_graphs(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
     """Engines decode in padded buckets, from graphs on a GPU and in the same way but without them elsewhere; or not."""
 
-    def choose(choice: str, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
-        step = TorchStep(shape, device, lent, graphs=graphs)
+    def choose(choice: str, shape: EngineShape, device: torch.device, trainer: TrainerWeights) -> ModelStep:
+        step = TorchStep(shape, device, trainer, graphs=graphs)
         step.build()
         return step
 

@@ -62,7 +62,7 @@ for num_pages in (4, 80):
     pages = torch.ones(120, 16, 2, 16)
     pages[batch.tables[1, -1], -1] = torch.nan  # the last that the second token sees
     query = torch.ones(len(batch.positions), 1, 2, 16)
-    bad = attention.of_pass(batch)(pages, query, query).isnan()
+    bad = attention.of_pass(batch)(pages, query).isnan()
     assert bad.any(1).nonzero().tolist() == [[1]] and bad[1].all()
 
 
@@ -71,7 +71,7 @@ def responses() -> list[GenerationResult]:
     draw = random.Random(3)
     common = [draw.randrange(2, VOCAB) for _ in range(20)]
     prompts = [common[: draw.choice((0, 17, 20))] + [draw.randrange(2, VOCAB)] * draw.randint(1, 20) for _ in range(5)]
-    engine = engine_for(model=model, step="torch", prefill_chunk_tokens=11, prefill_share=1.0)
+    engine = engine_for(model=model, step="torch", prefill_chunk_tokens=11)
     requests = [GenerationRequest(i, prompt, seed=i) for i, prompt in enumerate(prompts)]
     return sorted(engine.generate(requests, SamplingParams(max_new_tokens=3, seed=2)), key=lambda r: r.request_id)
 

@@ -1,4 +1,4 @@
-"""For test_models.py: log-probs and entropies of a vocabulary split over ranks, and their gradients; recomputation.
+"""For test_layers.py: log-probs and entropies of a vocabulary split over ranks, and their gradients; recomputation.
 
 ``python multirank_models.py <folder>`` leaves ``<folder>/split.safetensors``: each rank's slice, together. The third
 rank holds nothing but padding of the vocabulary. ``<folder>/recompute.pt``: what a training pass on packed rows gives

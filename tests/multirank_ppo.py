@@ -326,7 +326,7 @@ def ppo_step(folder: Path, layout: Layout) -> None:
     service = build_critic_service(critic_cfg, _run(critic_cfg, groups), critic_base, TrainingLedger())
 
     if layout.room is not None:
-        _give_room(layout.room, trainer.actor.kept_passes, service.critic.kept_passes)
+        _give_room(layout.room, trainer.actor.model.kept_passes, service.critic.model.kept_passes)
     # In two requests, of different widths.
     halves = [service.infer(batch.tokens[part, :width], batch.lengths[part]) for part, width in _requests(batch)]
     rewards = torch.cat([half["rewards"] for half in halves]).cpu()[:, 0]

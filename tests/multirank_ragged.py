@@ -120,9 +120,10 @@ def step(folder: Path, layout: Layout) -> None:
     optimizer.megatron.reload_model_params()
     actor = Actor(
         model, optimizer, None, training_batching=layout.batching, forward_batching=layout.batching, temperature=0.8,
-        loss=LOSSES[0], kept_passes=keep_passes(model, None, layout.keep, 10),
+        loss=LOSSES[0],
     )  # fmt: skip
-    if (passes := actor.kept_passes) is not None and layout.room is not None:
+    keep_passes(model, None, layout.keep, 10)
+    if (passes := model.kept_passes) is not None and layout.room is not None:
         passes._free_bytes = lambda: 2.0 * layout.room * passes._bytes_per_token()  # type: ignore[method-assign,operator]
     whole = global_batch()
     mine = own_rows(layout, whole, groups.dp_rank)

@@ -22,8 +22,7 @@ from small_models import TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config import load_defaults
-from nemo_style_aligner.generation.embedded.choose_step import StepChoice
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine, StepChoice
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
@@ -155,8 +154,7 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
             prefill_chunk_tokens=8,
             tensor_parallel=TensorParallel(rank, size, neighbour_group(size)),
             step="torch",
-            refit_check="full",
-            lent_weights=functools.partial(lendable_weights, model, rank, size) if lends else None,
+            trainer_weights=functools.partial(lendable_weights, model, rank, size) if lends else None,
         )
         engine.build()
         viewed = engine.viewed_weights
@@ -192,11 +190,11 @@ def nothing_to_bring(size: int) -> None:
     rank = dist.get_rank() % size
     found = {}
     for step in ("torch", "native"):
-        found[step] = _response_of_lent_weights(architecture, model, rank, size, step)
+        found[step] = _response_of_shared_weights(architecture, model, rank, size, step)
     check(found["torch"] == found["native"], f"responses differ: {found}")
 
 
-def _response_of_lent_weights(
+def _response_of_shared_weights(
     architecture: ModelArchitecture, model: MegatronModel, rank: int, size: int, step: StepChoice
 ) -> list[int]:
     engine = EmbeddedEngine(
@@ -207,8 +205,7 @@ def _response_of_lent_weights(
         eos_id=1,
         tensor_parallel=TensorParallel(rank, size, neighbour_group(size)),
         step=step,
-        refit_check="full",
-        lent_weights=functools.partial(lendable_weights, model, rank, size),
+        trainer_weights=functools.partial(lendable_weights, model, rank, size),
     )
     engine.build()
     brought = {key for key in engine._step.weights.shapes if not key.endswith("norm.weight")}

@@ -125,28 +125,6 @@ def test_a_stream_that_raises_leaves_no_half_weights() -> None:
         engine.generate([], GREEDY)
 
 
-@pytest.mark.parametrize("check", ["sampled", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_refit_check_passes_whole_streams(check: Any, dtype: torch.dtype) -> None:
-    engine = engine_for(model=hf_model(), refit_check=check, dtype=dtype)
-    assert engine.weight_version == 0
-
-
-def test_refit_check_notices_a_changed_buffer() -> None:
-    """A stream that writes into the engine's memory after a tensor was taken."""
-    model = hf_model()
-    engine = engine_for(refit_check="full")
-
-    def stream() -> Any:
-        for name, tensor in weights_of(model).items():
-            yield name, tensor
-            table = engine._step.weights.destinations["model.embed_tokens.weight"].read(slice(None))
-            table[3, 4] += 1.0  # stands for a stray writer
-
-    with pytest.raises(ValueError, match=r"check failed.*embed_tokens"):
-        engine.refit(stream(), version=0)
-
-
 def test_unload_and_reload() -> None:
     model = hf_model()
     engine = engine_for(model=model)

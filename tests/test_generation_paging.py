@@ -16,9 +16,9 @@ from nemo_style_aligner.config import ConfigError, load_defaults
 from nemo_style_aligner.generation.embedded import engine as engine_module
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
 from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
-from nemo_style_aligner.generation.embedded.scheduler import Scheduler, SchedulerLimits, StepPlan
+from nemo_style_aligner.generation.embedded.scheduler import Scheduler, StepPlan
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
+from nemo_style_aligner.generation.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows, request_key, sample
 from nemo_style_aligner.rl.rollouts.setup import require_kv_cache
@@ -113,12 +113,13 @@ def test_pages_that_were_never_computed_are_not_shared() -> None:
 # ---- scheduler ----------------------------------------------------------------------------------
 
 
-def scheduler(
-    prompts: list[list[int]], blocks: BlockTable, max_new_tokens: int = 1, share: float = 0.5, chunk: int = 4
-) -> Scheduler:
-    limits = SchedulerLimits(chunk, 2 * chunk, share, SamplingParams(max_new_tokens=max_new_tokens))
-    requests = [GenerationRequest(number, prompt) for number, prompt in enumerate(prompts)]
-    return Scheduler(requests, blocks, limits, admit=lambda request: 100 + request.request_id)
+def scheduler(prompts: list[list[int]], blocks: BlockTable, max_new_tokens: int = 1, chunk: int = 4) -> Scheduler:
+    requests, sampling = (
+        [GenerationRequest(*pair) for pair in enumerate(prompts)],
+        SamplingParams(max_new_tokens=max_new_tokens),
+    )
+    limits = {"prefill_chunk_tokens": chunk, "max_step_tokens": 2 * chunk}
+    return Scheduler(requests, blocks, sampling, lambda request: 100 + request.request_id, **limits)
 
 
 def planned(plan: StepPlan) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -134,7 +135,7 @@ def advance(of: Scheduler) -> StepPlan:
     return plan
 
 
-def test_passes_that_decode_prefill_a_share_of_the_time() -> None:
+def test_passes_decode_and_prefill() -> None:
     of = scheduler([[1] * 10, [2] * 6, [3] * 12], BlockTable(2, 2, 4), max_new_tokens=20)
     first, second = of.refill()
     assert (first.slot, first.key, second.slot, second.key) == (0, 100, 1, 101) and of.num_active == 2
@@ -147,9 +148,8 @@ def test_passes_that_decode_prefill_a_share_of_the_time() -> None:
     of.finish(first)
     (third,) = of.refill()
     assert (third.slot, third.number) == (0, 2)
-    # Of the passes without anything to prefill, one is saved up.
-    chunks = [planned(advance(of)) for _ in range(4)]
-    assert chunks == [([1], [(2, 0, 4)]), ([1], [(2, 4, 4)]), ([1], []), ([1], [(2, 8, 4)])]
+    chunks = [planned(advance(of)) for _ in range(3)]
+    assert chunks == [([1], [(2, 0, 4)]), ([1], [(2, 4, 4)]), ([1], [(2, 8, 4)])]
     plan = advance(of)
     assert planned(plan) == ([2, 1], []) and plan.decode_slots.tolist() == [0, 1]
 
@@ -247,7 +247,7 @@ def remembering(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(**options: Any) -> tuple[EmbeddedEngine, RememberingStep]:
         steps: list[RememberingStep] = []
 
-        def choose(choice: str, shape: EngineShape, device: torch.device, lent: LentWeights) -> ModelStep:
+        def choose(choice: str, shape: EngineShape, device: torch.device, trainer: TrainerWeights) -> ModelStep:
             steps.append(RememberingStep(shape))
             steps[0].build()
             steps[0].build()
@@ -281,7 +281,6 @@ def test_no_schedule_shows_in_the_responses(remembering: Any, seed: int) -> None
         num_slots=generator.choice((1, 3, 8)),
         kv_cache_tokens=generator.choice((160, 176, 320, None)),
         prefill_chunk_tokens=generator.choice((1, 5, 16, 33, 500)),
-        prefill_share=generator.choice((0.1, 0.5, 1.0)),
     )
     params = SamplingParams(max_new_tokens=40, seed=seed)
     requests = related_requests(14, seed)
@@ -320,16 +319,12 @@ def test_requests_enter_when_there_is_memory_for_them(remembering: Any) -> None:
     assert (0, 80) in step.passes[1:] or (1, 80) in step.passes[1:]
 
 
-@pytest.mark.parametrize("share", [0.25, 0.3, 1.0])
-def test_prefill_share_bounds_the_passes_that_carry_chunks(remembering: Any, share: float) -> None:
-    engine, step = remembering(num_slots=4, prefill_chunk_tokens=8, prefill_share=share)
+def test_passes_that_decode_carry_chunks(remembering: Any) -> None:
+    engine, step = remembering(num_slots=4, prefill_chunk_tokens=8)
     params = SamplingParams(max_new_tokens=30, min_new_tokens=30)
     requests = ragged_requests(12, longest=60)
     assert len(list(engine.generate(requests, params))) == 12
-    both = [bool(prompt) for decode, prompt in step.passes if decode]
-    assert all(sum(both[:end]) <= share * end + 1 for end in range(1, len(both)))
     assert max(prompt for decode, prompt in step.passes if decode) == 8
-    assert sum(both) > 0.4 * share * len(both)
     assert step.passes[0] == (0, min(4 * 8 + 4, sum(len(request.prompt_token_ids) for request in requests[:4])))
 
 

@@ -19,10 +19,9 @@ from triton_without_gpu import check_machine_code, compiled_kernels
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded import choose_operations
-from nemo_style_aligner.generation.embedded.batch import Batch
 from nemo_style_aligner.generation.embedded.decode_graphs import _batch as inputs_of_graph
 from nemo_style_aligner.generation.embedded.step import EngineShape
-from nemo_style_aligner.generation.embedded.torch_operations import TorchOperations
+from nemo_style_aligner.generation.embedded.torch_operations import Batch, TorchOperations
 from nemo_style_aligner.native import with_triton
 
 pytestmark = pytest.mark.skipif(

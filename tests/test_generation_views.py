@@ -13,8 +13,7 @@ from generation_models import have_graphs
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded.choose_step import StepChoice
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine, StepChoice
 from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
@@ -66,7 +65,7 @@ def engine_of(model: MegatronModel, *, lends: bool, step: StepChoice = "torch", 
         max_sequence_length=48,
         eos_id=1,
         step=step,
-        lent_weights=functools.partial(lendable_weights, model, 0, 1) if lends else None,
+        trainer_weights=functools.partial(lendable_weights, model, 0, 1) if lends else None,
         **options,
     )
     engine.build()
@@ -117,7 +116,7 @@ def gaps(results: list[GenerationResult], expected: list[GenerationResult]) -> l
 ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the policy is on the GPU")
 ON_A_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(),
-    reason="no GPU: graphs with lent weights are NOT tested, only the buckets they replay",
+    reason="no GPU: graphs with the trainer's weights are NOT tested, only the buckets they replay",
 )
 
 
@@ -175,9 +174,9 @@ def test_training_without_a_refit_is_an_error(optim: str) -> None:
 
 
 def test_what_differs_is_copied() -> None:
-    """bf16 norms, which the engine keeps in fp32; int8 weights, and the tied table that they are made of."""
+    """bf16 norms, which the engine keeps in fp32."""
     model, _ = trained_model("llama", torch.bfloat16)
-    engine = engine_of(model, lends=True, refit_check="full")
+    engine = engine_of(model, lends=True)
     assert {name.split(".")[-2] for name in engine._step.weights.shapes} == {
         "input_layernorm", "post_attention_layernorm", "norm",
     }  # fmt: skip
@@ -185,16 +184,9 @@ def test_what_differs_is_copied() -> None:
     copying = engine_of(model, lends=False)
     refit(copying, model, 0)
     assert responses(engine) == responses(copying)
-    model, _ = trained_model("tied", torch.float32)
-    rounding = engine_of(model, lends=True, weight_format="int8", refit_check="full")
-    assert all(name.endswith(("norm.weight", ".bias")) for name in rounding.viewed_weights)
-    refit(rounding, model, 0)
-    copying = engine_of(model, lends=False, weight_format="int8")
-    refit(copying, model, 0)
-    assert responses(rounding) == responses(copying)
 
 
-def test_what_is_lent_is_neither_brought_nor_moved() -> None:
+def test_what_is_viewed_is_neither_brought_nor_moved() -> None:
     model, _ = trained_model("llama", torch.float32)
     engine = engine_of(model, lends=True)
     with pytest.raises(ValueError, match=r"embed_tokens.*viewed_weights"):
@@ -208,15 +200,13 @@ def test_what_is_lent_is_neither_brought_nor_moved() -> None:
         responses(engine)
 
 
-@pytest.mark.parametrize("weight_format", ["dtype", "int8"])
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_the_native_step_packs_from_lent_memory(name: str, weight_format: str) -> None:
+def test_the_native_step_packs_from_the_trainers_memory(name: str) -> None:
     """All matrices; the same bits as from a stream; training shows at the next refit, not before."""
     model, actor = trained_model(name, torch.bfloat16)
-    options: dict[str, Any] = {"step": "native", "weight_format": weight_format, "refit_check": "full"}
-    packing, copying = engine_of(model, lends=True, **options), engine_of(model, lends=False, **options)
+    packing, copying = (engine_of(model, lends=lends, step="native") for lends in (True, False))
     brought = {key for key in copying._step.weights.shapes if key.endswith(("norm.weight", ".bias"))}
-    if name != "tied" or weight_format == "int8":  # a table that is also looked up
+    if name != "tied":  # a table that is looked up
         brought.add("model.embed_tokens.weight")
     assert packing._step.weights.shapes.keys() == brought
     assert packing.viewed_weights == copying._step.weights.shapes.keys() - brought
@@ -234,42 +224,3 @@ def test_the_native_step_packs_from_lent_memory(name: str, weight_format: str) -
     parameter.data = parameter.data.clone()
     with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn\.q_proj.* has moved"):
         refit(packing, model, 9)
-
-
-def test_a_sampled_check_copies_a_few_rows_of_what_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = trained_model("llama", torch.float32)
-    engine = engine_of(model, lends=True, step="native", refit_check="sampled")
-    packed = engine._step.weights._copied  # type: ignore[attr-defined]
-    part, copied = packed.part, {}
-
-    def noted(name: str, rows: slice) -> torch.Tensor:
-        copied[name] = part(name, rows)
-        return copied[name]
-
-    monkeypatch.setattr(packed, "part", noted)
-    refit(engine, model, 0)
-    assert copied.keys() == packed.names and {len(rows) for rows in copied.values()} <= {4, 5, 6, 7}
-    whole = dict(export_weights(model))
-    for name, rows in copied.items():
-        assert torch.equal(rows, whole[name][:: max(1, len(whole[name]) // 4)])
-
-
-@pytest.mark.parametrize("check", ["sampled", "full"])
-def test_a_change_while_packing_is_found(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = trained_model("llama", torch.float32)
-    engine = engine_of(model, lends=True, step="native", refit_check=check)
-    weight = model.gpt.decoder.layers[1].mlp.linear_fc1.weight
-    packed = engine._step.weights._copied  # type: ignore[attr-defined]
-    write = packed.write
-
-    def disturbed() -> None:
-        with torch.no_grad():
-            weight[SHAPE["ffn_hidden_size"] + (3 if check == "full" else 0), 5] += 1
-        write()
-
-    monkeypatch.setattr(packed, "write", disturbed)
-    with pytest.raises(ValueError, match=r"check failed.*layers\.1\.mlp\.up_proj"):
-        refit(engine, model, 0)
-    monkeypatch.undo()
-    refit(engine, model, 1)
-    assert responses(engine)

@@ -159,7 +159,7 @@ def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pyt
     assert (critic.global_batch_size, critic.loss_clip) == (6, 0.3)
     assert optimizer.clip_grad == 0.5 and optimizer.skips.policy == NonFinitePolicy("skip", 4)
     assert optimizer.schedule == Schedule.from_config(cfg.model.optim, 20)
-    assert asked == {"offload": True} and critic.kept_passes is None
+    assert asked == {"offload": True} and critic.model.kept_passes is None
     assert critic.head == RewardHeadConfig(2, "average", torch.bfloat16, True, (0.25, 0.75), 1.0, 2.0)
     assert service.reward_model is not None and service.reward_model.head == critic.head
     assert service.reward_model.batching == critic.forward_batching
@@ -167,7 +167,7 @@ def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pyt
     assert service.reward_model.num_swaps == 1
     cfg.trainer.ppo.combine_rm_and_critic_server, cfg.model.keep_activations = False, "always"
     alone = build_critic_service(cfg, run_in(tmp_path / "second"), base, TrainingLedger())
-    assert alone.reward_model is None and alone.critic.kept_passes is not None
+    assert alone.reward_model is None and alone.critic.model.kept_passes is not None
 
 
 def test_a_reward_model_scores_as_its_config_says() -> None:

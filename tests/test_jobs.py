@@ -404,7 +404,6 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
                 "trainer.ppo.val_check_interval=0",
                 "trainer.ppo.critic_warmup_steps=1",
                 "trainer.ppo.num_ppo_epochs=2",
-                "trainer.ppo.generation.weight_format=int8",
                 "trainer.ppo.importance_weight_cap=1.5",
                 "trainer.ppo.kl_estimator=k3",
                 "trainer.ppo.reference_policy_placement=resident",

@@ -429,13 +429,14 @@ def test_without_them_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert layer_kernels.kernels_for(torch.zeros(1, dtype=torch.float64)) is None
 
 
-def test_wrong_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LayerKernels.swiglu
-    for wrong, factor, message in ((torch.float32, 1.001, "1.0e-03 in"), (torch.bfloat16, 1.02, "2.0e-02 in")):
-        monkeypatch.setattr(
-            LayerKernels,
-            "swiglu",
-            lambda self, x, wrong=wrong, factor=factor: right(self, x) * (factor if x.dtype == wrong else 1),
-        )
-        with pytest.raises(NativeUnavailable, match=f"the avx2 kernels differ from torch by {message} {wrong}"):
+@pytest.mark.parametrize("name", ["swiglu", "swiglu_backward", "attention_backward"])
+def test_wrong_ones_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(LayerKernels, name)
+    for wrong, factor in ((torch.float32, 1.001), (torch.bfloat16, 1.05)):
+
+        def err(self: Any, x: torch.Tensor, *rest: Any, wrong: Any = wrong, factor: float = factor) -> torch.Tensor:
+            return right(self, x, *rest) * (factor if x.dtype == wrong else 1)
+
+        monkeypatch.setattr(LayerKernels, name, err)
+        with pytest.raises(NativeUnavailable, match=f"the avx2 kernels differ from torch by .* in {wrong}"):
             load("avx2")

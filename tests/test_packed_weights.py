@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from packaging.version import Version
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models import packed_weights, products
@@ -18,42 +17,34 @@ from nemo_style_aligner.models.pipeline import LossResult, Scoring, Tokens, trai
 from nemo_style_aligner.native.compilation import DOT, KERNELS, usable_kernels
 from nemo_style_aligner.parallel.groups import single_process
 
-OURS, OF_TORCH = "our kernels", "torch's library"
 EMULATED = next(name for name, kernel in KERNELS.items() if kernel.number == DOT and kernel.emulated)
 
-
-@pytest.fixture(params=[OURS, OF_TORCH])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who multiplies; our kernels on any processor, if need be in plain C++."""
-    monkeypatch.setattr(packed_weights, "_room_for_packed", 2.0**30)
-    own = None
-    if request.param == OURS:
-        if not usable_kernels(torch.float32):
-            pytest.skip("compiled kernels need an x86-64 processor with AVX2 and FMA")
-        own = load(EMULATED)
-        monkeypatch.setattr(products, "_has_bf16_arithmetic", lambda: True)  # else layers multiply in fp32
-    monkeypatch.setattr(packed_weights, "own_kernels", lambda: own)
-    if own is None and not packed_weights._can_pack():
-        pytest.skip("torch packs no weights here: the processor has no bf16 arithmetic")
-    return str(request.param)
+pytestmark = [
+    pytest.mark.usefixtures("own_kernels"),
+    pytest.mark.skipif(not usable_kernels(torch.float32), reason="compiled kernels need AVX2 and FMA"),
+]
 
 
 @pytest.fixture
-def packed(library: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, bool]]:
+def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels multiply, on any processor, if need be in plain C++."""
+    own = load(EMULATED)
+    monkeypatch.setattr(packed_weights, "_room_for_packed", 2.0**30)
+    monkeypatch.setattr(products, "_has_bf16_arithmetic", lambda: True)  # else layers multiply in fp32
+    monkeypatch.setattr(packed_weights, "own_kernels", lambda: own)
+
+
+@pytest.fixture
+def packed(own_kernels: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, bool]]:
     """Shapes of the weights that were rearranged, and whether for products with their transposes."""
     noted: list[tuple[torch.Size, bool]] = []
-    by_us, for_torch = LayerKernels.packed, packed_weights._packed_for_torch
+    pack = LayerKernels.packed
 
     def note(kernels: LayerKernels, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
         noted.append((weight.shape, transposed))
-        return by_us(kernels, weight, transposed)
-
-    def note_for_torch(weight: torch.Tensor) -> torch.Tensor:
-        noted.append((weight.shape, True))
-        return for_torch(weight)
+        return pack(kernels, weight, transposed)
 
     monkeypatch.setattr(LayerKernels, "packed", note)
-    monkeypatch.setattr(packed_weights, "_packed_for_torch", note_for_torch)
     return noted
 
 
@@ -62,10 +53,8 @@ def random(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("threads")
-def test_packed_weights_change_no_bit(library: str) -> None:
-    """Whatever the number of rows; also after the weight was changed in place, or replaced. Older torch, 2.9 at least,
-    sums many rows in another order, so that some results are rounded otherwise."""
-    tolerance = 2.0**-7 if library == OF_TORCH and Version(torch.__version__) < Version("2.13") else 0.0
+def test_packed_weights_change_no_bit() -> None:
+    """Whatever the number of rows; also after the weight was changed in place, or replaced."""
     weight = random(96, 40)
     frozen = PackedWeight()
     for rows in (1, 7, 300, 1025):
@@ -78,7 +67,7 @@ def test_packed_weights_change_no_bit(library: str) -> None:
         for change in changes:
             change()
             expected = weight_product(a, weight, transposed=True)
-            torch.testing.assert_close(frozen.multiply(a, weight), expected, rtol=tolerance, atol=tolerance)
+            assert torch.equal(frozen.multiply(a, weight), expected)
             torch.testing.assert_close(expected.float(), a.float() @ weight.float().t(), rtol=2.0**-7, atol=2.0**-4)
     wide = weight.float()
     assert torch.equal(frozen.multiply(wide, wide), wide @ wide.t())
@@ -86,7 +75,7 @@ def test_packed_weights_change_no_bit(library: str) -> None:
 
 
 def test_weights_are_packed_where_memory_has_room(
-    packed: list[tuple[torch.Size, bool]], monkeypatch: pytest.MonkeyPatch, library: str
+    packed: list[tuple[torch.Size, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, weight, a = PackedWeight(), PackedWeight(), random(8, 16), random(40, 16)
     monkeypatch.setattr(packed_weights, "_room_for_packed", 1.5 * weight.nbytes)
@@ -97,13 +86,13 @@ def test_weights_are_packed_where_memory_has_room(
     assert len(packed) == 1
     for _ in range(3):
         assert torch.equal(second.multiply(a, weight), expected)
-    assert len(packed) == (4 if library == OURS else 1), "ours rearrange it for each product, as torch's library does"
+    assert len(packed) == 4, "without room it is rearranged for each product"
     weight.add_(1)
     assert torch.equal(first.multiply(a, weight), second.multiply(a, weight))
 
 
-def test_layers_keep_frozen_weights_packed(packed: list[tuple[torch.Size, bool]], library: str) -> None:
-    """Those of a model that is trained are packed for each pass, or not at all."""
+def test_layers_keep_frozen_weights_packed(packed: list[tuple[torch.Size, bool]]) -> None:
+    """Those of a model that is trained are packed for each pass."""
     shape = ModelArchitecture(2, 32, 64, 2, 2, vocab_size=50)
     with single_process():
         for trainable in (True, False):
@@ -113,20 +102,18 @@ def test_layers_keep_frozen_weights_packed(packed: list[tuple[torch.Size, bool]]
             with torch.no_grad():
                 for _ in range(3):
                     model.gpt(tokens, places, None)
-            often = 3 * 8 if library == OURS else 0
-            assert len(packed) == (often if trainable else 8), trainable
+            assert len(packed) == (3 * 8 if trainable else 8), trainable
         layer = model.gpt.decoder.layers[0].mlp.linear_fc1
         x = random(33, 1, 32).requires_grad_()
         layer(x)[0].sum().backward()
         assert x.grad is not None and x.grad.abs().sum() > 0
-        assert layer(x.detach()[:0])[0].shape == (0, 1, 128)  # the library takes no empty matrices
+        assert layer(x.detach()[:0])[0].shape == (0, 1, 128)
 
 
 def negative_logprobs(outputs: torch.Tensor, _: Tokens) -> LossResult:
     return -outputs.sum(), torch.tensor(outputs.numel()), {}
 
 
-@pytest.mark.parametrize("library", [OURS], indirect=True)
 def test_a_pass_packs_each_weight_once(packed: list[tuple[torch.Size, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
     """For all its micro batches and in both directions; the next pass, after an update, takes the new weights."""
     shape = ModelArchitecture(2, 32, 64, 2, 2, vocab_size=50)
@@ -157,7 +144,7 @@ def test_a_pass_packs_each_weight_once(packed: list[tuple[torch.Size, bool]], mo
         assert len(packed) == 4 * 2 * 16, "without room they are packed for each product"
 
 
-def test_passes_may_be_nested_and_may_fail(library: str) -> None:
+def test_passes_may_be_nested_and_may_fail() -> None:
     weight, a = random(96, 40), random(50, 40)
     with constant_weights(2):
         before = weight_product(a, weight, transposed=True)
@@ -170,10 +157,9 @@ def test_passes_may_be_nested_and_may_fail(library: str) -> None:
         weight_product(a, weight, transposed=True)
         raise RuntimeError("on purpose")
     weight.mul_(-1)
-    assert torch.equal(weight_product(a, weight, transposed=True), before), library
+    assert torch.equal(weight_product(a, weight, transposed=True), before)
 
 
-@pytest.mark.parametrize("library", [OURS], indirect=True)
 def test_a_pass_that_recomputes_keeps_no_weights_packed(packed: list[tuple[torch.Size, bool]]) -> None:
     tokens = torch.randint(0, 50, (4, 40), generator=torch.Generator().manual_seed(1))
     with single_process():

@@ -165,7 +165,7 @@ def settings_of(cfg: DictConfig, model: MegatronModel) -> dict[str, Any]:
         "actor": {
             "temperature": actor.temperature,
             "has_both_policies": actor.reference is not None and actor.reference._second is not None,
-            "keeps_passes": actor.kept_passes is not None,
+            "keeps_passes": actor.model.kept_passes is not None,
         },
         "loss": dataclasses.asdict(actor.loss),
         "optimizer": {name: {group[name] for group in groups} for name in ("weight_decay", "betas", "eps")}

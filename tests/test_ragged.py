@@ -13,6 +13,7 @@ import torch
 from job_processes import ROOT, run
 from multirank_ragged import LAYOUTS, LOSSES, LR, OPTIM, Layout, global_batch
 from small_models import SHAPE, VOCAB
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.data.jsonl import DataError
@@ -34,17 +35,17 @@ def make_actor(keep: KeepChoice = "never", num_rows: int = 4) -> Actor:
     torch.manual_seed(3)
     model = build_model(ModelArchitecture(**SHAPE), {"optim": OPTIM}, torch.float32)
     batching = MicroBatching(num_rows)
+    keep_passes(model, None, keep, 10)
     return Actor(
         model, Optimizer(model, OPTIM, Schedule(lr=LR, name="constant"), 1.0), None, training_batching=batching,
         forward_batching=batching, temperature=0.8, loss=LossSettings(aggregation="sequence_mean"),
-        kept_passes=keep_passes(model, None, keep, 10),
     )  # fmt: skip
 
 
 # ---- the batch --------------------------------------------------------------------------------
 
 
-def test_rows_padding_and_wanted_positions() -> None:
+def test_rows_and_wanted_positions() -> None:
     batch = RaggedBatch(
         tokens=torch.arange(1, 10, dtype=torch.int32),
         lengths=torch.tensor([2, 4, 3]),
@@ -53,18 +54,20 @@ def test_rows_padding_and_wanted_positions() -> None:
         wanted=torch.tensor([True, True, False]),
     )
     assert len(batch) == 3 and batch.response_lengths.tolist() == [0, 3, 1]
-    assert batch.padded_tokens().tolist() == [[1, 2, 0, 0], [3, 4, 5, 6], [7, 8, 9, 0]]
-    assert batch.wanted_positions().int().tolist() == [[0, 0, 0], [1, 1, 1], [0, 0, 0]]
+    assert [row.tolist() for row in batch.sequences().tokens] == [[1, 2], [3, 4, 5, 6], [7, 8, 9]]
+    assert [row.tolist() for row in batch.sequences().wanted] == [[], [True, True, True], []]
     turned = batch.rows(torch.tensor([2, 1, 2]))
     assert turned.tokens.tolist() == [7, 8, 9, 3, 4, 5, 6, 7, 8, 9] and turned.tokens.dtype == torch.int32
     assert turned.columns["x"].tolist() == [4.0, 1.0, 2.0, 3.0, 4.0] and turned.wanted.tolist() == [False, True, False]
     nothing = batch.rows(torch.zeros(0, dtype=torch.int64))
-    assert not len(nothing) and nothing.padded_tokens().shape == (0, 0) and not nothing.wanted_positions().numel()
+    assert not len(nothing) and not len(nothing.sequences())
 
 
 def test_log_probs_are_those_of_a_padded_batch() -> None:
     actor, batch = make_actor(), global_batch()
-    wanted, tokens = batch.wanted_positions(), batch.padded_tokens()
+    sequences = batch.sequences()
+    wanted, tokens = (pad_sequence(list(rows), batch_first=True) for rows in (sequences.wanted, sequences.tokens))
+    tokens = tokens.long()
     padded = forward(
         actor.model, Tokens(tokens), wanted, MicroBatching(4), lambda outputs, _: outputs, (wanted.shape[1],),
         Scoring(actor.temperature),
@@ -103,7 +106,7 @@ def test_rows_that_are_left_out_after_their_pass_change_nothing(room: int | None
     reports, weights = [], []
     for keep in ("auto", "never"):
         actor = make_actor(keep)  # type: ignore[arg-type]
-        if (passes := actor.kept_passes) is not None:
+        if (passes := actor.model.kept_passes) is not None:
             per_token = passes._bytes_per_token()
             passes._free_bytes = lambda n=per_token: 2.0 * n * (1000 if room is None else room)  # type: ignore[method-assign,misc]
         actor.logprobs(batch, is_trained=True)

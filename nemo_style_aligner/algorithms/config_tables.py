@@ -13,9 +13,7 @@ from typing import Any, get_args
 from nemo_style_aligner.architecture import LARGEST_LENGTH
 from nemo_style_aligner.data.sft import TruncationMethod
 from nemo_style_aligner.functional import KLEstimator
-from nemo_style_aligner.generation.embedded.choose_step import StepChoice
-from nemo_style_aligner.generation.embedded.step import WeightFormat
-from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
+from nemo_style_aligner.generation.embedded.engine import StepChoice
 from nemo_style_aligner.models.frozen import Placement
 from nemo_style_aligner.models.heads import MOST_ATTRIBUTES
 from nemo_style_aligner.models.kept_passes import KeepChoice
@@ -115,7 +113,6 @@ RANGES: tuple[tuple[str, Range], ...] = (
     ("trainer.ppo.generation.tensor_parallel_size", _COUNT),
     ("trainer.ppo.generation.kv_cache_tokens", _COUNT),
     ("trainer.ppo.generation.prefill_chunk_tokens", _COUNT),
-    ("trainer.ppo.generation.prefill_share", _SHARE_ABOVE_0),
     ("trainer.ppo.trt_llm.kv_cache_memory_fraction", _SHARE_ABOVE_0),
     ("trainer.ppo.trt_llm.refit_bucket_mebibytes", _COUNT),
     ("trainer.ppo.batch_iterator.*_seconds", _SECONDS),
@@ -183,8 +180,6 @@ CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("trainer.ppo.policy_logprobs", ("trainer", "engine")),
     ("trainer.ppo.reference_policy_placement", get_args(Placement)),
     ("trainer.ppo.generation.engine", ("embedded", "megatron", "trtllm")),
-    ("trainer.ppo.generation.refit_check", get_args(RefitCheck)),
-    ("trainer.ppo.generation.weight_format", get_args(WeightFormat)),
     ("trainer.ppo.generation.step", get_args(StepChoice)),
     ("remote_critic_rm.trained_critic", get_args(TrainedCritic)),
     ("model.rm_placement", get_args(Placement)),

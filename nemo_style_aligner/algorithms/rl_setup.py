@@ -113,7 +113,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     )
     run.note_format(train_prompts.written)
     run.resume(cfg, actor.model, actor.optimizer, trainer)
-    actor.optimizer.schedule.announce()
+    actor.optimizer.schedule.warn_if_nothing_decays()
     if trainer.critic is not None:
         trainer.critic.begin()
     return trainer
@@ -156,6 +156,7 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps * updates_per_step)
     clip, offload = float(cfg.trainer.ppo.gradient_clip_val or 0.0), bool(cfg.model.ppo.offload_adam_states)
     optimizer = Optimizer(model, cfg.model.optim, schedule, clip, settings.nonfinite, offload=offload)
+    keep_passes(model, reference, cfg.model.ppo.keep_activations, settings.global_batch_size)
     return Actor(
         model,
         optimizer,
@@ -164,7 +165,6 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
         forward_batching=forward_batching(cfg.model.ppo),
         temperature=sampling_params(cfg).logprob_temperature,
         loss=loss_settings(cfg, settings.advantages),
-        kept_passes=keep_passes(model, reference, cfg.model.ppo.keep_activations, settings.global_batch_size),
     )
 
 

@@ -84,8 +84,8 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         global_batch_size=int(cfg.model.global_batch_size),
         forward_batching=forward_batching(cfg.model),
         loss_clip=float(cfg.model.loss_clip_val or 0.0),
-        kept_passes=keep_passes(model, weights, cfg.model.keep_activations, int(cfg.model.global_batch_size)),
     )
+    keep_passes(model, weights, cfg.model.keep_activations, int(cfg.model.global_batch_size))
     initial_random_states = random_states()
     # The archive may be a language model's, which has no head: then nothing else keeps the head's initial values.
     head_parameters = {name: p for name, p in model.gpt.named_parameters() if name.startswith("rm_head.")}
@@ -100,7 +100,7 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
 
     service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset)
     run.resume(cfg, model, critic.optimizer, service)
-    schedule.announce()
+    schedule.warn_if_nothing_decays()
     return service
 
 

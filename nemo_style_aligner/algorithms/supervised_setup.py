@@ -128,7 +128,7 @@ def build_supervised_trainer(
     )
     run.note_format(task.written)
     run.resume(cfg, model, optimizer, trainer)
-    optimizer.schedule.announce()
+    optimizer.schedule.warn_if_nothing_decays()
     return trainer
 
 

@@ -6,7 +6,6 @@ import torch
 
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import LossResult, Scoring, forward, train_step
@@ -25,7 +24,6 @@ class Actor:
         forward_batching: micro batches of log-prob passes.
         temperature: the sampling temperature; log-probs are of the distribution sampled from.
         loss: what an update minimises.
-        kept_passes: keeps the forward passes of `logprobs` for the next `update`; None: passes are not kept.
     """
 
     def __init__(
@@ -38,7 +36,6 @@ class Actor:
         forward_batching: MicroBatching,
         temperature: float,
         loss: LossSettings,
-        kept_passes: KeptPasses | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -47,7 +44,6 @@ class Actor:
         self.forward_batching = forward_batching
         self.temperature = temperature
         self.loss = loss
-        self.kept_passes = kept_passes
 
     def logprobs(self, batch: RaggedBatch, *, is_trained: bool = False) -> torch.Tensor:
         """The policy's log-probs of the response tokens.
@@ -59,10 +55,11 @@ class Actor:
         Returns:
             fp32 [R] on the CPU; zero in rows that do not count.
         """
-        if self.kept_passes is None or not is_trained:
+        kept = self.model.kept_passes if is_trained else None
+        if kept is None:
             return self._logprobs(self.model, batch)
-        self.kept_passes.clear()  # what an abandoned step left behind
-        return self._logprobs(self.model, batch, self.kept_passes)
+        kept.clear()  # what an abandoned step left behind
+        return self._logprobs(self.model, batch, is_trained=True)
 
     def reference_logprobs(self, batch: RaggedBatch) -> torch.Tensor:
         """The reference's log-probs; see `logprobs`."""
@@ -71,16 +68,16 @@ class Actor:
         with self.reference.active() as model:
             return self._logprobs(model, batch)
 
-    def _logprobs(self, model: MegatronModel, batch: RaggedBatch, keep: KeptPasses | None = None) -> torch.Tensor:
-        scoring = Scoring(self.temperature) if keep is None else self._scoring
+    def _logprobs(self, model: MegatronModel, batch: RaggedBatch, *, is_trained: bool = False) -> torch.Tensor:
+        scoring = self._scoring if is_trained else Scoring(self.temperature)
         logprobs = forward(
             model,
             batch,
             None,
-            self.forward_batching if keep is None else self.training_batching,
+            self.training_batching if is_trained else self.forward_batching,
             lambda outputs, _: outputs[..., 0] if scoring.entropy else outputs,
             scoring=scoring,
-            keep=keep,
+            is_trained=is_trained,
         )
         return logprobs.cpu()
 
@@ -104,15 +101,7 @@ class Actor:
         """
         self.model.module.train()
         self.optimizer.zero_grad()
-        metrics = train_step(
-            self.model,
-            batch,
-            None,
-            self.training_batching,
-            self._loss,
-            scoring=self._scoring,
-            kept_passes=self.kept_passes,
-        )
+        metrics = train_step(self.model, batch, None, self.training_batching, self._loss, scoring=self._scoring)
         num_items = metrics.pop("num_items")
         tokens_per_item = metrics.pop("num_tokens", 1.0)
         for name in metrics.keys() - {"loss", "padding_efficiency", "dp_balance"}:

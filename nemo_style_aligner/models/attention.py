@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +16,37 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_style_aligner.models.gpu_kernels import gpu_kernels
-from nemo_style_aligner.models.layer_config import LayerConfig
 from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
-from nemo_style_aligner.models.packing import AttentionBlocks, PackedSequences
+from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.varlen_attention import has_varlen_attention, varlen_attention
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.triton_kernels import TritonKernels
+
+
+@dataclasses.dataclass
+class LayerConfig(TransformerConfig):
+    """megatron-core's config of a model's layers, with what it has no words for.
+
+    Attributes:
+        attention_factor: what cosines and sines of the rotary embedding are multiplied by.
+        residual_multiplier: of what attention and MLP add to the residual stream.
+    """
+
+    attention_factor: float = 1.0
+    residual_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.attention_factor != 1:
+            # megatron-core's own attention computes it from these: 0.1 * mscale * log(scaling factor) + 1.
+            self.yarn_rotary_scaling_factor = math.e
+            self.yarn_mscale, self.yarn_mscale_all_dim = 10 * (self.attention_factor - 1), 0.0
+            self.apply_rope_fusion = False  # fused, packed rows would be turned without it
+
+    def rotates(self, layer_number: int) -> bool:
+        """Whether the layer (1-based) has a rotary embedding; some of SmolLM3's have none."""
+        return not (isinstance(self.no_rope_freq, list) and self.no_rope_freq[layer_number - 1])
 
 
 class LocalSelfAttention(SelfAttention):
@@ -78,8 +104,8 @@ class CausalAttention(MegatronModule):
     """Causal core attention with grouped queries, on `scaled_dot_product_attention`.
 
     Padded batches are padded on the right, so causality already hides the padding from every real token and no
-    other mask is needed. A packed row takes one call of torch's varlen attention where it is available; otherwise,
-    sequences of similar length are batched (`AttentionBlocks`).
+    other mask is needed. A packed row takes one call of torch's varlen attention where it is available, otherwise one
+    call for each sequence.
     """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
@@ -112,19 +138,12 @@ class CausalAttention(MegatronModule):
     def _attend_packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
-        if len(packed.lengths) == 1:
-            return self._attend(*(x.unsqueeze(1) for x in (query, key, value)))
         drops_out = self.training and self.dropout > 0
-        if not drops_out and has_varlen_attention(query, key):
+        if len(packed.lengths) > 1 and not drops_out and has_varlen_attention(query, key):
             boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
             return varlen_attention(query, key, value, boundaries, longest, self.scale).flatten(1)[:, None]
-        if packed.blocks is None:
-            packed.blocks = AttentionBlocks.of(packed.lengths, query.device)
-        outputs = []
-        for index in packed.blocks.tokens:
-            parts = (x.index_select(0, index.reshape(-1)).view(*index.shape, *x.shape[1:]) for x in (query, key, value))
-            outputs.append(self._attend(*parts).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, packed.blocks.outputs)[:, None]
+        sequences = zip(*(x.unsqueeze(1).split(packed.lengths) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*sequence) for sequence in sequences])
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         s, b, heads, _ = query.shape

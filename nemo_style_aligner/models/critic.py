@@ -16,7 +16,6 @@ from nemo_style_aligner.models.heads import (
     pooled_positions,
     standardize,
 )
-from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import LossResult, Tokens, forward, rows, train_step
@@ -90,6 +89,9 @@ class RewardModel:
 class Critic:
     """The value function and its optimizer.
 
+    Where the model keeps passes, those of `values` are kept for the next training batch, unless the last one took
+    several updates; a batch that does uses none.
+
     Args:
         model: a trainable model with a reward head.
         optimizer: updates the model's parameters.
@@ -98,8 +100,6 @@ class Critic:
         global_batch_size: sequences per update, over all ranks.
         forward_batching: micro batches of inference.
         loss_clip: clipping range of the value loss; 0 disables it.
-        kept_passes: keeps the forward passes of `values` for the next training batch, unless the last one took several
-            updates; a batch that does uses none. None: passes are not kept.
     """
 
     def __init__(
@@ -112,7 +112,6 @@ class Critic:
         global_batch_size: int,
         forward_batching: MicroBatching,
         loss_clip: float,
-        kept_passes: KeptPasses | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -121,7 +120,6 @@ class Critic:
         self.global_batch_size = global_batch_size
         self.forward_batching = forward_batching
         self.loss_clip = loss_clip
-        self.kept_passes = kept_passes
         # With several updates per batch, only the first could use kept passes, and only of the newest sequences. None
         # does, not even of a process's first batch, whose bits would differ from those in a run that was not resumed.
         self._makes_one_update = True
@@ -140,7 +138,7 @@ class Critic:
             self.forward_batching,
             lambda outputs, _: self._values(outputs),
             (width,),
-            keep=self.kept_passes if self._makes_one_update else None,
+            is_trained=self._makes_one_update,
         )
         return values * wanted.to(values.device)  # unpacking fills with zeros, which `_values` standardises
 
@@ -155,22 +153,21 @@ class Critic:
         reports = []
         n = batch.tokens.shape[0]
         self._makes_one_update = n <= self.global_batch_size
-        kept = self.kept_passes if self._makes_one_update else None
-        if kept is None:
+        if not self._makes_one_update:
             self.weights_changed()
         for start in range(0, n, self.global_batch_size):
             stop = min(start + self.global_batch_size, n)
             part = rows(batch, slice(start, stop))
             self.optimizer.zero_grad()
-            metrics = train_step(self.model, part, part.mask != 0, self.training_batching, self._loss, kept_passes=kept)
+            metrics = train_step(self.model, part, part.mask != 0, self.training_batching, self._loss)
             num_items, name = metrics.pop("num_items"), f"rows {start} to {stop - 1} of {origin}"
             reports.append(metrics | self.optimizer.step(metrics["loss"], name, num_items))
         return reports
 
     def weights_changed(self) -> None:
         """Forget passes that were kept with other weights; call it after loading weights."""
-        if self.kept_passes is not None:
-            self.kept_passes.clear()
+        if self.model.kept_passes is not None:
+            self.model.kept_passes.clear()
 
     def _values(self, outputs: torch.Tensor) -> torch.Tensor:
         """Head outputs [..., a] -> [...]."""

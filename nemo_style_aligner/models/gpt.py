@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models.attention import LayerConfig
 from nemo_style_aligner.models.gpu_kernels import prepare_kernels
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
-from nemo_style_aligner.models.layer_config import LayerConfig
 from nemo_style_aligner.models.layers import block_spec, uses_transformer_engine
+from nemo_style_aligner.models.linear import add_in_place
 from nemo_style_aligner.models.logprobs import predict
-from nemo_style_aligner.models.main_grads import add_in_place
 from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.models.kept_passes import KeptPasses
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class MegatronModel:
         config: the `LayerConfig` of its layers.
         architecture: its global shape.
         layout: the parallel layout it was built for.
+        kept_passes: forward passes that are kept for the next training step; None: none are kept.
     """
 
     module: torch.nn.Module
@@ -70,6 +74,7 @@ class MegatronModel:
     config: LayerConfig
     architecture: ModelArchitecture
     layout: ParallelLayout
+    kept_passes: KeptPasses | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under `GPTModel`'s names (without wrappers' prefixes)."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -84,20 +84,20 @@ def activation_bytes(
 
 
 @dataclasses.dataclass
-class KeptMicroBatch:
-    """A micro batch of a forward pass; of another data-parallel rank's, only what identifies its sequences.
+class Part:
+    """Rows of a batch that are computed together; of another data-parallel rank's, only what identifies its sequences.
 
     Attributes:
-        rank: data-parallel rank that computed it.
-        sequences: b sequences, and the positions whose outputs were computed.
-        rows: the sequences' rows in the training batch, in order; set by `KeptPasses.take`.
-        packed, prediction: the model's input; None for another rank's. A reward head has no ``prediction``.
+        rows: of the batch; `KeptPasses.take` sets those of the training batch.
+        rank: data-parallel rank that computes it.
+        sequences: b sequences, and the positions whose outputs are computed.
+        packed, prediction: of a kept part, the model's input; a reward head has no ``prediction``.
         output: the model's output with its autograd graph; None: memory had no room, so it is computed again.
     """
 
+    rows: list[int]
     rank: int
     sequences: Sequences
-    rows: list[int] = dataclasses.field(default_factory=list)
     packed: PackedRow | None = None
     prediction: Prediction | None = None
     output: torch.Tensor | None = None
@@ -110,11 +110,12 @@ class KeptMicroBatch:
     def contents(self) -> list[bytes]:
         """What identifies each sequence: the tokens that went through the model and the one that the last predicts."""
         of_each = zip(self.sequences.tokens, self.sequences.used, strict=True)
-        return [_content(row[: length + 1]) for row, length in of_each]
+        known = [row[: length + 1] for row, length in of_each]
+        return [next(_contents(row, [len(row)])) for row in known]
 
 
 class KeptPasses:
-    """Forward passes since the weights last changed, kept until they are trained on.
+    """Forward passes of a model since its weights last changed, kept until they are trained on.
 
     Where data-parallel ranks share a batch that all of them hold, all know which sequences were computed together and
     by which rank; of ragged batches a rank knows its own passes. Each rank decides for itself whether it keeps the
@@ -131,7 +132,7 @@ class KeptPasses:
         self._model = model
         self._choice = choice
         self._update_size = update_size
-        self._micro_batches: list[KeptMicroBatch] = []
+        self._parts: list[Part] = []
         self._work = [0] * model.layout.dp_size  # dealt to each rank so far, operations
         self._room = 0  # bytes
         self._retained = 0  # the most bytes that were held, if freed memory stays with the process
@@ -151,13 +152,27 @@ class KeptPasses:
             room = int(agreed)
         self._room = room - held
 
-    def has_room(self, micro_batch: KeptMicroBatch) -> bool:
-        """Decide whether a micro batch's activations are kept; if so, count their memory."""
-        if not any(micro_batch is noted for noted in self._micro_batches):
+    def compute(
+        self, part: Part, packed: PackedRow, prediction: Prediction | None, call: Callable[[Any], torch.Tensor]
+    ) -> torch.Tensor:
+        """The output of ``call``, which takes the prediction; with the autograd graph where memory has room for it."""
+        part.packed, part.prediction = packed, prediction
+        is_kept = self._has_room(part)
+        if is_kept and self._keeps_logits and prediction is not None:
+            prediction = dataclasses.replace(prediction, keeps_logits=True)
+        with torch.set_grad_enabled(is_kept):
+            output = call(prediction)
+        if is_kept:
+            part.output = output
+        return output
+
+    def _has_room(self, part: Part) -> bool:
+        """Decide whether a part's activations are kept; if so, count their memory."""
+        if not any(part is noted for noted in self._parts):
             return False
         if self._choice == "always":
             return True
-        if self._bytes(micro_batch) > self._room:
+        if self._bytes(part) > self._room:
             if not self._is_told:
                 self._is_told = True
                 logger.info(
@@ -166,11 +181,11 @@ class KeptPasses:
                     self._bytes_per_token() * 1000 // 2**20,
                 )
             return False
-        self._room -= self._bytes(micro_batch)
+        self._room -= self._bytes(part)
         return True
 
     @property
-    def keeps_logits(self) -> bool:
+    def _keeps_logits(self) -> bool:
         """Whether logits are kept with the activations: on CPUs that multiply in bf16, without recomputation.
 
         GPUs recompute logits in no time. In fp32 a chunk is larger than the tensors whose freed memory the allocator
@@ -201,35 +216,33 @@ class KeptPasses:
             self._work[rank] += sums[part]
         return by_rank
 
-    def add(self, rank: int, sequences: Sequences) -> KeptMicroBatch:
-        """Note a micro batch that ``rank`` computes; for this rank's own, the caller fills in the other fields."""
-        micro_batch = KeptMicroBatch(rank, sequences)
-        if not len(sequences):
-            return micro_batch
-        self._micro_batches.append(micro_batch)
-        surplus = sum(len(noted.sequences) for noted in self._micro_batches) - self._update_size
-        while surplus >= len(self._micro_batches[0].sequences):  # of a validation, or of an actor that stopped
-            surplus -= len(self._micro_batches.pop(0).sequences)
-        return micro_batch
+    def add(self, part: Part) -> None:
+        """Note a part that is about to be computed, by whichever rank."""
+        if not len(part.sequences):
+            return
+        self._parts.append(part)
+        surplus = sum(len(noted.sequences) for noted in self._parts) - self._update_size
+        while surplus >= len(self._parts[0].sequences):  # of a validation, or of an actor that stopped
+            surplus -= len(self._parts.pop(0).sequences)
 
-    def forget(self, micro_batch: KeptMicroBatch) -> None:
-        """Drop a micro batch, so that training computes its sequences again. All ranks must drop the same ones."""
-        self._micro_batches = [noted for noted in self._micro_batches if noted is not micro_batch]
+    def forget(self, part: Part) -> None:
+        """Drop a part, so that training computes its sequences again. All ranks must drop the same ones."""
+        self._parts = [noted for noted in self._parts if noted is not part]
 
-    def take(self, asked: Sequences) -> list[KeptMicroBatch]:
-        """Take the micro batches whose sequences are all in a training batch, with ``rows`` set; forget all others.
+    def take(self, asked: Sequences) -> list[Part]:
+        """Take the parts whose sequences are all in a training batch, with ``rows`` set; forget all others.
 
         Args:
             asked: the batch; wanted are the positions that training depends on.
         """
         if device().type == "cpu" and keep_freed_memory():
             self._retained = max(self._held(), self._retained)
-        known = self._micro_batches
+        known = self._parts
         self.clear()
         lengths = _lengths(known)
-        # A row that training leaves out may have any length, but matters only in a micro batch with other sequences.
-        lengths_beside = _lengths([micro_batch for micro_batch in known if len(micro_batch.sequences) > 1])
-        contents = [micro_batch.contents() for micro_batch in known]
+        # A row that training leaves out may have any length, but matters only in a part with other sequences.
+        lengths_beside = _lengths([part for part in known if len(part.sequences) > 1])
+        contents = [part.contents() for part in known]
         by_content: dict[bytes, list[int]] = {content: [] for of_one in contents for content in of_one}
         for row, used in enumerate(asked.used):
             possible = [used]  # nearly always the pass computed what training needs
@@ -240,32 +253,32 @@ class KeptPasses:
                     by_content[content].append(row)
         free = set(range(len(asked)))
         taken = []
-        for micro_batch, of_one in zip(known, contents, strict=True):
+        for part, of_one in zip(known, contents, strict=True):
             rows: list[int] = []
-            for content, has in zip(of_one, micro_batch.sequences.wanted, strict=True):
+            for content, has in zip(of_one, part.sequences.wanted, strict=True):
                 alike = (row for row in by_content[content] if row in free and row not in rows)
                 rows += [row for row in alike if _covers(has, asked.wanted[row])][:1]
-            if len(rows) == len(micro_batch.sequences):
+            if len(rows) == len(part.sequences):
                 free.difference_update(rows)
-                micro_batch.rows = rows
+                part.rows = rows
                 if any(asked.used[row] for row in rows):
-                    taken.append(micro_batch)
+                    taken.append(part)
         return taken
 
     def clear(self) -> None:
         """Forget everything: the weights change, or the passes will not be trained on."""
-        self._micro_batches = []
+        self._parts = []
         self._work = [0] * len(self._work)
 
     def _held(self) -> int:
         """Bytes of the activations that are kept now."""
-        return sum(self._bytes(micro_batch) for micro_batch in self._micro_batches if micro_batch.output is not None)
+        return sum(self._bytes(part) for part in self._parts if part.output is not None)
 
-    def _bytes(self, micro_batch: KeptMicroBatch) -> int:
-        size = micro_batch.num_tokens * self._bytes_per_token()
-        if micro_batch.prediction is not None and self.keeps_logits:
+    def _bytes(self, part: Part) -> int:
+        size = part.num_tokens * self._bytes_per_token()
+        if part.prediction is not None and self._keeps_logits:
             vocabulary = len(self._model.gpt.shared_embedding_or_output_weight())
-            size += len(micro_batch.prediction.targets) * vocabulary * torch.bfloat16.itemsize
+            size += len(part.prediction.targets) * vocabulary * torch.bfloat16.itemsize
         return size
 
     def _bytes_per_token(self) -> int:
@@ -291,10 +304,8 @@ class KeptPasses:
         return available_memory() / ranks_on_this_machine() - reserved
 
 
-def keep_passes(
-    model: MegatronModel, second: FrozenWeights | None, choice: KeepChoice, update_size: int
-) -> KeptPasses | None:
-    """Make the `KeptPasses` of ``model``; None if ``choice`` is ``never``, or is ``auto`` and they cannot be kept.
+def keep_passes(model: MegatronModel, second: FrozenWeights | None, choice: KeepChoice, update_size: int) -> None:
+    """Let ``model`` keep its passes, unless ``choice`` is ``never``, or is ``auto`` and they cannot be kept.
 
     Args:
         second: weights that may take the place of the model's own between a pass and the update.
@@ -304,13 +315,13 @@ def keep_passes(
         ValueError: ``choice`` is ``always``, but passes cannot be kept.
     """
     if choice == "never":
-        return None
+        return
     drops_out = bool(model.config.hidden_dropout or model.config.attention_dropout)
     if why := why_not_kept(second is not None and second.swaps, model.layout.pp_size, drops_out):
         if choice == "always":
             raise ValueError(f"keep_activations=always: {why}. Choose auto or never")
-        return None
-    return KeptPasses(model, choice, update_size)
+        return
+    model.kept_passes = KeptPasses(model, choice, update_size)
 
 
 def why_not_kept(swaps: bool, pp_size: int, drops_out: bool) -> str | None:
@@ -330,19 +341,13 @@ def why_not_kept(swaps: bool, pp_size: int, drops_out: bool) -> str | None:
     return None
 
 
-def _lengths(micro_batches: Sequence[KeptMicroBatch]) -> list[int]:
+def _lengths(parts: Sequence[Part]) -> list[int]:
     """The distinct numbers of used tokens of all sequences, ascending."""
-    return sorted({length for micro_batch in micro_batches for length in micro_batch.sequences.used})
-
-
-def _content(sequence: torch.Tensor) -> bytes:
-    """A digest of a sequence's tokens [n]."""
-    (content,) = _contents(sequence, [len(sequence)])
-    return content
+    return sorted({length for part in parts for length in part.sequences.used})
 
 
 def _contents(row: torch.Tensor, lengths: Sequence[int]) -> Iterator[bytes]:
-    """`_content` of the row's prefixes of ``lengths`` tokens (ascending), up to the length of the row."""
+    """Digests of the row's prefixes of ``lengths`` tokens (ascending), up to the length of the row."""
     tokens, begin, digest = row.contiguous().numpy(), 0, hashlib.blake2b(digest_size=16)
     for length in lengths:
         if length > len(tokens):

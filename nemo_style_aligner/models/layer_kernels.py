@@ -12,7 +12,7 @@ import ctypes
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -335,43 +335,50 @@ def best_kernels() -> LayerKernels | None:
 
 
 def _largest_error(kernels: LayerKernels, dtype: torch.dtype) -> float:
-    """Relative, against torch in fp32, on a few numbers: guards against a faulty compiler or processor."""
-    numbers = _Numbers(dtype)
-    with torch.enable_grad():
-        pairs = [pair for check in _CHECKS for pair in check(kernels, numbers)]
-    errors = [((computed.float() - expected).norm() / expected.norm()).item() for computed, expected in pairs]
-    return math.inf if any(map(math.isnan, errors)) else max(errors)
+    """Relative, against torch in fp32, on a few numbers: guards against a faulty compiler or processor.
 
+    All functions in a chain, and back: a norm, attention with two query heads per group, SwiGLU, softmax of logits.
+    """
+    draw = torch.Generator().manual_seed(1)
 
-class _Numbers:
-    """Draws the checks' inputs: fp32 numbers that ``dtype`` represents exactly."""
+    def numbers(*shape: int) -> torch.Tensor:
+        """fp32 numbers that ``dtype`` represents exactly."""
+        return torch.randn(*shape, generator=draw).to(dtype).float()
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._draw = torch.Generator().manual_seed(1)
-
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._draw).to(self.dtype).float()
-
-    def narrow(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors in ``dtype``, as the functions take them."""
-        return tuple(x.detach().to(self.dtype) for x in tensors)
-
-
-_Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
-"""(result of the functions, result of torch)."""
-
-
-def _check_attention(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
-    lengths, scale = torch.tensor([19, 1, 40], dtype=torch.int32), 24**-0.5
-    x, grad, angles = numbers(60, 2, 4, 24).requires_grad_(), numbers(60, 4, 24), 3 * numbers(60, 10)
+    lengths, targets = torch.tensor([19, 1, 40], dtype=torch.int32), torch.arange(60) % 48
+    x, weight, angles = numbers(60, 192).requires_grad_(), numbers(192).requires_grad_(), 3 * numbers(60, 10)
     rotary = torch.cat([angles.cos(), angles.cos()], -1), torch.cat([angles.sin(), angles.sin()], -1)
-    expected = _attention_in_torch(x, rotary, lengths)
-    (expected_grad,) = torch.autograd.grad(expected, x, grad)
-    given, given_grad = numbers.narrow(x, grad)
-    out, lse = kernels.attention(given, rotary, lengths, scale)
-    yield out, expected
-    yield kernels.attention_backward(given_grad, lse, given, rotary, lengths, scale), expected_grad
+    grad, grad_entropy = numbers(60), numbers(60)
+    with torch.enable_grad():
+        qkv = F.rms_norm(x, (192,), weight, 1e-5).view(60, 2, 4, 24)
+        gate, up = _attention_in_torch(qkv, rotary, lengths).flatten(1).chunk(2, -1)
+        logprobs = F.log_softmax(F.silu(gate) * up / 2, -1)
+        picked, entropy = logprobs[torch.arange(60), targets], -(logprobs.exp() * logprobs).sum(-1)
+        exact = torch.autograd.grad((picked * grad + entropy * grad_entropy).sum(), (x, weight))
+
+    half, norm = (x.detach() / 2).to(dtype), weight.detach()
+    whole, normed, scale = kernels.add_and_rms_norm(half, half.clone(), norm, 1e-5)
+    attended, lse = kernels.attention(normed.view(60, 2, 4, 24), rotary, lengths, 24**-0.5)
+    gated = kernels.swiglu(attended.view(60, 96))
+    normalizer, at_target, entropies = kernels.measure_logits(gated, targets, 0.5, entropy=True)
+    assert entropies is not None
+    found = torch.empty_like(gated)
+    kernels.logits_gradient(gated, targets, 0.5, normalizer, grad, (entropies, grad_entropy), found)
+    found = kernels.swiglu_backward(attended.view(60, 96), found / 2).view(60, 4, 24)
+    found = kernels.attention_backward(found, lse, normed.view(60, 2, 4, 24), rotary, lengths, 24**-0.5)
+    gradients = kernels.rms_norm_backward(whole, norm, scale, found.view(60, 192))
+    pairs = [(at_target - normalizer, picked), (entropies, entropy), *zip(gradients, exact, strict=True)]
+
+    if kernels.multiplies and dtype == torch.bfloat16:
+        rows, columns, total, matrix = numbers(29, 46), numbers(29, 70), numbers(70, 46), numbers(70, 46)
+        a, b, packable = (each.to(dtype) for each in (rows, columns, matrix))
+        pairs.append((kernels.multiply_packed(a, kernels.packed(packable, transposed=True), 70), rows @ matrix.t()))
+        pairs.append((kernels.multiply_packed(b, kernels.packed(packable, transposed=False), 46), columns @ matrix))
+        expected = total + columns.t() @ rows
+        kernels.add_product(total, b, a)
+        pairs.append((total, expected))
+    errors = [((found.float() - exact).norm() / exact.norm()).item() for found, exact in pairs]
+    return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
 def _attention_in_torch(
@@ -383,69 +390,10 @@ def _attention_in_torch(
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat([-second, first], -1) * sin
     x = torch.cat([torch.cat([turned, rest], -1), x[:, :, 3:]], 2)
-    sequences = []
-    for part in x.split(lengths.tolist()):
-        query, key, value = (
-            y.flatten(1, 2).transpose(0, 1)
-            for y in (part[:, :, :2], part[:, :, 2:3].expand(-1, -1, 2, -1), part[:, :, 3:].expand(-1, -1, 2, -1))
-        )
-        sequences.append(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1))
-    return torch.cat(sequences)
-
-
-def _check_swiglu(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
-    x, grad = numbers(7, 90).requires_grad_(), numbers(7, 45)
-    gate, up = x.chunk(2, -1)
-    expected = F.silu(gate) * up
-    (expected_grad,) = torch.autograd.grad(expected, x, grad)
-    given, given_grad = numbers.narrow(x, grad)
-    yield kernels.swiglu(given), expected
-    yield kernels.swiglu_backward(given, given_grad), expected_grad
-
-
-def _check_norm(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
-    x, weight, grad = numbers(7, 45).requires_grad_(), numbers(45).requires_grad_(), numbers(7, 45)
-    expected = F.rms_norm(x, (45,), weight, 1e-5)
-    expected_grads = torch.autograd.grad(expected, (x, weight), grad)
-    given, given_grad = numbers.narrow(x, grad)
-    out, factor = kernels.rms_norm(given, weight.detach(), 1e-5)
-    yield out, expected
-    yield kernels.add_and_rms_norm(given, torch.zeros_like(given), weight.detach(), 1e-5)[1], expected
-    grads = kernels.rms_norm_backward(given, weight.detach(), factor, given_grad)
-    yield from zip(grads, expected_grads, strict=True)
-
-
-def _check_logits(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
-    x, targets = numbers(7, 90).requires_grad_(), torch.arange(7) * 14
-    grad, grad_entropy = numbers(7), numbers(7)
-    logprobs = F.log_softmax(x / 2, -1)
-    expected_entropy = -(logprobs.exp() * logprobs).sum(-1)
-    picked = logprobs[torch.arange(7), targets]
-    (expected_grad,) = torch.autograd.grad((picked * grad + expected_entropy * grad_entropy).sum(), x)
-    (given,) = numbers.narrow(x)
-    normalizer, at_target, entropy = kernels.measure_logits(given, targets, 0.5, entropy=True)
-    assert entropy is not None
-    grad_logits = torch.empty_like(given)
-    kernels.logits_gradient(given, targets, 0.5, normalizer, grad, (entropy, grad_entropy), grad_logits)
-    yield at_target - normalizer, picked
-    yield entropy, expected_entropy
-    yield grad_logits / 2, expected_grad
-
-
-def _check_product(kernels: LayerKernels, numbers: _Numbers) -> _Pairs:
-    if not kernels.multiplies or numbers.dtype != torch.bfloat16:
-        return
-    rows, columns, total = numbers(7, 45), numbers(7, 50), numbers(50, 45)
-    expected = total + columns.t() @ rows
-    kernels.add_product(total, *numbers.narrow(columns, rows))
-    yield total, expected
-    a, weight, b = numbers(29, 46), numbers(70, 46), numbers(29, 70)
-    given_a, given, given_b = numbers.narrow(a, weight, b)
-    yield kernels.multiply_packed(given_a, kernels.packed(given, transposed=True), 70), a @ weight.t()
-    yield kernels.multiply_packed(given_b, kernels.packed(given, transposed=False), 46), b @ weight
-
-
-_CHECKS = (_check_attention, _check_swiglu, _check_norm, _check_logits, _check_product)
+    query, key, value = (y.expand(-1, -1, 2, -1).flatten(1, 2) for y in x.split([2, 1, 1], 2))
+    sequences = zip(*(y.transpose(0, 1).split(lengths.tolist(), 1) for y in (query, key, value)), strict=True)
+    attended = [F.scaled_dot_product_attention(*each, is_causal=True).transpose(0, 1) for each in sequences]
+    return torch.cat(attended)
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int]:

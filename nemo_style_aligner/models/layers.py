@@ -26,9 +26,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from nemo_style_aligner.models.attention import CausalAttention, LocalSelfAttention
+from nemo_style_aligner.models.attention import CausalAttention, LayerConfig, LocalSelfAttention
 from nemo_style_aligner.models.fused import SwiGLU, rms_norm
-from nemo_style_aligner.models.layer_config import LayerConfig
 from nemo_style_aligner.models.layer_kernels import kernels_for
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.packing import PackedSequences

@@ -1,4 +1,9 @@
-"""megatron-core's linear layers, computed on CPUs by `products`, with weights' gradients summed in place in fp32."""
+"""megatron-core's linear layers, computed on CPUs by `products`, with weights' gradients summed in place in fp32.
+
+As separate tensors, gradients would be allocated or cleared, written and added to megatron-core's ``main_grad`` in
+every micro batch. That is a waste for matrices as large as the vocabulary: a micro batch changes few rows of the
+embedding's gradient, and sums the output layer's over chunks.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
-from nemo_style_aligner.models.main_grads import main_grad_of
 from nemo_style_aligner.models.packed_weights import PackedWeight, weight_product
 from nemo_style_aligner.models.products import add_product, product, widened
 from nemo_style_aligner.models.recompute import not_keeping
+
+_IN_PLACE = "_gradient_is_added_in_place"
+
+
+def add_in_place(gpt: GPTModel) -> None:
+    """Let our own backward functions add gradients to ``main_grad`` themselves.
+
+    Only for a model whose DDP does not exchange gradients during the backward pass: it would wait for each parameter's
+    own gradient. The output layer does so (`logprobs`) and, on CPUs, linear layers (`linear`) and, without tensor
+    parallelism, the embedding.
+    """
+    for parameter in gpt.parameters():
+        setattr(parameter, _IN_PLACE, True)
+    if gpt.pre_process:
+        # `LanguageModelEmbedding` constructs this module itself; only `forward` differs.
+        gpt.embedding.word_embeddings.__class__ = _Embedding
+
+
+def main_grad_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """The fp32 sum to which a function may add the gradient of ``weight``; None: it must return the gradient."""
+    return getattr(weight, "main_grad", None) if getattr(weight, _IN_PLACE, False) else None
 
 
 class _SummingInPlace:
@@ -143,3 +170,29 @@ def _gathered(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
     return whole
+
+
+class _Embedding(VocabParallelEmbedding):
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """int64 [b, s] -> [b, s, h], as the base class."""
+        # `index_add_` sums in a fixed order on CPUs; on GPUs it adds atomically, in any order.
+        can = self.weight.device.type == "cpu" and self.tp_group.size() == 1 and torch.is_grad_enabled()
+        if not can or main_grad_of(self.weight) is None:
+            return super().forward(input_)
+        return _Rows.apply(self.weight, input_)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a weight [v, h] whose gradient is added to its ``main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.main_grad = main_grad_of(weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        ctx.main_grad.index_add_(0, ids.flatten(), grad.flatten(0, -2).float())
+        return None, None

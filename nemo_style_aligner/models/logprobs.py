@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from nemo_style_aligner.models.gpu_kernels import elementwise_kernels_for
-from nemo_style_aligner.models.main_grads import main_grad_of
+from nemo_style_aligner.models.linear import main_grad_of
 from nemo_style_aligner.models.products import add_product, product, widened
 
 _CHUNK_BYTES = 64 * 2**20

@@ -79,28 +79,6 @@ class Schedule:
             return self.min_lr
         return self.min_lr + 0.5 * (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress / decay_steps))
 
-    def announce(self) -> None:
-        """Log on rank 0 what the learning rate will be; warn if the run is too short for the schedule."""
-        if dist.get_rank() == 0:
-            logger.info("learning rate: %s", self.describe())
-        self.warn_if_nothing_decays()
-
-    def describe(self) -> str:
-        """The course of the learning rate in words."""
-        if self.warmup_steps >= self.max_steps and self.warmup_steps > 0:
-            peak = self(max(0, self.max_steps - 1))
-            return (
-                f"{self.max_steps} updates end within the warm-up of {self.warmup_steps}, at {peak:.3g} instead of "
-                f"{self.lr:g} (model.optim.sched.warmup_steps)"
-            )
-        warmup = f"up to {self.lr:g} in {self.warmup_steps} updates" if self.warmup_steps else f"{self.lr:g}"
-        if self.name == "constant":
-            return warmup
-        text = f"{warmup}, down to {self.min_lr:g} after {self.max_steps - self.constant_steps}"
-        if self.constant_steps:
-            return f"{text}, then {self.min_lr:g} for {self.constant_steps} more"
-        return f"{text}, the end (NeMo-Aligner's files have the last 1000 at min_lr: model.optim.sched.constant_steps)"
-
     def warn_if_nothing_decays(self) -> None:
         """Warn on rank 0 if the run is too short for the schedule: all its updates after the warm-up are at min_lr."""
         warmup = self.warmup_steps + 1 if self.warmup_steps > 0 else 0  # the update after it has the full rate

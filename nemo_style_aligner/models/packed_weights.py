@@ -1,17 +1,13 @@
-"""Products of linear layers in bf16 on CPUs, with weights rearranged as the processor's instructions want them.
+"""Products of linear layers in bf16 on CPUs where our kernels are faster than torch's library (`products.own_kernels`).
 
-- Where our kernels are faster than torch's library (`products.own_kernels`), they multiply. A weight is rearranged once
-  for all micro batches of a pass (`constant_weights`), a frozen model's once and for all.
-- Elsewhere torch's library multiplies, and rearranges weights for each product. Frozen models' weights stay rearranged.
-
-Both only where memory has room for it. `PackedWeight` is for frozen weights, `weight_product` for all others.
+They want weights rearranged. A weight that is trained is rearranged once for all micro batches of a pass
+(`constant_weights`), a frozen model's once and for all (`PackedWeight`), both only where memory has room for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -19,14 +15,13 @@ import torch
 from nemo_style_aligner.models.layer_kernels import LayerKernels
 from nemo_style_aligner.models.products import own_kernels, product
 from nemo_style_aligner.parallel.groups import device
-from nemo_style_aligner.parallel.machine import available_memory, computes_in_bf16, ranks_on_this_machine
+from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
 
 _PACKED_SHARE = 1 / 16
 """Share of the memory free before the first weight is packed, for packed weights of all ranks on this machine: those of
 frozen models together, and those of each pass."""
 _FEWEST_ROWS = 32
 """With fewer, torch's library multiplies: rearranging a weight would take longer than the product."""
-_ROWS = 1024  # rows of the other factor that torch's library packs weights for; other numbers work, too
 
 
 def weight_product(
@@ -48,11 +43,7 @@ def weight_product(
 
 
 class PackedWeight:
-    """A copy of a frozen weight in the layout that products want.
-
-    Results have the same bits as those of `weight_product`, but for torch 2.9 where torch's library multiplies: it
-    rounds some of many rows otherwise.
-    """
+    """A copy of a frozen weight as our kernels want it. Results have the same bits as those of `weight_product`."""
 
     def __init__(self) -> None:
         self._packed: torch.Tensor | None = None
@@ -61,18 +52,16 @@ class PackedWeight:
     def multiply(self, a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """a [..., k] @ weight.T -> [..., n], of their dtype. Not differentiable."""
         kernels = _kernels_for(a, weight, transposed=True)
-        if kernels is None and not (a.numel() and _torch_packs(weight)):
+        if kernels is None:
             return product(a, weight.t())
         now = (weight.data_ptr(), weight._version)
         if self._packed_of != now:
             if self._packed is not None or _takes_memory(weight.nbytes):
-                self._packed = _packed_for_torch(weight) if kernels is None else kernels.packed(weight, True)
+                self._packed = kernels.packed(weight, True)
             self._packed_of = now
         if self._packed is None:
             return weight_product(a, weight, transposed=True)
-        if kernels is not None:
-            return kernels.multiply_packed(a, self._packed, len(weight))
-        return _product_by_torch(a, self._packed)
+        return kernels.multiply_packed(a, self._packed, len(weight))
 
 
 # ---- weights that are trained -------------------------------------------------------------------
@@ -123,35 +112,6 @@ def _kernels_for(a: torch.Tensor, weight: torch.Tensor, transposed: bool) -> Lay
     if not is_bf16 or depth % 2 or a.numel() < _FEWEST_ROWS * depth or not weight.is_contiguous():
         return None
     return own_kernels()
-
-
-def _torch_packs(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and own_kernels() is None and _can_pack()
-
-
-@functools.cache
-def _can_pack() -> bool:
-    """Whether torch has the functions its compiler packs frozen weights with, and they give the right results here."""
-    if not computes_in_bf16() or not torch.backends.mkldnn.is_available():
-        return False
-    draw = torch.Generator().manual_seed(1)
-    weight, *factors = (torch.randn(n, 4100, generator=draw).bfloat16() for n in (96, 1, 33, 300))
-    try:
-        packed = _packed_for_torch(weight)
-        return all(torch.equal(_product_by_torch(a, packed), a @ weight.t()) for a in factors)
-    except (AttributeError, RuntimeError):
-        return False
-
-
-def _packed_for_torch(weight: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
-    return packed
-
-
-def _product_by_torch(a: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """a [..., k] @ weight.T -> [..., n]; ``a`` has at least one row."""
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
-    return out
 
 
 def _room() -> float:

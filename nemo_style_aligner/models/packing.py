@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
 from collections.abc import Sequence
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-
-from nemo_style_aligner.transfers import moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +45,12 @@ class PackedSequences(PackedSeqParams):
         positions: int64 [t], each token's place in its sequence.
         outputs: int64 [k], the only positions that the model's last layer computes after its attention; None: all.
         rotary: cosines and sines of the row's positions [t, r], stored by the first layer for the others.
-        blocks: what attention computes together, stored likewise (by our own layers, without compiled kernels).
     """
 
     lengths: tuple[int, ...] = ()
     positions: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    blocks: AttentionBlocks | None = None
     _sizes: torch.Tensor | None = None
 
     def rotate_by(
@@ -80,58 +75,6 @@ class PackedSequences(PackedSeqParams):
         if self._sizes is None:
             self._sizes = torch.tensor(self.lengths, dtype=torch.int32)
         return self._sizes
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionBlocks:
-    """Batches of sequences of similar length, so that attention over many short ones takes few calls.
-
-    Attributes:
-        tokens: for each block int64 [s, b], positions in the row; a shorter sequence is padded with its last token,
-            which causality hides from the others.
-        outputs: int64 [t], the index of each of the row's tokens among the concatenated s * b outputs of the blocks.
-    """
-
-    tokens: tuple[torch.Tensor, ...]
-    outputs: torch.Tensor
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> AttentionBlocks:
-        """Divide a row's sequences, given by their lengths in order."""
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        outputs = torch.empty(int(starts[-1]), dtype=torch.int64)
-        tokens, offset = [], 0
-        for block in _similar(lengths):
-            s, b = lengths[block[0]], len(block)
-            sizes = torch.tensor([lengths[i] for i in block])
-            positions = torch.arange(s)[:, None]
-            index = starts[block] + torch.minimum(positions, sizes - 1)
-            tokens.append(moved(index, device))
-            real = positions < sizes
-            outputs[index[real]] = offset + torch.arange(s * b).view(s, b)[real]
-            offset += s * b
-        return cls(tuple(tokens), moved(outputs, device))
-
-
-_SHORT = 128  # tokens; up to here attention is so little of the work that padding it costs less than another call
-_PADDING = 1.25  # computed positions per real one in blocks of longer sequences, at most
-
-
-def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Group sequences of similar length, the longest first in each group."""
-    groups: list[list[int]] = []
-    tokens = 0
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups:
-            longest = lengths[groups[-1][0]]
-            padded = longest * (len(groups[-1]) + 1)
-            if longest <= _SHORT or padded <= _PADDING * (tokens + lengths[i]):
-                groups[-1].append(i)
-                tokens += lengths[i]
-                continue
-        groups.append([i])
-        tokens = lengths[i]
-    return groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,29 +215,18 @@ _EVEN = 1.005
 def divide_evenly(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     """Divide items over parts so that the largest of the parts' sums of weights is small.
 
-    By Karmarkar and Karp's largest differencing. It leaves parts of few items apart, where exchanges bring them closer.
-    Depends on nothing but its arguments. Returns each part's items, in order; parts may be empty.
+    The largest items first, each to the part with the least so far. That leaves parts of few items apart, where
+    exchanges bring them closer. Depends on nothing but its arguments. Returns each part's items, in order; parts may be
+    empty.
     """
-    parts = _largest_differencing(weights, num_parts)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    sums = [0] * num_parts
+    for item in sorted(range(len(weights)), key=lambda item: (-weights[item], item)):
+        least = min(range(num_parts), key=sums.__getitem__)
+        parts[least].append(item)
+        sums[least] += weights[item]
     _exchange(weights, parts)
     return [sorted(part) for part in parts]
-
-
-def _largest_differencing(weights: Sequence[int], num_parts: int) -> list[list[int]]:
-    # A state is (sums, largest first; their items). The two states whose sums differ most are merged, the large sums of
-    # one with the small sums of the other, so that their differences cancel.
-    empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - 1)]
-    heap = [(-weight, index, [(weight, [index]), *empty]) for index, weight in enumerate(weights)]
-    heapq.heapify(heap)
-    if not heap:
-        return [[] for _ in range(num_parts)]
-    while len(heap) > 1:
-        _, tie, first = heapq.heappop(heap)
-        _, other_tie, second = heapq.heappop(heap)
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: (-part[0], part[1]))
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(tie, other_tie), merged))
-    return [items for _, items in heap[0][2]]
 
 
 def _exchange(weights: Sequence[int], parts: list[list[int]]) -> None:

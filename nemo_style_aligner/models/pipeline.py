@@ -12,6 +12,7 @@ packed rows without padding (`models.packing`). There are two kinds:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -21,11 +22,18 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.models.kept_passes import KeptMicroBatch, KeptPasses
+from nemo_style_aligner.models.kept_passes import KeptPasses, Part
 from nemo_style_aligner.models.logprobs import Prediction
 from nemo_style_aligner.models.packed_weights import constant_weights
-from nemo_style_aligner.models.packing import MicroBatching, PackedRow, Padding, Sequences, pack_row
-from nemo_style_aligner.models.pass_plans import ForwardPlan, plan_forward, plan_step, rows_of
+from nemo_style_aligner.models.packing import (
+    MicroBatching,
+    PackedRow,
+    Padding,
+    Sequences,
+    micro_batches,
+    pack_row,
+    shares,
+)
 from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.parallel.groups import (
     all_gather_rows,
@@ -95,6 +103,86 @@ class Scoring:
     entropy: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """A batch and what is wanted of it.
+
+    Attributes:
+        width: of padded outputs; None where they stay flat.
+        is_whole: every data-parallel rank passes this batch, and computes a share.
+        work: floating-point operations of each row's forward pass. A backward pass takes twice as many.
+    """
+
+    model: MegatronModel
+    batch: Any
+    sequences: Sequences
+    width: int | None
+    is_whole: bool
+    scoring: Scoring | None
+    batching: MicroBatching
+
+    @classmethod
+    def of(
+        cls,
+        model: MegatronModel,
+        batch: Any,
+        wanted: torch.Tensor | None,
+        is_whole: bool,
+        scoring: Scoring | None,
+        batching: MicroBatching,
+    ) -> _Asked:
+        """See `train_step`."""
+        if isinstance(batch, RaggedBatch):
+            return cls(model, batch, batch.sequences(), None, False, scoring, batching)
+        assert wanted is not None, "a padded batch does not say which of its outputs are wanted"
+        batch = to_device(batch, _CPU)
+        sequences = Sequences.padded(batch.tokens, wanted)
+        return cls(model, batch, sequences, wanted.shape[1], is_whole, scoring, batching)
+
+    @functools.cached_property
+    def work(self) -> list[int]:
+        """See above."""
+        outputs = self.sequences.num_outputs if self.scoring is not None else [0] * len(self.sequences)
+        operations = self.model.architecture.forward_operations
+        return [operations(*row) for row in zip(self.sequences.used, outputs, strict=True)]
+
+    def parts(self, rows: list[int], rank: int) -> list[Part]:
+        """Divide rows that a rank computes into micro batches."""
+        divided = micro_batches([self.sequences.used[row] for row in rows], self.batching)
+        chosen = [[rows[i] for i in part] for part in divided]
+        return [Part(part, rank, self.sequences.rows(part)) for part in chosen]
+
+    def parts_of_step(self, kept: KeptPasses | None) -> list[Part]:
+        """Choose this rank's rows, and use kept passes for those that have one.
+
+        In the order of the first rows: gradients are summed in this order, whichever were kept.
+        """
+        used, rank = self.sequences.used, self.model.layout.dp_rank
+        taken = kept.take(self.sequences) if kept is not None else []
+        computed = {row for part in taken for row in part.rows}
+        mine = [row for row in range(len(used)) if row not in computed]
+        if self.is_whole:
+            to_compute = [0 if row in computed else operations for row, operations in enumerate(self.work)]
+            mine = shares(to_compute, self.model.layout.dp_size, self.batching.group)[rank]
+        own = [part for part in taken if part.rank == rank]
+        if any(used[row] for row in mine) or not own:
+            own += self.parts(mine, rank)
+        return sorted(own, key=lambda part: part.rows[:1])
+
+    def parts_of_pass(self, kept: KeptPasses | None) -> list[Part]:
+        """Choose each rank's rows, rank after rank (of a ragged batch this rank's alone), and note them if kept."""
+        by_rank = {self.model.layout.dp_rank: list(range(len(self.sequences)))}
+        if self.is_whole:
+            dealt = shares(self.work, self.model.layout.dp_size, self.batching.group)
+            by_rank = dict(enumerate(dealt if kept is None else kept.dealt(dealt, self.work)))
+        parts = [part for rank, rows in by_rank.items() for part in self.parts(rows, rank)]
+        if kept is not None:
+            for part in parts:
+                kept.add(part)
+            kept.begin()
+        return parts
+
+
 @dataclasses.dataclass
 class _MicroBatch:
     """Some rows of a batch, packed for the model, and its output if it has been computed already.
@@ -117,85 +205,67 @@ class _MicroBatch:
         return outputs if self.padding is None else self.padding.pad(outputs)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """A batch and what is wanted of it; ``width``: of padded outputs, None where they stay flat."""
-
-    batch: Any
-    sequences: Sequences
-    width: int | None
-
-    @classmethod
-    def of(cls, batch: Any, wanted: torch.Tensor | None) -> _Asked:
-        if isinstance(batch, RaggedBatch):
-            return cls(batch, batch.sequences(), None)
-        assert wanted is not None, "a padded batch does not say which of its outputs are wanted"
-        batch = to_device(batch, _CPU)
-        return cls(batch, Sequences.padded(batch.tokens, wanted), wanted.shape[1])
-
-    def micro_batch(self, part: list[int]) -> tuple[Any, Sequences, Padding | None]:
-        """Rows of the batch, without those of a ragged batch that do not count."""
-        sequences = self.sequences.rows(part)
-        if self.width is not None:
-            return rows(self.batch, torch.tensor(part, dtype=torch.int64)), sequences, Padding.of(sequences, self.width)
-        counting = [row for row in part if self.sequences.used[row]]
-        return self.batch.rows(torch.tensor(counting, dtype=torch.int64)), sequences, None
-
-
-def _micro_batches(
-    model: MegatronModel, asked: _Asked, parts: Sequence[list[int] | KeptMicroBatch], scoring: Scoring | None
-) -> Iterator[_MicroBatch]:
+def _packed(asked: _Asked, parts: Sequence[Part]) -> Iterator[_MicroBatch]:
     """Pack the rows of each part on the CPU and move what the model needs to this rank's device.
 
     Sizes and positions depend on the data. Reading them from a GPU would make the CPU wait for all queued work, so that
     the GPU would idle while the next micro batch is packed.
     """
-    multiple = model.layout.tp_size if model.config.sequence_parallel else 1
     for part in parts:
-        batch, sequences, padding = asked.micro_batch(rows_of(part))
-        if isinstance(part, KeptMicroBatch):
-            yield _kept_micro_batch(part, batch, sequences, padding)
+        sequences, padding = asked.sequences.rows(part.rows), None
+        if asked.width is not None:
+            batch, padding = (
+                rows(asked.batch, torch.tensor(part.rows, dtype=torch.int64)),
+                Padding.of(sequences, asked.width),
+            )
+        else:  # without rows that do not count
+            counting = [row for row in part.rows if asked.sequences.used[row]]
+            batch = asked.batch.rows(torch.tensor(counting, dtype=torch.int64))
+        batch, padding = to_device(batch, device()), to_device(padding, device())
+        if part.packed is None:
+            packed, prediction = _model_input(asked, sequences)
+            yield _MicroBatch(batch, packed, prediction, padding)
             continue
-        packed = pack_row(sequences, multiple)
-        # Under sequence parallelism each rank has only some of the positions, so the last layer computes all it has.
-        # Without wanted outputs it computes the token that fills the row: its kernels need at least one.
-        if not model.config.sequence_parallel and len(packed.outputs):
-            packed.sequences.outputs = packed.outputs
-        prediction, ids = None, packed.tokens.flatten()
-        if scoring is not None:
-            targets = sequences.targets()
-            outputs = None if packed.sequences.outputs is not None else packed.outputs
-            prediction = Prediction(outputs, targets, scoring.temperature, scoring.entropy)
-            ids = torch.cat([ids, targets])  # the last target of a sequence is not among the inputs
-        for token in (int(ids.min()), int(ids.max())):
-            if not 0 <= token < model.architecture.vocab_size:
-                raise DataError(
-                    f"token {token} is not in the model's vocabulary of {model.architecture.vocab_size}: model and "
-                    "tokenizer do not belong together (were tokens added to it?)"
-                )
-        yield to_device(_MicroBatch(batch, packed, prediction, padding), device())
+        # It is packed already and gives up its output. It may have more outputs than training wants.
+        wanted = [
+            torch.nn.functional.pad(now, (0, len(then) - len(now)))[then]
+            for now, then in zip(sequences.wanted, part.sequences.wanted, strict=True)
+        ]
+        chosen = torch.cat(wanted).nonzero()[:, 0] if not all(row.all() for row in wanted) else None
+        output, part.output = part.output, None
+        yield _MicroBatch(batch, part.packed, part.prediction, padding, to_device(chosen, device()), output)
 
 
-def _kept_micro_batch(kept: KeptMicroBatch, batch: Any, sequences: Sequences, padding: Padding | None) -> _MicroBatch:
-    """A micro batch that is packed already and gives up its output. It may have more outputs than training wants."""
-    assert kept.packed is not None
-    wanted = [
-        torch.nn.functional.pad(now, (0, len(then) - len(now)))[then]
-        for now, then in zip(sequences.wanted, kept.sequences.wanted, strict=True)
-    ]
-    chosen = torch.cat(wanted).nonzero()[:, 0] if not all(row.all() for row in wanted) else None
-    output, kept.output = kept.output, None
-    batch, padding, chosen = (to_device(value, device()) for value in (batch, padding, chosen))
-    return _MicroBatch(batch, kept.packed, kept.prediction, padding, chosen, output)
+def _model_input(asked: _Asked, sequences: Sequences) -> tuple[PackedRow, Prediction | None]:
+    """Sequences as the model takes them, on this rank's device."""
+    model, scoring = asked.model, asked.scoring
+    packed = pack_row(sequences, model.layout.tp_size if model.config.sequence_parallel else 1)
+    # Under sequence parallelism each rank has only some of the positions, so the last layer computes all it has.
+    # Without wanted outputs it computes the token that fills the row: its kernels need at least one.
+    if not model.config.sequence_parallel and len(packed.outputs):
+        packed.sequences.outputs = packed.outputs
+    prediction, ids = None, packed.tokens.flatten()
+    if scoring is not None:
+        targets = sequences.targets()
+        outputs = None if packed.sequences.outputs is not None else packed.outputs
+        prediction = Prediction(outputs, targets, scoring.temperature, scoring.entropy)
+        ids = torch.cat([ids, targets])  # the last target of a sequence is not among the inputs
+    for token in (int(ids.min()), int(ids.max())):
+        if not 0 <= token < model.architecture.vocab_size:
+            raise DataError(
+                f"token {token} is not in the model's vocabulary of {model.architecture.vocab_size}: model and "
+                "tokenizer do not belong together (were tokens added to it?)"
+            )
+    return to_device(packed, device()), to_device(prediction, device())
 
 
-def _call_model(model: MegatronModel, module: torch.nn.Module, micro_batch: _MicroBatch) -> torch.Tensor:
-    """The output of the stage's module, or the kept one; on the last stage, at the wanted positions [k, ...]."""
-    packed, prediction = micro_batch.packed, micro_batch.prediction
-    if micro_batch.output is not None:
-        return micro_batch.output
+def _call_model(
+    model: MegatronModel, module: torch.nn.Module, packed: PackedRow, prediction: Prediction | None
+) -> torch.Tensor:
+    """The output of the stage's module; on the last stage, at the wanted positions [k, ...]."""
     positions = packed.sequences.positions
     assert positions is not None
+    output: torch.Tensor
     output = module(packed.tokens, positions[None], None, labels=prediction, packed_seq_params=packed.sequences)
     if not model.layout.is_last_stage or prediction is not None:
         return output
@@ -204,7 +274,7 @@ def _call_model(model: MegatronModel, module: torch.nn.Module, micro_batch: _Mic
 
 def _run_schedule(
     model: MegatronModel,
-    micro_batches: Iterator[_MicroBatch],
+    packed: Iterator[_MicroBatch],
     count: int,
     forward_step: Callable[..., Any],
     **options: Any,
@@ -215,14 +285,14 @@ def _run_schedule(
         nonlocal begun
         activity.progress()
         begun += 1
-        return forward_step(iterator, module)
+        return forward_step(next(iterator), module)
 
     # Where activations are recomputed to save memory, none is spent on weights either.
     weights = constant_weights(count if model.config.recompute_granularity is None else 1)
     with weights, activity.counting("micro batches", lambda: (max(0, begun - 1), count)):
         return get_forward_backward_func()(
             forward_step_func=counted,
-            data_iterator=micro_batches,
+            data_iterator=packed,
             model=[model.module],
             num_microbatches=count,
             seq_length=1,  # rows differ in length: pipeline stages tell each other (variable_seq_lengths)
@@ -240,12 +310,12 @@ def train_step(
     *,
     scoring: Scoring | None = None,
     is_whole: bool = True,
-    kept_passes: KeptPasses | None = None,
+    is_training: bool = True,
 ) -> dict[str, float]:
     """Forward and backward of a batch; gradients are left finalised in the buffers.
 
     The gradient is that of (sum of losses over all ranks) / (number of items over all ranks), whatever the
-    micro batch and data-parallel sizes.
+    micro batch and data-parallel sizes. Passes that `forward` has kept of these sequences are used, and all forgotten.
 
     Args:
         batch: the rows.
@@ -256,7 +326,7 @@ def train_step(
         scoring: what a language model reports; None for a model with a reward head.
         is_whole: every rank passes the same batch, of which each data-parallel rank takes a share of about equal work;
             otherwise, and in a ragged batch, these are this rank's rows.
-        kept_passes: passes that `forward` has kept of such a batch, with the same weights; emptied.
+        is_training: False: the loss alone, without gradients.
 
     Returns:
         ``loss`` and each named sum, divided by the global number of items; ``num_items``; ``padding_efficiency``, the
@@ -264,50 +334,18 @@ def train_step(
         floating-point operations over the largest. The same on every rank. Without items: only ``loss`` and
         ``num_items``, both 0.
     """
-    return _run_step(
-        model, _Asked.of(batch, wanted), batching, loss_function, scoring, is_whole, kept_passes, is_training=True
-    )
-
-
-def evaluate_step(
-    model: MegatronModel,
-    batch: Any,
-    wanted: torch.Tensor | None,
-    batching: MicroBatching,
-    loss_function: LossFunction,
-    *,
-    scoring: Scoring | None = None,
-    is_whole: bool = True,
-) -> dict[str, float]:
-    """What `train_step` returns, without gradients."""
-    return _run_step(
-        model, _Asked.of(batch, wanted), batching, loss_function, scoring, is_whole, None, is_training=False
-    )
-
-
-def _run_step(
-    model: MegatronModel,
-    asked: _Asked,
-    batching: MicroBatching,
-    loss_function: LossFunction,
-    scoring: Scoring | None,
-    is_whole: bool,
-    kept_passes: KeptPasses | None,
-    *,
-    is_training: bool,
-) -> dict[str, float]:
-    """Plan and run the passes of a step, and combine the results of all ranks. See `train_step`."""
-    is_whole = is_whole and asked.width is not None
-    plan = plan_step(
-        model, asked.sequences, batching, predicts=scoring is not None, is_whole=is_whole, kept_passes=kept_passes
-    )
+    asked = _Asked.of(model, batch, wanted, is_whole, scoring, batching)
+    parts = asked.parts_of_step(model.kept_passes if is_training else None)
     num_computed = 0
 
-    def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward_step(
+        micro_batch: _MicroBatch, module: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
         nonlocal num_computed
-        micro_batch = next(iterator)
         num_computed += micro_batch.packed.tokens.shape[1]
-        output = _call_model(model, module, micro_batch)
+        output = micro_batch.output
+        if output is None:
+            output = _call_model(model, module, micro_batch.packed, micro_batch.prediction)
 
         def loss(output: torch.Tensor) -> LossResult:
             loss_sum, count, sums = loss_function(micro_batch.outputs(output), micro_batch.batch)
@@ -318,10 +356,10 @@ def _run_step(
 
         return output, loss
 
-    packed = _micro_batches(model, asked, plan.parts, scoring)
     # Megatron's schedules do not turn autograd off in a forward-only pass.
     with torch.set_grad_enabled(is_training):
-        reports = _run_schedule(model, packed, len(plan.parts), forward_step, forward_only=not is_training)
+        packed = _packed(asked, parts)
+        reports = _run_schedule(model, packed, len(parts), forward_step, forward_only=not is_training)
     totals: dict[str, float] = {}
     for report in reports:
         for name, value in report.items():
@@ -329,7 +367,12 @@ def _run_step(
     means = _global_means(totals)
     if not means["num_items"]:  # a mean over nothing should not appear in a log
         return {"loss": 0.0, "num_items": 0.0}
-    return means | _packing_metrics(model, plan.num_used, num_computed, plan.work)
+    mine = [row for part in parts for row in part.rows]
+    num_used, work = (sum(of_each[row] for row in mine) for of_each in (asked.sequences.used, asked.work))
+    return means | _packing_metrics(model, num_used, num_computed, work)
+
+
+evaluate_step = functools.partial(train_step, is_training=False)
 
 
 def _packing_metrics(model: MegatronModel, num_used: int, num_computed: int, work: int) -> dict[str, float]:
@@ -365,8 +408,9 @@ def forward(
     output_function: OutputFunction,
     row_shape: tuple[int, ...] = (),
     scoring: Scoring | None = None,
-    keep: KeptPasses | None = None,
+    *,
     is_whole: bool = True,
+    is_trained: bool = False,
 ) -> torch.Tensor:
     """Forward pass, without gradients. Data-parallel ranks share the work on a padded batch, which all of them hold.
 
@@ -375,85 +419,60 @@ def forward(
         wanted, batching, scoring, is_whole: see `train_step`.
         output_function: called on the last stage; returns fp32 [micro batch, *row_shape].
         row_shape: shape of one row of results.
-        keep: keeps the micro batches for training, with their activations as far as memory has room.
+        is_trained: the next `train_step` trains on these sequences: where the model keeps passes, keep the micro
+            batches for it, with their activations as far as memory has room.
 
     Returns:
         fp32 [n, *row_shape], zero in rows where nothing is wanted; the same on every rank if the batch is whole. Of a
         ragged batch fp32 [R], of this rank's own response tokens.
     """
-    asked = _Asked.of(batch, wanted)
-    is_ragged, sequences = asked.width is None, asked.sequences
-    is_whole = is_whole and not is_ragged
-    size = int(batch.response_lengths.sum()) if is_ragged else len(sequences)
+    asked = _Asked.of(model, batch, wanted, is_whole, scoring, batching)
+    is_ragged, kept = asked.width is None, model.kept_passes if is_trained else None
+    size = int(batch.response_lengths.sum()) if is_ragged else len(asked.sequences)
     results = torch.zeros(size, *row_shape, dtype=torch.float32, device=device())
-    if not any(sequences.used):
+    if not any(asked.sequences.used):
         return results
-    plan = plan_forward(model, sequences, batching, predicts=scoring is not None, is_whole=is_whole, keep=keep)
-    local = _outputs(model, asked, plan, output_function, scoring, keep, row_shape)
-    if is_whole:
+    parts = asked.parts_of_pass(kept)
+    local = _outputs(asked, [part for part in parts if part.rank == model.layout.dp_rank], output_function, kept)
+    own = [row for part in parts if part.rank == model.layout.dp_rank for row in part.rows]
+    num_results = sum(asked.sequences.num_outputs[row] for row in own) if is_ragged else len(own)
+    local = broadcast_from_last_stage(local, (num_results, *row_shape), torch.float32)
+    if asked.is_whole:
         local = all_gather_rows(local, parallel_state.get_data_parallel_group())
-    chosen = torch.tensor([row for part in plan.parts for row in part])
+    chosen = torch.tensor([row for part in parts for row in part.rows])
     results[moved(batch.response_places(chosen) if is_ragged else chosen, results.device)] = local
-    if keep is not None:
+    if kept is not None:
         # Training leaves out rows with NaN or Inf, but a backward pass through them gives NaN even from zero gradients.
         finite = results.isfinite()
         of_rows = finite.cpu().split(batch.response_lengths.tolist()) if is_ragged else finite.flatten(1).cpu()
         is_finite = [bool(row.all()) for row in of_rows]
-        for note, part in zip(plan.notes, plan.parts, strict=True):
-            if not all(is_finite[row] for row in part):
-                keep.forget(note)
+        for part in parts:
+            if not all(is_finite[row] for row in part.rows):
+                kept.forget(part)
     return results
 
 
 def _outputs(
-    model: MegatronModel,
-    asked: _Asked,
-    plan: ForwardPlan,
-    output_function: OutputFunction,
-    scoring: Scoring | None,
-    keep: KeptPasses | None,
-    row_shape: tuple[int, ...],
-) -> torch.Tensor:
-    """Run this rank's passes of a plan: the results of its micro batches, one after the other, on every stage."""
-    notes = iter([note for note in plan.notes if note.rank == model.layout.dp_rank])
+    asked: _Asked, own: list[Part], output_function: OutputFunction, kept: KeptPasses | None
+) -> torch.Tensor | None:
+    """Run this rank's passes: on the last stage the results of its micro batches, one after the other."""
+    model, parts = asked.model, iter(own)
 
-    def forward_step(iterator: Iterator[Any], module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        micro_batch = next(iterator)
-        output = _call_and_keep(model, module, micro_batch, keep, next(notes, None))
+    def forward_step(micro_batch: _MicroBatch, module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        call = functools.partial(_call_model, model, module, micro_batch.packed)
+        if kept is None:
+            output = call(micro_batch.prediction)
+        else:
+            output = kept.compute(next(parts), micro_batch.packed, micro_batch.prediction, call)
         return output.detach(), lambda output, non_loss_data: output_function(
             micro_batch.outputs(output), micro_batch.batch
         )
 
     was_training = model.module.training
-    model.module.train(keep is not None)  # activations are recomputed in training mode only
-    packed = _micro_batches(model, asked, plan.own, scoring)
+    model.module.train(kept is not None)  # activations are recomputed in training mode only
     try:
-        outputs = _run_schedule(
-            model, packed, len(plan.own), forward_step, forward_only=True, collect_non_loss_data=True
-        )
+        packed = _packed(asked, own)
+        outputs = _run_schedule(model, packed, len(own), forward_step, forward_only=True, collect_non_loss_data=True)
     finally:
         model.module.train(was_training)
-    own = [row for part in plan.own for row in part]
-    size = len(own) if asked.width is not None else sum(asked.sequences.num_outputs[row] for row in own)
-    return broadcast_from_last_stage(torch.cat(outputs).float() if outputs else None, (size, *row_shape), torch.float32)
-
-
-def _call_and_keep(
-    model: MegatronModel,
-    module: torch.nn.Module,
-    micro_batch: _MicroBatch,
-    keep: KeptPasses | None,
-    note: KeptMicroBatch | None,
-) -> torch.Tensor:
-    """`_call_model`, filling in ``note`` for training; where memory has room, with the autograd graph."""
-    if keep is None or note is None:
-        return _call_model(model, module, micro_batch)
-    note.packed, note.prediction = micro_batch.packed, micro_batch.prediction
-    is_kept = keep.has_room(note)
-    if is_kept and keep.keeps_logits and micro_batch.prediction is not None:
-        micro_batch.prediction = dataclasses.replace(micro_batch.prediction, keeps_logits=True)
-    with torch.set_grad_enabled(is_kept):
-        output = _call_model(model, module, micro_batch)
-    if is_kept:
-        note.output = output
-    return output
+    return torch.cat(outputs).float() if outputs else None

@@ -74,19 +74,6 @@ class RaggedBatch:
         ]
         return Sequences(self.tokens.split(self.lengths.tolist()), wanted)
 
-    def padded_tokens(self) -> torch.Tensor:
-        """int64 [n, s], s the length of the longest; zeros behind a sequence."""
-        width = int(self.lengths.max()) if len(self) else 0
-        padded = torch.zeros(len(self), width, dtype=torch.int64)
-        padded[torch.arange(width) < self.lengths[:, None]] = self.tokens.long()
-        return padded
-
-    def wanted_positions(self) -> torch.Tensor:
-        """bool [n, s-1]: the predictions of the response tokens of the rows that count, in a padded batch."""
-        position = torch.arange(max(0, int(self.lengths.max()) - 1) if len(self) else 0)
-        is_response = (position >= self.prompt_lengths[:, None] - 1) & (position < self.lengths[:, None] - 1)
-        return is_response & self.wanted[:, None]
-
 
 def _places(lengths: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Where the segments ``index`` [m] of a flat tensor with segments of ``lengths`` [n] lie: int64."""

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from nemo_style_aligner.models.layer_config import LayerConfig
+from nemo_style_aligner.models.attention import LayerConfig
 from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
-from nemo_style_aligner.models.linear import input_gradient, multiplied, weight_gradient
-from nemo_style_aligner.models.main_grads import main_grad_of
+from nemo_style_aligner.models.linear import input_gradient, main_grad_of, multiplied, weight_gradient
 from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.products import widened
 

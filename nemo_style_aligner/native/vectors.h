@@ -27,8 +27,6 @@ typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
-typedef int16_t vs __attribute__((vector_size(LANES * 2)));
-typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef uint16_t bf16;
 
 template <class V> static INLINE V load(const void* p) {
@@ -38,21 +36,12 @@ template <class V> static INLINE V load(const void* p) {
 }
 template <class V> static INLINE void store(void* p, V v) { memcpy(p, &v, sizeof v); }
 
-// LANES integers, widened. For __builtin_convertvector GCC emits five instructions where the processor has one, and
-// converts bytes one by one.
+// LANES integers, widened. For __builtin_convertvector GCC emits five instructions where the processor has one.
 #if defined(__AVX512F__) && LANES == 16
-static INLINE vi widen_integers(const int8_t* p) { return (vi)_mm512_cvtepi8_epi32(load<__m128i>(p)); }
-static INLINE vi widen_integers(const int16_t* p) { return (vi)_mm512_cvtepi16_epi32(load<__m256i>(p)); }
 static INLINE vu widen_integers(const uint16_t* p) { return (vu)_mm512_cvtepu16_epi32(load<__m256i>(p)); }
 #elif defined(__AVX2__) && LANES == 8
-static INLINE vi widen_integers(const int8_t* p) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-static INLINE vi widen_integers(const int16_t* p) { return (vi)_mm256_cvtepi16_epi32(load<__m128i>(p)); }
 static INLINE vu widen_integers(const uint16_t* p) { return (vu)_mm256_cvtepu16_epi32(load<__m128i>(p)); }
 #else
-static INLINE vi widen_integers(const int8_t* p) {
-    return __builtin_convertvector(__builtin_convertvector(load<vb>(p), vs), vi);
-}
-static INLINE vi widen_integers(const int16_t* p) { return __builtin_convertvector(load<vs>(p), vi); }
 static INLINE vu widen_integers(const uint16_t* p) { return __builtin_convertvector(load<vh>(p), vu); }
 #endif
 typedef uint32_t vu8 __attribute__((vector_size(32)));

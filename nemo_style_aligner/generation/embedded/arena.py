@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+from collections.abc import Mapping
 
 import torch
 
@@ -21,7 +22,7 @@ class Arena:
     touched afterwards is zero again.
     """
 
-    def __init__(self, regions: dict[str, tuple[tuple[int, ...], torch.dtype]], *, huge_pages: bool = False) -> None:
+    def __init__(self, regions: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, huge_pages: bool = False) -> None:
         """Map the tensors of ``regions``: name -> (shape, dtype)."""
         offsets, size = {}, 0
         for name, (shape, dtype) in regions.items():

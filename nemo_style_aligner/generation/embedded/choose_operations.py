@@ -7,9 +7,8 @@ import dataclasses
 import numpy as np
 import torch
 
-from nemo_style_aligner.generation.embedded.batch import Batch, ChunkSegment
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape
-from nemo_style_aligner.generation.embedded.torch_operations import TorchOperations
+from nemo_style_aligner.generation.embedded.torch_operations import Batch, ChunkSegment, TorchOperations
 from nemo_style_aligner.native.with_triton import with_triton
 
 # Largest error, relative to the largest magnitude of the exact result.

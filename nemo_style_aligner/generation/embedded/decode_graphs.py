@@ -1,4 +1,4 @@
-"""Decode passes as CUDA graphs of fixed shapes: buckets of rows and, where it matters, of attended lengths."""
+"""Decode passes as CUDA graphs of fixed shapes: buckets of rows, whose attention finds out how long sequences are."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_style_aligner.generation.embedded.batch import Batch
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, StepInput
 from nemo_style_aligner.generation.embedded.torch_model import logits_dtype
-
-_FIRST_BUCKET_PAGES = 8  # attended lengths of 128, 256, 512, ...
+from nemo_style_aligner.generation.embedded.torch_operations import Batch
 
 
 def row_buckets(limit: int) -> list[int]:
@@ -21,42 +19,19 @@ def row_buckets(limit: int) -> list[int]:
     return [size for size in sizes if size < limit] + [limit]
 
 
-def page_buckets(limit: int) -> list[int]:
-    """8, 16, 32, ... pages, the last being ``limit``."""
-    sizes = []
-    size = _FIRST_BUCKET_PAGES
-    while size < limit:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, limit]
-
-
-def bucket(size: int, buckets: list[int]) -> int:
-    """The smallest of ``buckets``, which ascend, that holds ``size``."""
-    return next(candidate for candidate in buckets if candidate >= size)
-
-
 class DecodeGraphs:
-    """One graph per bucket of rows and bucket of pages, all reading the same input buffer.
+    """One graph per bucket of rows, all reading the same input buffer.
 
     Padding rows write to the scratch page and attend to its first position. Without CUDA the same
     computation runs on the same padded inputs, just not from a graph.
     """
 
-    def __init__(
-        self,
-        shape: EngineShape,
-        device: torch.device,
-        compute: Callable[[Batch], torch.Tensor],
-        computes_padding: bool = True,
-    ) -> None:
-        """``compute`` must read and write memory at fixed addresses only; see `TorchOperations.computes_padding`."""
+    def __init__(self, shape: EngineShape, device: torch.device, compute: Callable[[Batch], torch.Tensor]) -> None:
+        """``compute`` must read and write memory at fixed addresses only."""
         self._device = device
         self._compute = compute
         self._scratch_page = shape.num_pages
         self._row_buckets = row_buckets(shape.num_slots)
-        most_pages = shape.pages_per_sequence
-        self._page_buckets = page_buckets(most_pages) if computes_padding else [most_pages]
         # Columns: token, position, pages. One buffer, so that one copy brings all inputs of a pass.
         size = (shape.num_slots, 2 + shape.pages_per_sequence)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -66,12 +41,12 @@ class DecodeGraphs:
         self._logits = torch.empty(0, shape.architecture.vocab_size, dtype=dtype, device=device)
         # One for all captures: libraries keep a workspace for each stream.
         self._stream: torch.cuda.Stream | None = None
-        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self._graphs: dict[int, Callable[[], None]] = {}
 
     @property
     def num_graphs(self) -> int:
-        """Number of graphs: one for each pair of buckets."""
-        return len(self._row_buckets) * len(self._page_buckets)
+        """Number of graphs: one for each bucket."""
+        return len(self._row_buckets)
 
     def capture(self) -> None:
         """Capture every bucket, the largest first, so that the others fit into its memory."""
@@ -81,8 +56,7 @@ class DecodeGraphs:
         self._inputs.copy_(self._host)
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         for rows in reversed(self._row_buckets):
-            for pages in reversed(self._page_buckets):
-                self._graphs[rows, pages] = self._capture_one(rows, pages, pool)
+            self._graphs[rows] = self._capture_one(rows, pool)
 
     def release(self) -> None:
         """Drop the graphs and the memory of their results."""
@@ -92,8 +66,7 @@ class DecodeGraphs:
     def run(self, step: StepInput) -> torch.Tensor:
         """Logits of a pass that only decodes, valid until the next one."""
         rows = step.num_decode
-        attended = int(step.positions.max()) // PAGE_TOKENS + 1
-        padded_rows, pages = bucket(rows, self._row_buckets), bucket(attended, self._page_buckets)
+        padded_rows = next(size for size in self._row_buckets if size >= rows)
         host = self._host.numpy()
         host[:rows, 0] = step.token_ids
         host[:rows, 1] = step.positions
@@ -103,14 +76,14 @@ class DecodeGraphs:
         if self._inputs is not self._host:
             # Safe although asynchronous: the host buffer is next written once this pass's tokens have been waited for.
             self._inputs[:padded_rows].copy_(self._host[:padded_rows], non_blocking=True)
-        self._graphs[padded_rows, pages]()
+        self._graphs[padded_rows]()
         return self._logits[:rows]
 
-    def _capture_one(self, rows: int, pages: int, pool: Any) -> Callable[[], None]:
+    def _capture_one(self, rows: int, pool: Any) -> Callable[[], None]:
         """A function that computes the bucket's logits from the input buffer into the result buffer."""
 
         def compute() -> None:
-            self._logits[:rows] = self._compute(_batch(self._inputs[:rows, : 2 + pages]))
+            self._logits[:rows] = self._compute(_batch(self._inputs[:rows]))
 
         if self._device.type != "cuda":
             return compute

@@ -1,23 +1,22 @@
-"""The embedded engine: scheduler, pages of KV memory, model step and sampler under the engine contract."""
+"""The embedded engine under the engine contract: the loop around scheduler, pages of KV memory and model step."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
-from nemo_style_aligner.generation.embedded.choose_step import StepChoice, choose_step
-from nemo_style_aligner.generation.embedded.lent_weights import LentWeights, Offer
-from nemo_style_aligner.generation.embedded.sampler import SlotSampler
-from nemo_style_aligner.generation.embedded.scheduler import ScheduledSequence, Scheduler, SchedulerLimits, StepPlan
-from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, WeightFormat
-from nemo_style_aligner.generation.embedded.step_packing import StepPacker
-from nemo_style_aligner.generation.embedded.weight_table import RefitCheck
+from nemo_style_aligner.generation.embedded.native.native_step import NativeStep
+from nemo_style_aligner.generation.embedded.scheduler import ScheduledSequence, Scheduler, StepPlan
+from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep
+from nemo_style_aligner.generation.embedded.torch_step import TorchStep
+from nemo_style_aligner.generation.embedded.trainer_weights import Offer, TrainerWeights
 from nemo_style_aligner.generation.engine import (
     GenerationEngine,
     GenerationRequest,
@@ -27,11 +26,15 @@ from nemo_style_aligner.generation.engine import (
     StopCondition,
     WeightStream,
 )
-from nemo_style_aligner.generation.sampling import request_key
+from nemo_style_aligner.generation.sampling import SamplingRows, request_key
 from nemo_style_aligner.generation.shard import TensorParallel
+from nemo_style_aligner.native.compilation import NativeUnavailable
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.transfers import moved
 
 logger = logging.getLogger(__name__)
+
+StepChoice = Literal["auto", "native", "torch"]
 
 # Prompt tokens in a pass that also decodes. Such a pass runs without a graph: on a GPU a few large ones cost less.
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -54,12 +57,9 @@ class EmbeddedEngine(GenerationEngine):
         device: torch.device | str = "cpu",
         kv_cache_tokens: int | None = None,
         prefill_chunk_tokens: int | None = None,
-        prefill_share: float = 1.0,
-        weight_format: WeightFormat = "dtype",
         tensor_parallel: TensorParallel | None = None,
         step: StepChoice = "auto",
-        refit_check: RefitCheck = "off",
-        lent_weights: Offer | None = None,
+        trainer_weights: Offer | None = None,
         **options: Any,
     ) -> None:
         """Describe the engine; `build` allocates.
@@ -72,14 +72,9 @@ class EmbeddedEngine(GenerationEngine):
                 computed again. None: enough for num_slots sequences of max_sequence_length.
             prefill_chunk_tokens: the most prompt tokens in a forward pass that also decodes. None: 512 on a CPU, 4096
                 on a GPU, which passes of fewer tokens do not fill.
-            prefill_share: of the passes that decode, at most this share also prefills, in (0, 1].
-            weight_format: "dtype", or "int8": projections and output layer as int8 with a scale per output row.
             tensor_parallel: the ranks that share the model; None: this one alone.
             step: what computes: "native", "torch", or "auto": the fastest that runs here.
-            refit_check: compare the buffers with the stream after each refit: "off", "sampled"
-                (a few rows per tensor) or "full".
-            lent_weights: returns live parameters that may be read in place, see `weights.stream.lendable_weights`;
-                `viewed_weights` names those that are.
+            trainer_weights: returns live parameters that may be read in place; `viewed_weights` names those that are.
             options: what every engine is told, see `GenerationEngine`.
 
         Raises:
@@ -93,8 +88,6 @@ class EmbeddedEngine(GenerationEngine):
             prefill_chunk_tokens = _CHUNK_TOKENS.get(self._device.type, _CHUNK_TOKENS["cpu"])
         if prefill_chunk_tokens < 1:
             raise ValueError(f"prefill_chunk_tokens={prefill_chunk_tokens} must be at least 1")
-        if not 0 < prefill_share <= 1:
-            raise ValueError(f"prefill_share={prefill_share} must lie in (0, 1]")
         self._shape = EngineShape(
             architecture=architecture,
             dtype=dtype,
@@ -102,32 +95,28 @@ class EmbeddedEngine(GenerationEngine):
             max_sequence_length=self._max_sequence_length,
             num_pages=num_pages(kv_cache_tokens, self._num_slots, self._max_sequence_length),
             max_step_tokens=self._num_slots + _IDLE_CHUNKS * prefill_chunk_tokens,
-            weight_format=weight_format,
             tensor_parallel=tensor_parallel or TensorParallel(),
         )
         self._shape.shard  # noqa: B018  raises where the model cannot be divided
         self._step_choice: StepChoice = step
         self._blocks = BlockTable(self._num_slots, self._shape.pages_per_sequence, self._shape.num_pages)
-        self._packer = StepPacker(self._blocks)
         self._prefill_chunk_tokens = prefill_chunk_tokens
-        self._prefill_share = prefill_share
-        self._refit_check: RefitCheck = refit_check
-        self._lent = LentWeights(lent_weights)
+        self._trainer = TrainerWeights(trainer_weights)
 
     # ---- life cycle -------------------------------------------------------------------------
 
     def _build(self) -> None:
-        self._step = choose_step(self._step_choice, self._shape, self._device, self._lent)
+        self._step = choose_step(self._step_choice, self._shape, self._device, self._trainer)
         self._num_compilations = self._step.num_compilations
         logger.info("embedded engine: %s", self._step.description)
 
     @torch.no_grad()
     def _refit(self, weights: WeightStream) -> None:
-        """Copy the stream into the step's buffers. Raises RuntimeError if lent weights are not where they were."""
+        """Copy the stream into the step's buffers. Raises RuntimeError if the trainer's weights have moved."""
         self._blocks.reset()  # cached keys and values belong to the old weights
-        self._lent.require_in_place()
-        self._step.weights.copy_from(weights, self._refit_check)
-        self._lent.remember()
+        self._trainer.require_in_place()
+        self._step.weights.copy_from(weights)
+        self._trainer.remember()
 
     def _unload(self) -> None:
         self._step.release()
@@ -145,7 +134,7 @@ class EmbeddedEngine(GenerationEngine):
     @property
     def viewed_weights(self) -> frozenset[str]:
         """See `GenerationEngine.viewed_weights`; known from `build` on."""
-        return self._lent.names
+        return self._trainer.names
 
     @property
     def takes_transient_weights(self) -> bool:
@@ -158,10 +147,16 @@ class EmbeddedEngine(GenerationEngine):
         self, requests: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
     ) -> Iterator[GenerationResult]:
         """The generation loop: refill slots, plan, compute, sample, hand out what is finished."""
-        self._lent.require_unchanged(self._weight_version)
+        self._trainer.require_unchanged(self._weight_version)
         sampler = SlotSampler(self._step, self._shape, sampling, stop.stop_ids, self._vocab_limit, self._device)
-        limits = SchedulerLimits(self._prefill_chunk_tokens, self._shape.max_step_tokens, self._prefill_share, sampling)
-        scheduler = Scheduler(requests, self._blocks, limits, lambda request: self._admit(request, sampling))
+        scheduler = Scheduler(
+            requests,
+            self._blocks,
+            sampling,
+            lambda request: self._admit(request, sampling),
+            prefill_chunk_tokens=self._prefill_chunk_tokens,
+            max_step_tokens=self._shape.max_step_tokens,
+        )
         statistics = self._statistics
         statistics.num_pages = self._shape.num_pages
         try:
@@ -169,7 +164,7 @@ class EmbeddedEngine(GenerationEngine):
                 for sequence in scheduler.refill():
                     sampler.enter(sequence)
                 if not scheduler.num_active:
-                    self._lent.require_unchanged(self._weight_version)
+                    self._trainer.require_unchanged(self._weight_version)
                     return
                 plan = scheduler.plan()
                 advanced = self._advance(plan, scheduler, sampler)
@@ -194,7 +189,7 @@ class EmbeddedEngine(GenerationEngine):
     def _advance(self, plan: StepPlan, scheduler: Scheduler, sampler: SlotSampler) -> list[ScheduledSequence]:
         """Run one forward pass; returns the sequences that got a token from it."""
         try:
-            logits = self._step.forward(self._packer.pack(plan, scheduler))
+            logits = self._step.forward(scheduler.arrays(plan))
         except torch.OutOfMemoryError as error:
             prompts = sum(chunk.length for chunk in plan.prefill)
             raise torch.OutOfMemoryError(
@@ -239,3 +234,103 @@ def num_pages(kv_cache_tokens: int | None, num_slots: int, max_sequence_length: 
             f"{per_sequence * PAGE_TOKENS} or more"
         )
     return kv_cache_tokens // PAGE_TOKENS
+
+
+class SlotSampler:
+    """Chooses tokens for slots; ranks that share a model all get those that the first one chooses."""
+
+    def __init__(
+        self,
+        step: ModelStep,
+        shape: EngineShape,
+        params: SamplingParams,
+        stop_ids: tuple[int, ...],
+        vocab_limit: int,
+        device: torch.device,
+    ) -> None:
+        self._step = step
+        self._params = params
+        self._device = device
+        self._vocab_limit = vocab_limit
+        self._tensor_parallel = shape.tensor_parallel
+        self._stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
+        self._keys = np.zeros(shape.num_slots, dtype=np.int64)
+        self._lengths = np.zeros(shape.num_slots, dtype=np.int64)  # of the responses
+        self._seen: torch.Tensor | None = None  # bool [num_slots, vocab]: ids in each slot's prompt and response
+        if params.repetition_penalty != 1.0:
+            size = (shape.num_slots, shape.architecture.vocab_size)
+            self._seen = torch.zeros(size, dtype=torch.bool, device=device)
+
+    def enter(self, sequence: ScheduledSequence) -> None:
+        """Take over a sequence that is new to its slot."""
+        self._keys[sequence.slot] = sequence.key
+        self._lengths[sequence.slot] = len(sequence.token_ids)
+        if self._seen is not None:
+            self._seen[sequence.slot] = False
+            self._seen[sequence.slot, torch.tensor(sequence.prefill_ids, device=self._device)] = True
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[list[int], list[float]]:
+        """A token and its log-prob for each of ``slots``, from ``logits`` [len(slots), vocab]. Collective."""
+        if self._tensor_parallel.size == 1:
+            tokens, logprobs = self._sample(logits, slots)
+        else:
+            # One message; float64 holds every token id exactly.
+            message = torch.empty(2, len(slots), dtype=torch.float64, device=self._device)
+            if self._tensor_parallel.rank == 0:
+                torch.stack([part.double() for part in self._sample(logits, slots)], out=message)
+            self._tensor_parallel.broadcast(message)
+            tokens, logprobs = message[0].long(), message[1]
+        self._lengths[slots] += 1
+        if self._seen is not None:
+            self._seen[moved(torch.from_numpy(slots), self._device), tokens] = True
+        if self._device.type == "cuda":  # one copy back, one wait; float64 holds every token id exactly
+            tokens, logprobs = torch.stack((tokens.double(), logprobs.double())).cpu()
+        return tokens.long().tolist(), logprobs.tolist()
+
+    def _sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = self._lengths[slots]
+        suppress = lengths < self._params.min_new_tokens
+        rows = SamplingRows(
+            keys=moved(torch.from_numpy(self._keys[slots]), self._device),
+            positions=moved(torch.from_numpy(lengths), self._device),
+            suppress_stop=moved(torch.from_numpy(suppress), self._device) if suppress.any() else None,
+            seen=None if self._seen is None else self._seen[moved(torch.from_numpy(slots), self._device)],
+        )
+        return self._step.sample(logits, self._params, rows, self._stop_ids, self._vocab_limit)
+
+
+def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, trainer: TrainerWeights) -> ModelStep:
+    """The step that ``choice`` asks for, built.
+
+    On a CPU "auto" is the native step or, where that is unavailable, the torch step; on a GPU it is the torch step with
+    Triton's kernels where they work. "torch" never uses these kernels.
+
+    Of ``trainer`` the torch step uses in place what it can, the native step packs its matrices at each refit.
+
+    Collective over the tensor-parallel ranks.
+
+    Raises:
+        ValueError: there is no such step on this device.
+        NativeUnavailable: the native step was asked for and cannot be had; the message says why.
+    """
+    if choice == "native" and device.type != "cpu":
+        raise ValueError(f"step=native runs on the CPU, not on {device}; choose auto or torch")
+    if choice != "torch" and device.type == "cpu":
+        native: NativeStep | None = None
+        error = NativeUnavailable("another rank of the tensor-parallel group cannot run the native step")
+        try:
+            native = NativeStep(shape, trainer)
+            native.build()
+        except NativeUnavailable as why:
+            native, error = None, why
+        # Ranks that share a model must run the same step: if one cannot run the native step, none does.
+        if shape.tensor_parallel.all_agree(native is not None) and native is not None:
+            return native
+        if choice == "native":
+            raise error
+        logger.warning("generation falls back to the slower torch step: %s", error)
+        trainer.copied.clear()
+    fallback = TorchStep(shape, device, trainer, use_kernels=choice != "torch")
+    fallback.build()
+    return fallback

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from nemo_style_aligner.generation.embedded.batch import Batch
-from nemo_style_aligner.generation.embedded.gathered_attention import Attend
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS
+from nemo_style_aligner.generation.embedded.torch_operations import Batch
 from nemo_style_aligner.transfers import moved
 
 _LEAST_ROWS = 16  # of a product on tensor cores: the heads of one decoding token are padded to it
@@ -68,14 +68,18 @@ class PagedAttention:
         # Rows of a program for chunks, heads times tokens. At 128 channels Triton divides 64 of them badly.
         self._chunk_rows = max(128 if self._width == 128 else 64, self._decode_rows)
 
-    def of_pass(self, batch: Batch) -> Attend:
-        """The attention function for all layers of the pass ``batch``."""
+    def of_pass(self, batch: Batch) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The attention function for all layers of the pass ``batch``: [t, heads * d], before the output projection.
+
+        Called with the layer's pages [pages, PAGE_TOKENS, 2 * groups, d], which hold the pass's keys and values
+        already, and with queries [t, groups, heads per group, d].
+        """
         blocks = [_Blocks(batch.tables)] if len(batch.tables) else []
         if batch.segments:
             blocks.append(self._chunk_blocks(batch))
         positions = batch.positions
 
-        def attend(pages: torch.Tensor, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+        def attend(pages: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             for part in blocks:
                 self._attend(query, pages, positions, part, out)

@@ -1,6 +1,6 @@
 """In-flight batching: which sequence sits in which slot, and what the next pass computes.
 
-Bookkeeping on the host only: no tensors, no model, no clock. Ranks that share a model each run it on the same
+Bookkeeping on the host only: no model, no clock. Ranks that share a model each run it on the same
 requests and tokens, and so agree. Each pass decodes one token of every sequence whose prompt is done and, in the same
 forward pass, prefills prompt chunks of waiting ones up to a token budget, so that the weights are read once for both.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from nemo_style_aligner.generation.embedded.block_table import BlockTable
-from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS
+from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, StepInput
 from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
 
 _WAITING = -1
@@ -28,6 +28,7 @@ class ScheduledSequence:
     request: GenerationRequest
     number: int  # of arrival: the lower, the older
     key: int  # of the random numbers, see `sampling.request_key`
+    longest: int  # positions that it may need: the last token of a response is never fed to the model
     prefill_ids: list[int]  # to compute before the next token: the prompt and, after a preemption, the response so far
     slot: int = _WAITING
     prefilled: int = 0  # how many of them are in KV memory, the planned pass included
@@ -71,23 +72,6 @@ class StepPlan:
         return self.decode + completed, np.concatenate((self.decode_slots, slots))
 
 
-@dataclasses.dataclass(frozen=True)
-class SchedulerLimits:
-    """How much a pass computes, and how long a response may get.
-
-    Attributes:
-        prefill_chunk_tokens: the most prompt tokens of a pass that also decodes.
-        max_step_tokens: the most tokens of a pass that only prefills.
-        prefill_share: of the passes that decode, at most this share, in (0, 1], also prefills.
-        sampling: bounds the length of responses.
-    """
-
-    prefill_chunk_tokens: int
-    max_step_tokens: int
-    prefill_share: float
-    sampling: SamplingParams
-
-
 class Scheduler:
     """Fills slots from a lazy iterator of requests and plans passes.
 
@@ -104,12 +88,20 @@ class Scheduler:
         self,
         requests: Iterable[GenerationRequest],
         blocks: BlockTable,
-        limits: SchedulerLimits,
+        sampling: SamplingParams,
         admit: Callable[[GenerationRequest], int],
+        *,
+        prefill_chunk_tokens: int,
+        max_step_tokens: int,
     ) -> None:
-        """``admit`` checks a request as it is pulled (raises ValueError) and returns the key of its random numbers.
+        """Begin with empty slots.
 
-        ``blocks`` must have room for the longest sequence, else it could never finish.
+        Args:
+            blocks: must have room for the longest sequence, else it could never finish.
+            sampling: bounds the length of responses.
+            admit: checks a request as it is pulled (raises ValueError) and returns the key of its random numbers.
+            prefill_chunk_tokens: the most prompt tokens of a pass that also decodes.
+            max_step_tokens: the most tokens of a pass that only prefills.
         """
         num_slots = len(blocks.table)
         self.newest = np.zeros(num_slots, dtype=np.int32)
@@ -118,15 +110,19 @@ class Scheduler:
         self.num_shared_tokens = 0
         self._requests: Iterator[GenerationRequest] = iter(requests)
         self._blocks = blocks
-        self._limits = limits
+        self._sampling = sampling
         self._admit = admit
+        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._max_step_tokens = max_step_tokens
         self._free_slots = list(range(num_slots))  # a heap: low slots first
         self._active: dict[int, ScheduledSequence] = {}  # by slot
         self._waiting: collections.deque[ScheduledSequence] = collections.deque()  # for memory; the oldest first
         self._prefilling: collections.deque[ScheduledSequence] = collections.deque()  # the oldest first
         self._decoding: tuple[list[ScheduledSequence], np.ndarray] | None = None  # see `_decode_rows`; None: outdated
-        self._prefill_credit = 0.0
+        self._growing: set[int] = set()  # slots whose sequences may need another page
         self._num_pulled = 0
+        self._rows = np.arange(num_slots, dtype=np.int32)
+        self._single = np.stack((self._rows, np.ones_like(self._rows)), axis=1)  # segments of one token
 
     @property
     def num_active(self) -> int:
@@ -140,13 +136,17 @@ class Scheduler:
             if not self._waiting and not self._pull():
                 break
             sequence, slot = self._waiting[0], self._free_slots[0]
-            shared = self._blocks.enter(slot, sequence.prefill_ids, self._watermark(sequence))
+            # Pages are left for all sequences that may need another one, or one of them would soon be preempted.
+            grows = -(-len(sequence.prefill_ids) // PAGE_TOKENS) * PAGE_TOKENS < sequence.longest
+            shared = self._blocks.enter(slot, sequence.prefill_ids, len(self._growing) + grows)
             if shared is None:
                 break
             self._waiting.popleft()
             sequence.slot, sequence.prefilled = heapq.heappop(self._free_slots), shared
             self.num_shared_tokens += shared
             self._active[slot] = sequence
+            if grows:
+                self._growing.add(slot)
             self._prefilling.append(sequence)
             newcomers.append(sequence)
         return newcomers
@@ -156,6 +156,31 @@ class Scheduler:
         self._grow()
         decode, slots = self._decode_rows()
         return StepPlan(decode, slots, self._plan_prefill(bool(decode)))
+
+    def arrays(self, plan: StepPlan) -> StepInput:
+        """What ``plan`` computes, decode tokens first."""
+        slots, num_decode = plan.decode_slots, len(plan.decode)
+        token_ids, positions = [self.newest[slots]], [self.positions[slots]]
+        all_slots, segments, output_rows = [slots], [self._single[:num_decode]], [self._rows[:num_decode]]
+        first = num_decode
+        for chunk in plan.prefill:
+            end = chunk.start + chunk.length
+            token_ids.append(np.array(chunk.sequence.prefill_ids[chunk.start : end], dtype=np.int32))
+            positions.append(np.arange(chunk.start, end, dtype=np.int32))
+            all_slots.append(np.full(chunk.length, chunk.sequence.slot, dtype=np.int32))
+            segments.append(np.array([[first, chunk.length]], dtype=np.int32))
+            first += chunk.length
+            if chunk.completes_prompt:
+                output_rows.append(np.array([first - 1], dtype=np.int32))
+        return StepInput(
+            token_ids=_joined(token_ids),
+            positions=_joined(positions),
+            slots=_joined(all_slots),
+            segments=_joined(segments),
+            num_decode=num_decode,
+            output_rows=_joined(output_rows),
+            block_table=self._blocks.table,
+        )
 
     def record(
         self, sequences: list[ScheduledSequence], slots: np.ndarray, tokens: list[int], logprobs: list[float]
@@ -176,23 +201,11 @@ class Scheduler:
         request = next(self._requests, None)
         if request is None:
             return False
-        key = self._admit(request)
-        self._waiting.append(ScheduledSequence(request, self._num_pulled, key, request.prompt_token_ids))
+        key, prompt = self._admit(request), request.prompt_token_ids
+        longest = len(prompt) + request.limit(self._sampling) - 1
+        self._waiting.append(ScheduledSequence(request, self._num_pulled, key, longest, prompt))
         self._num_pulled += 1
         return True
-
-    def _watermark(self, newcomer: ScheduledSequence) -> int:
-        """Pages to leave available when ``newcomer`` enters: one for each sequence that may still need another, or a
-        sequence would soon be preempted."""
-        sequences = [*self._active.values(), newcomer]
-        held = [self._blocks.held(sequence.slot) for sequence in self._active.values()]
-        held.append(-(-len(newcomer.prefill_ids) // PAGE_TOKENS))
-        # The last token of a response is never fed to the model.
-        longest = (
-            len(sequence.request.prompt_token_ids) + sequence.request.limit(self._limits.sampling) - 1
-            for sequence in sequences
-        )
-        return sum(pages * PAGE_TOKENS < length for pages, length in zip(held, longest, strict=True))
 
     def _grow(self) -> None:
         """Give a page to every sequence whose newest token begins one, oldest first; may preempt the youngest."""
@@ -201,6 +214,8 @@ class Scheduler:
         for sequence in sorted((decode[row] for row in starved), key=lambda sequence: sequence.number):
             while sequence.slot != _WAITING and not self._blocks.grow(sequence.slot):
                 self._preempt(max(self._active.values(), key=lambda candidate: candidate.number))
+            if sequence.slot != _WAITING and self._blocks.held(sequence.slot) * PAGE_TOKENS >= sequence.longest:
+                self._growing.discard(sequence.slot)
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         """Take the memory of ``sequence``; it will compute prompt and response again, then go on as before."""
@@ -215,6 +230,7 @@ class Scheduler:
     def _leave(self, sequence: ScheduledSequence) -> None:
         self._blocks.release(sequence.slot, sequence.prefilled)
         del self._active[sequence.slot]
+        self._growing.discard(sequence.slot)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = _WAITING
         self._decoding = None
@@ -228,16 +244,7 @@ class Scheduler:
 
     def _plan_prefill(self, decodes: bool) -> list[PrefillChunk]:
         """The prefill chunks of a pass; ``decodes``: whether it also decodes."""
-        budget = self._limits.max_step_tokens
-        if decodes:
-            budget = self._limits.prefill_chunk_tokens
-            # Each pass that decodes earns a share of one with chunks; at most one is saved up while nothing prefills.
-            self._prefill_credit += self._limits.prefill_share
-            if not self._prefilling:
-                self._prefill_credit = min(1.0, self._prefill_credit)
-            if self._prefill_credit < 1 - 1e-9 or not self._prefilling:
-                return []
-            self._prefill_credit -= 1
+        budget = self._prefill_chunk_tokens if decodes else self._max_step_tokens
         chunks: list[PrefillChunk] = []
         while self._prefilling and budget > 0:
             sequence = self._prefilling[0]
@@ -250,3 +257,7 @@ class Scheduler:
                 self.positions[sequence.slot] = sequence.prefilled - 1
                 self._decoding = None
         return chunks
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Literal
 
 import numpy as np
 import torch
@@ -21,9 +20,6 @@ from nemo_style_aligner.generation.shard import ModelShard, TensorParallel
 
 PAGE_TOKENS = 16  # positions per page of the KV cache
 
-WeightFormat = Literal["dtype", "int8"]
-"""How projections and output layer are held: in the engine's dtype, or as int8 with one fp32 scale per output row."""
-
 
 @dataclasses.dataclass(frozen=True)
 class EngineShape:
@@ -31,8 +27,7 @@ class EngineShape:
 
     Attributes:
         architecture: of the whole model.
-        dtype: of KV cache and matrix products, float32 or bfloat16.
-        weight_format: see `WeightFormat`.
+        dtype: of weights, KV cache and matrix products, float32 or bfloat16.
         num_slots: the most sequences in flight; the rows of the block table.
         max_sequence_length: the most tokens of a prompt plus its response.
         num_pages: pages of KV memory per layer.
@@ -46,7 +41,6 @@ class EngineShape:
     max_sequence_length: int
     num_pages: int
     max_step_tokens: int
-    weight_format: WeightFormat = "dtype"
     tensor_parallel: TensorParallel = dataclasses.field(default_factory=TensorParallel)
 
     @property
@@ -58,6 +52,12 @@ class EngineShape:
     def shard(self) -> ModelShard:
         """This rank's share of the model."""
         return ModelShard(self.architecture, self.tensor_parallel.rank, self.tensor_parallel.size)
+
+    def rotary_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, float32 [max_sequence_length, turned channels / 2], times the scaling's factor."""
+        frequencies, factor = self.architecture.frequencies()
+        angles = torch.outer(torch.arange(self.max_sequence_length).float(), frequencies)
+        return angles.cos() * factor, angles.sin() * factor
 
 
 @dataclasses.dataclass(frozen=True)

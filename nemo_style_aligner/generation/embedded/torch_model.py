@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nemo_style_aligner.generation.embedded.batch import Batch
 from nemo_style_aligner.generation.embedded.step import EngineShape
-from nemo_style_aligner.generation.embedded.torch_operations import TorchOperations
-from nemo_style_aligner.generation.embedded.torch_weights import Matrix, TorchWeights
+from nemo_style_aligner.generation.embedded.torch_operations import Batch, TorchOperations
+from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights
 
 
 class TorchModel:
@@ -32,7 +31,7 @@ class TorchModel:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [o, vocab_size], of `logits_dtype`. Collective over the tensor-parallel ranks."""
-        ops, weights = self._operations, self._weights
+        ops, weights, reduce = self._operations, self._weights, self._tensor_parallel.all_reduce
         attention = ops.attention_of(batch)
         hidden = self._embed(batch.token_ids)
         if self._a.embedding_multiplier != 1:
@@ -41,18 +40,18 @@ class TorchModel:
         for index, (layer, pages) in enumerate(zip(weights.layers, self._pages, strict=True)):
             rotates = index not in self._a.no_rope_layers
             normed = ops.add_and_norm(hidden, product, bias, layer.input_norm, layer.input_norm_bias)
-            attended = attention(layer.qkv.product(normed, layer.qkv_bias), layer.head_norms, pages, rotates)
-            product, bias = self._product(attended, layer.output), layer.output_bias
-            normed = ops.add_and_norm(hidden, product, bias, layer.mlp_norm, layer.mlp_norm_bias)
-            active = ops.activate(layer.fc1.product(normed, layer.fc1_bias))
-            product, bias = self._product(active, layer.fc2), layer.fc2_bias
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            product = F.linear(attention(qkv, layer.head_norms, pages, rotates), layer.output)
+            reduce(product)  # each rank has multiplied its columns of the matrix
+            normed = ops.add_and_norm(hidden, product, layer.output_bias, layer.mlp_norm, layer.mlp_norm_bias)
+            product = F.linear(ops.activate(F.linear(normed, layer.fc1, layer.fc1_bias)), layer.fc2)
+            reduce(product)
+            bias = layer.fc2_bias
         if batch.output_rows is not None:
             hidden = hidden[batch.output_rows]
             product = None if product is None else product[batch.output_rows]
         last = ops.add_and_norm(hidden, product, bias, weights.final_norm, weights.final_norm_bias)
         return self._logits(last)
-
-    # ---- what tensor parallelism divides ----------------------------------------------------
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings, float32 [t, hidden]: each rank looks up the ids it holds, and the ranks' results are summed."""
@@ -65,15 +64,11 @@ class TorchModel:
         self._tensor_parallel.all_reduce(hidden)
         return hidden
 
-    def _product(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        """``x`` times this rank's columns of ``matrix``, summed over the ranks."""
-        product = matrix.product(x)
-        self._tensor_parallel.all_reduce(product)
-        return product
-
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
         """Logits [o, vocab_size], joined from the ranks' columns."""
-        logits = self._weights.head.logits(last, logits_dtype(self._dtype, last.device))
+        dtype, weight = logits_dtype(self._dtype, last.device), self._weights.head
+        # On a GPU without rounding in between.
+        logits = F.linear(last, weight) if dtype == last.dtype else torch.mm(last, weight.t(), out_dtype=dtype)
         if self._a.logits_scaling != 1:
             logits /= self._a.logits_scaling
         if self._tensor_parallel.size == 1:

@@ -10,15 +10,14 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.generation.embedded.arena import Arena
-from nemo_style_aligner.generation.embedded.batch import Batch, ChunkSegment
 from nemo_style_aligner.generation.embedded.choose_operations import choose_operations
 from nemo_style_aligner.generation.embedded.decode_graphs import DecodeGraphs
-from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.generation.embedded.torch_model import TorchModel
-from nemo_style_aligner.generation.embedded.torch_operations import TorchOperations
+from nemo_style_aligner.generation.embedded.torch_operations import Batch, ChunkSegment, TorchOperations
 from nemo_style_aligner.generation.embedded.torch_weights import TorchWeights
-from nemo_style_aligner.generation.embedded.weight_table import WeightTable, acquire, release
+from nemo_style_aligner.generation.embedded.trainer_weights import TrainerWeights
+from nemo_style_aligner.generation.embedded.weight_table import WeightTable
 from nemo_style_aligner.transfers import moved
 
 logger = logging.getLogger(__name__)
@@ -37,39 +36,36 @@ class _Pages:
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         a = shape.architecture
         size = (shape.num_pages + 1, PAGE_TOKENS, 2 * shape.shard.num_groups, a.kv_channels)
-        self._arena: Arena | None = None
-        if device.type == "cpu":
-            self._arena = Arena({str(layer): (size, shape.dtype) for layer in range(a.num_layers)})
-            self.layers = [self._arena[str(layer)] for layer in range(a.num_layers)]
-        else:
-            self.layers = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(a.num_layers)]
+        on_cpu = {str(layer): (size, shape.dtype) for layer in range(a.num_layers)} if device.type == "cpu" else {}
+        self._arena = Arena(on_cpu)
+        self._tensors: list[torch.Tensor] = []
+        if not on_cpu:
+            self._tensors = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(a.num_layers)]
+        self.layers = self._tensors or [self._arena[str(layer)] for layer in range(a.num_layers)]
 
     def clear(self) -> None:
         """Zero everything."""
-        if self._arena is not None:
-            self._arena.release()
-            return
-        for pages in self.layers:
+        self._arena.release()
+        for pages in self._tensors:
             pages.zero_()
 
     def release(self) -> None:
         """Give the memory back."""
-        if self._arena is not None:
-            self._arena.release()
-        else:
-            release(self.layers)
+        self._arena.release()
+        for pages in self._tensors:
+            pages.untyped_storage().resize_(0)
 
     def acquire(self) -> None:
         """Allocate the memory again, zeroed."""
-        if self._arena is None:
-            acquire(self.layers)
-            self.clear()
+        for pages in self._tensors:
+            pages.untyped_storage().resize_(pages.nbytes)
+            pages.zero_()
 
 
 class TorchStep(ModelStep):
     """Weights, pages and forward pass in torch.
 
-    If ``graphs`` is set, passes that only decode run from graphs, all others eagerly, with the same functions. Graphs
+    With ``graphs``, passes that only decode run from graphs, all others eagerly, with the same functions. Graphs
     hold addresses, and memory that comes back after `release` may lie elsewhere: `acquire` captures the graphs again.
     """
 
@@ -77,44 +73,43 @@ class TorchStep(ModelStep):
         self,
         shape: EngineShape,
         device: torch.device,
-        lent: LentWeights,
+        trainer: TrainerWeights,
         graphs: bool | None = None,
         use_kernels: bool = True,
     ) -> None:
         """Describe the step; `build` compiles and allocates.
 
         Args:
-            lent: the trainer's weights, to compute with in place where possible.
-            graphs: decode in padded buckets of fixed shape; None: on CUDA only.
+            trainer: its weights, to compute with in place where possible.
+            graphs: decode in padded buckets of fixed shape; None: with Triton's kernels only, whose attention does not
+                compute the padding.
             use_kernels: use Triton's kernels where the GPU runs them; False: torch's functions alone.
         """
         self._shape = shape
         self._device = device
-        self._lent = lent
+        self._trainer = trainer
         self._use_kernels = use_kernels
-        self._use_graphs = device.type == "cuda" if graphs is None else graphs
+        self._use_graphs = graphs
         self._graphs: DecodeGraphs | None = None
 
     def build(self) -> None:
         """See `ModelStep.build`."""
-        shape, shard = self._shape, self._shape.shard
-        weights = TorchWeights(shape, self._device, self._lent)
-        if shape.weight_format == "int8" and self._device.type == "cuda":
-            logger.warning("int8 weights are dequantized in every pass: on a GPU they save memory but cost time")
-        self.weights = WeightTable(shard, weights.destinations, viewed=self._lent.names)
+        shape, trainer = self._shape, self._trainer
+        weights = TorchWeights(shape, self._device, trainer)
+        self.weights = WeightTable(shape.shard, weights.writes, viewed=trainer.names)
         self._buffers = weights.buffers
         logger.info(
             "generation weights: %.1f MB viewed in the trainer's memory, %.1f MB copied by every refit",
-            self._lent.num_viewed_bytes / 1e6,
-            weights.num_bytes / 1e6,
+            sum(tensor.nbytes for tensor in trainer.viewed.values()) / 1e6,
+            sum(buffer.nbytes for buffer in weights.buffers) / 1e6,
         )
         self._pages = _Pages(shape, self._device)
         choose = choose_operations if self._use_kernels else TorchOperations
         operations = choose(shape, self._device)
         self._operations_name = operations.name
         self._model = TorchModel(shape, weights, self._pages.layers, operations)
-        if self._use_graphs:
-            self._graphs = DecodeGraphs(shape, self._device, self._model.forward, operations.computes_padding)
+        if self._use_graphs or (self._use_graphs is None and type(operations) is not TorchOperations):
+            self._graphs = DecodeGraphs(shape, self._device, self._model.forward)
             with torch.inference_mode(), self._on_device():  # as in `forward`
                 self._graphs.capture()
 
@@ -134,7 +129,8 @@ class TorchStep(ModelStep):
         """See `ModelStep.release`."""
         if self._graphs is not None:
             self._graphs.release()
-        release(self._buffers)
+        for buffer in self._buffers:  # which stay valid objects, as do their views
+            buffer.untyped_storage().resize_(0)
         self._pages.release()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # only this frees the memory of dropped graphs
@@ -142,7 +138,8 @@ class TorchStep(ModelStep):
     @torch.inference_mode()
     def acquire(self) -> None:
         """See `ModelStep.acquire`."""
-        acquire(self._buffers)
+        for buffer in self._buffers:
+            buffer.untyped_storage().resize_(buffer.nbytes)
         self._pages.acquire()
         if self._graphs is not None:
             with self._on_device():
@@ -157,7 +154,7 @@ class TorchStep(ModelStep):
     def description(self) -> str:
         """See `ModelStep.description`."""
         graphs = f", {self._graphs.num_graphs} decode graphs" if self._graphs is not None else ""
-        return f"torch on {self._device}, weights as {self._shape.weight_format}{graphs}, {self._operations_name}"
+        return f"torch on {self._device}{graphs}, {self._operations_name}"
 
     def _batch(self, step: StepInput) -> Batch:
         """``step`` on the device."""

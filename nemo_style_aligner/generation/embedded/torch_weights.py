@@ -1,197 +1,88 @@
-"""Weights of `TorchStep`: fused, preallocated, filled by name; in the engine's dtype or as int8 rows.
+"""Weights of `TorchStep`: the trainer's own memory where that holds just what is wanted, else buffers, filled by name.
 
-Matrices are laid out as Megatron's (see `fused_rows`), so that a trainer with the same tensor parallelism can lend its
-own.
+Matrices are laid out as Megatron's (see `weight_table.layer_rows`), so that a trainer with the same tensor parallelism
+can share its own.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
-import torch.nn.functional as F
 
-from nemo_style_aligner.generation.embedded.fused_rows import Rows, layer_rows
-from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.step import EngineShape
-from nemo_style_aligner.generation.embedded.weight_table import (
-    Destination,
-    TiedDestination,
-    ViewDestination,
-    quantize_rows,
-)
-
-_QUANTIZED_ROWS = 4096  # at a time: bounds the temporary memory of a refit
-
-
-def _view(tensor: torch.Tensor, rows: Rows) -> ViewDestination:
-    """``rows`` of ``tensor`` [rows, ...]."""
-    if rows.groups == 1:
-        return ViewDestination(tensor.narrow(0, rows.start, rows.count))
-    return ViewDestination(tensor.unflatten(0, (rows.groups, -1)).narrow(1, rows.start, rows.count), row_dims=2)
-
-
-class Matrix:
-    """A weight [out, in] in the engine's dtype."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
-
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x`` [t, in] times the transposed weight, plus ``bias`` [out], in the dtype of ``x``."""
-        return F.linear(x, self._weight, bias)
-
-    def logits(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`product` in ``dtype``: that of ``x`` or, on a GPU, float32 without intermediate rounding."""
-        return self.product(x) if dtype == x.dtype else torch.mm(x, self._weight.t(), out_dtype=dtype)
-
-
-class Int8Matrix(Matrix):
-    """A weight [out, in] as int8 with one float32 scale per output row: weight = scale * integers."""
-
-    def __init__(self, integers: torch.Tensor, scale: torch.Tensor) -> None:
-        self._integers = integers
-        self._scale = scale
-
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """As `Matrix.product`. The integers are exact in every dtype; the scale is applied to the output."""
-        out = F.linear(x, self._integers.to(x.dtype)) * self._scale
-        return (out if bias is None else out + bias).to(x.dtype)
-
-    def logits(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As `Matrix.logits`."""
-        return Matrix(self._integers.to(x.dtype)).logits(x, dtype).mul_(self._scale)
-
-
-@dataclasses.dataclass(frozen=True)
-class Int8Destination:
-    """Some rows of an `Int8Matrix`."""
-
-    integers: torch.Tensor  # int8 [all rows, in]
-    scale: torch.Tensor  # float32 [all rows]
-    rows: torch.Tensor  # int64
-
-    def write(self, part: torch.Tensor) -> None:
-        """See `Destination.write`."""
-        for start in range(0, len(part), _QUANTIZED_ROWS):
-            chunk = slice(start, start + _QUANTIZED_ROWS)
-            integers, scale = quantize_rows(part[chunk].to(self.scale.device))
-            self.integers[self.rows[chunk]] = integers.to(torch.int8)
-            self.scale[self.rows[chunk]] = scale
-
-    def read(self, rows: slice) -> torch.Tensor:
-        """See `Destination.read`; float32."""
-        return self.integers[self.rows[rows]] * self.scale[self.rows[rows], None]
-
-    def as_stored(self, part: torch.Tensor) -> torch.Tensor:
-        """See `Destination.as_stored`."""
-        integers, scale = quantize_rows(part.to(self.scale.device))
-        return integers.to(torch.int8) * scale[:, None]
-
-
-class Shelf:
-    """Provides weights: the trainer's own memory where that holds just what is wanted, else new buffers.
-
-    Attributes:
-        buffers: the new ones.
-        destinations: Hugging Face name -> where a refit writes this rank's part of the tensor.
-    """
-
-    def __init__(self, shape: EngineShape, device: torch.device, lent: LentWeights) -> None:
-        self.shape = shape
-        self.buffers: list[torch.Tensor] = []
-        self.destinations: dict[str, Destination] = {}
-        self._device = device
-        self._lent = lent
-
-    def linear(self, parts: dict[str, Rows], columns: int, has_bias: bool) -> tuple[Matrix, torch.Tensor | None]:
-        """A matrix [all rows of ``parts``, ``columns``] and its bias; ``parts``: module names and their rows."""
-        rows = Rows.total(parts)
-        weight = self.matrix({f"{name}.weight": part for name, part in parts.items()}, (rows, columns))
-        if not has_bias:
-            return weight, None
-        return weight, self.tensor({f"{name}.bias": part for name, part in parts.items()}, (rows,), self.shape.dtype)
-
-    def norm(self, name: str, size: int, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of a norm. They work on the float32 residual stream, so they are float32 in every dtype."""
-        rows = Rows(0, size)
-        weight = self.tensor({f"{name}.weight": rows}, (size,), torch.float32)
-        return weight, self.tensor({f"{name}.bias": rows}, (size,), torch.float32) if has_bias else None
-
-    def matrix(self, parts: dict[str, Rows], size: tuple[int, int]) -> Matrix:
-        """A matrix in the engine's format; ``parts``: tensors and their rows."""
-        if self.shape.weight_format == "dtype":
-            return Matrix(self.tensor(parts, size, self.shape.dtype))
-        integers, scale = self.new(size, torch.int8), self.new(size[:1], torch.float32)
-        self.destinations |= {
-            name: Int8Destination(integers, scale, rows.numbers(size[0]).to(self._device))
-            for name, rows in parts.items()
-        }
-        return Int8Matrix(integers, scale)
-
-    def tensor(self, parts: dict[str, Rows], size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that ``parts`` make up; they cover all rows but those that pad the vocabulary."""
-        lent = self._lent.view(tuple(parts), size, dtype, self._device)
-        if lent is not None:
-            return lent
-        tensor = self.new(size, dtype)
-        self.destinations |= {name: _view(tensor, rows) for name, rows in parts.items()}
-        return tensor
-
-    def new(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A buffer without destinations yet."""
-        self.buffers.append(torch.empty(size, dtype=dtype, device=self._device))
-        return self.buffers[-1]
-
-
-class LayerWeights:
-    """Weights of this rank's part of one layer; q, k, v are fused, so are gate and up."""
-
-    def __init__(self, shelf: Shelf, prefix: str) -> None:
-        a, shard = shelf.shape.architecture, shelf.shape.shard
-        matrices = layer_rows(shard, prefix)
-        self.qkv, self.qkv_bias = shelf.linear(matrices["qkv"], a.hidden_size, a.bias or a.qkv_bias)
-        self.output, self.output_bias = shelf.linear(matrices["output"], shard.query_size, a.bias)
-        self.fc1, self.fc1_bias = shelf.linear(matrices["fc1"], a.hidden_size, a.bias)
-        self.fc2, self.fc2_bias = shelf.linear(matrices["fc2"], shard.ffn_size, a.bias)
-        biased = a.normalization != "rmsnorm"
-        self.input_norm, self.input_norm_bias = shelf.norm(f"{prefix}input_layernorm", a.hidden_size, biased)
-        self.mlp_norm, self.mlp_norm_bias = shelf.norm(f"{prefix}post_attention_layernorm", a.hidden_size, biased)
-        self.head_norms: tuple[torch.Tensor, torch.Tensor] | None = None  # of queries, of keys
-        if a.qk_layernorm:
-            names = (f"{prefix}self_attn.q_norm", f"{prefix}self_attn.k_norm")
-            query, key = (shelf.norm(name, a.kv_channels, has_bias=False)[0] for name in names)
-            self.head_norms = query, key
+from nemo_style_aligner.generation.embedded.trainer_weights import TrainerWeights
+from nemo_style_aligner.generation.embedded.weight_table import Rows, Write, layer_rows
 
 
 class TorchWeights:
     """All weights of this rank's shard.
 
     Attributes:
-        buffers, destinations: see `Shelf`.
+        buffers: the engine's own tensors.
+        writes: Hugging Face name -> what stores this rank's part of the tensor in them.
     """
 
-    def __init__(self, shape: EngineShape, device: torch.device, lent: LentWeights) -> None:
+    def __init__(self, shape: EngineShape, device: torch.device, trainer: TrainerWeights) -> None:
+        self.shape = shape
+        self.buffers: list[torch.Tensor] = []
+        self.writes: dict[str, Write] = {}
+        self._device = device
+        self._trainer = trainer
         a, shard = shape.architecture, shape.shard
-        shelf = Shelf(shape, device, lent)
-        self.buffers, self.destinations = shelf.buffers, shelf.destinations
-        vocab = Rows(0, shard.held_vocab_rows)
-        size = (shard.vocab_rows, a.hidden_size)
-        name = "model.embed_tokens.weight"
-        if a.tied_embeddings and shape.weight_format != "dtype":
-            # The lookup has the engine's dtype, the output layer is int8: a refit must write both, so nothing is lent.
-            self.embedding = shelf.new(size, shape.dtype)
-            self.head = shelf.matrix({name: vocab}, size)
-            shelf.destinations[name] = TiedDestination(_view(self.embedding, vocab), shelf.destinations[name])
-        else:
-            self.embedding = shelf.tensor({name: vocab}, size, shape.dtype)
-            self.head = Matrix(self.embedding) if a.tied_embeddings else shelf.matrix({"lm_head.weight": vocab}, size)
-        self.layers = [LayerWeights(shelf, f"model.layers.{index}.") for index in range(a.num_layers)]
-        self.final_norm, self.final_norm_bias = shelf.norm(
-            "model.norm", a.hidden_size, has_bias=a.normalization != "rmsnorm"
-        )
+        vocabulary, size = Rows(0, shard.held_vocab_rows), (shard.vocab_rows, a.hidden_size)
+        self.embedding = self.tensor({"model.embed_tokens.weight": vocabulary}, size, shape.dtype)
+        self.head = self.embedding
+        if not a.tied_embeddings:
+            self.head = self.tensor({"lm_head.weight": vocabulary}, size, shape.dtype)
+        self.layers = [LayerWeights(self, f"model.layers.{index}.") for index in range(a.num_layers)]
+        self.final_norm, self.final_norm_bias = self.norm("model.norm")
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the engine's own buffers."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+    def linear(self, parts: dict[str, Rows], columns: int, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A matrix [all rows of ``parts``, ``columns``] and its bias; ``parts``: module names and their rows."""
+        rows, dtype = Rows.total(parts), self.shape.dtype
+        weight = self.tensor({f"{name}.weight": part for name, part in parts.items()}, (rows, columns), dtype)
+        if not has_bias:
+            return weight, None
+        return weight, self.tensor({f"{name}.bias": part for name, part in parts.items()}, (rows,), dtype)
+
+    def norm(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of a norm. They work on the float32 residual stream, so they are float32 in every dtype."""
+        a = self.shape.architecture
+        names = [f"{name}.weight"] if a.normalization == "rmsnorm" else [f"{name}.weight", f"{name}.bias"]
+        found = [self.tensor({each: Rows(0, a.hidden_size)}, (a.hidden_size,), torch.float32) for each in names]
+        return found[0], found[1] if len(found) > 1 else None
+
+    def tensor(self, parts: dict[str, Rows], size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor that ``parts`` make up; they cover all rows but those that pad the vocabulary."""
+        names = tuple(parts)
+        viewed = self._trainer.find(names, size, (dtype,), self._device)
+        if viewed is not None:
+            self._trainer.viewed[names] = viewed
+            return viewed
+        tensor = torch.empty(size, dtype=dtype, device=self._device)
+        self.buffers.append(tensor)
+        self.writes |= {name: _writing(rows.of(tensor)) for name, rows in parts.items()}
+        return tensor
+
+
+class LayerWeights:
+    """Weights of this rank's part of one layer; q, k, v are fused, so are gate and up."""
+
+    def __init__(self, weights: TorchWeights, prefix: str) -> None:
+        a, shard = weights.shape.architecture, weights.shape.shard
+        matrices = layer_rows(shard, prefix)
+        self.qkv, self.qkv_bias = weights.linear(matrices["qkv"], a.hidden_size, a.bias or a.qkv_bias)
+        self.output, self.output_bias = weights.linear(matrices["output"], shard.query_size, a.bias)
+        self.fc1, self.fc1_bias = weights.linear(matrices["fc1"], a.hidden_size, a.bias)
+        self.fc2, self.fc2_bias = weights.linear(matrices["fc2"], shard.ffn_size, a.bias)
+        self.input_norm, self.input_norm_bias = weights.norm(f"{prefix}input_layernorm")
+        self.mlp_norm, self.mlp_norm_bias = weights.norm(f"{prefix}post_attention_layernorm")
+        self.head_norms: tuple[torch.Tensor, torch.Tensor] | None = None  # of queries, of keys
+        if a.qk_layernorm:
+            names, d = (f"{prefix}self_attn.q_norm.weight", f"{prefix}self_attn.k_norm.weight"), a.kv_channels
+            query, key = (weights.tensor({name: Rows(0, d)}, (d,), torch.float32) for name in names)
+            self.head_norms = query, key
+
+
+def _writing(view: torch.Tensor) -> Write:
+    """Stores a part in ``view``, whose leading dimensions may divide the part's rows."""
+    return lambda part: view.copy_(part.reshape(view.shape))

@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nemo_style_aligner.generation.embedded.batch import Batch
 from nemo_style_aligner.generation.embedded.paged_attention import PagedAttention
 from nemo_style_aligner.generation.embedded.step import EngineShape
-from nemo_style_aligner.generation.embedded.torch_operations import Attention, HeadNorms, TorchOperations
+from nemo_style_aligner.generation.embedded.torch_operations import Attention, Batch, HeadNorms, TorchOperations
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
 _ACTIVE_BLOCK = 1024  # results per program of `activate_kernel`
@@ -24,7 +23,6 @@ class TritonOperations(TorchOperations):
     """The kernels for one shape of models; each is compiled at its first call, for passes of all sizes."""
 
     name = "Triton's kernels"
-    computes_padding = False
 
     def __init__(self, shape: EngineShape, device: torch.device, num_processors: int) -> None:
         """``num_processors``: of the GPU (streaming multiprocessors)."""
@@ -106,7 +104,7 @@ class TritonOperations(TorchOperations):
                 num_warps=_warps(self._rows * self._width),
                 enable_fp_fusion=True,
             )
-            return attend(pages, qkv[:, :, : self.heads], qkv)
+            return attend(pages, qkv[:, :, : self.heads])
 
         return attention
 

@@ -149,12 +149,9 @@ def build_embedded_engine(
         device=device(),
         kv_cache_tokens=None if section.kv_cache_tokens is None else int(section.kv_cache_tokens),
         prefill_chunk_tokens=None if section.prefill_chunk_tokens is None else int(section.prefill_chunk_tokens),
-        prefill_share=float(section.prefill_share),
-        weight_format=section.weight_format,
         tensor_parallel=ranks,
         step=section.step,
-        refit_check=section.refit_check,
-        lent_weights=None if lender is None else functools.partial(lendable_weights, lender, ranks.rank, ranks.size),
+        trainer_weights=None if lender is None else functools.partial(lendable_weights, lender, ranks.rank, ranks.size),
         **_engine_options(cfg, architecture, tokenizer, max_sequence_length),
     )
     try:

@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import errno
 import os
-import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -32,17 +31,11 @@ _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "pairs.h", "sample.h")]
 _SOURCES += [INCLUDES / name for name in ("threads.h", "vectors.h")]
 _CHECK_SECONDS = 120.0
-# Statuses of `check.cpp` that rule the kernels out. Others, such as SIGKILL for lack of memory, may be transient.
-_CHECK_VERDICTS = (1, 2, -signal.SIGILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE)
 _CHECKED_MODEL = ModelArchitecture(
     num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
 )
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
 _NORMS = {"rmsnorm": 0, "layernorm": 1, "layernorm1p": 2}
-
-
-class CheckFailed(NativeUnavailable):
-    """The compiled kernels compute wrong numbers, crash or are refused by the system, and would do so again."""
 
 
 def load_library(shape: EngineShape, kernel: str) -> ctypes.CDLL:
@@ -73,59 +66,42 @@ def compile_command(compiler: Sequence[str], shape: EngineShape, kernel: str) ->
 
 
 def _require_check(compiler: Sequence[str], shape: EngineShape, kernel: str, folder: Path) -> None:
-    """Run `check` on a small model, unless its outcome is on record: once per kernel, dtype and weight format.
+    """Run `check` on a small model, unless it has passed here before: once per kernel and dtype.
 
     Raises:
-        NativeUnavailable: the check fails, or failed earlier (the message names the record, which may be deleted to
-            check again); or it could not be carried out, which leaves no record.
+        NativeUnavailable: see `check`.
     """
-    command = compile_command(
-        compiler, dataclasses.replace(shape, architecture=_CHECKED_MODEL, tensor_parallel=TensorParallel()), kernel
-    )
-    # One record per Linux release: instructions that one refuses, another may allow.
-    record = folder / f"check-{compilation_key(command, _SOURCES)}-{os.uname().release}.txt"
-    if not record.exists() or not record.read_text():  # empty: the machine went down before it was on disk
-        try:
-            check(command, folder)
-            outcome = "passed"
-        except CheckFailed as error:
-            outcome = str(error)
-        written = _new_file(folder)  # a rank that compiles another shape may be reading the record
-        written.write_text(outcome)
-        os.replace(written, record)
-    if record.read_text() != "passed":
-        raise NativeUnavailable(f"{record.read_text()} (from {record}: delete it to check again)")
+    checked = dataclasses.replace(shape, architecture=_CHECKED_MODEL, tensor_parallel=TensorParallel())
+    command = compile_command(compiler, checked, kernel)
+    # One record per Linux release: instructions that one allows, another may refuse.
+    record = folder / f"check-{compilation_key(command, _SOURCES)}-{os.uname().release}.passed"
+    if not record.exists():
+        check(command, folder)
+        record.touch()
 
 
 def check(command: list[str], folder: Path) -> None:
     """Compile ``check.cpp`` into ``folder`` and run it, in a process of its own: an illegal instruction ends only that.
 
     Raises:
-        CheckFailed: results are wrong, the program crashed, or the system refuses the instructions.
-        NativeUnavailable: the program could not be compiled, or was interrupted.
+        NativeUnavailable: results are wrong, the program crashed, the system refuses the instructions, or the check
+            could not be carried out.
     """
-    program = _new_file(folder)
+    handle, name = tempfile.mkstemp(dir=folder, prefix="check-", suffix=".tmp")
+    os.close(handle)
+    program = Path(name)
     try:
         compile_to(command, _FOLDER / "check.cpp", program)
-        result = subprocess.run([str(program)], capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
+        result = subprocess.run([name], capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"the check of the compiled kernels took more than {_CHECK_SECONDS:.0f} s") from error
     finally:
         program.unlink(missing_ok=True)
-    if result.returncode in _CHECK_VERDICTS:
-        raise CheckFailed(
+    if result.returncode:
+        raise NativeUnavailable(
             "the compiled kernels fail their check on this processor "
             f"(status {result.returncode}; {result.stdout.strip()})"
         )
-    if result.returncode:
-        raise NativeUnavailable(f"the check of the compiled kernels was cut short (status {result.returncode})")
-
-
-def _new_file(folder: Path) -> Path:
-    """A new file with a unique name; process ids are not unique among machines that share the folder."""
-    handle, name = tempfile.mkstemp(dir=folder, prefix="check-", suffix=".tmp")
-    os.close(handle)
-    return Path(name)
 
 
 def _macros(shape: EngineShape) -> dict[str, object]:
@@ -150,5 +126,4 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "RESIDUAL_MULTIPLIER": repr(float(a.residual_multiplier)),
         "LOGITS_SCALING": repr(float(a.logits_scaling)),
         "STORAGE_F32": int(shape.dtype == torch.float32),
-        "STORAGE_INT8": int(shape.weight_format == "int8"),
     }

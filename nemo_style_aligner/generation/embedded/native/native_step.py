@@ -8,19 +8,15 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.generation.embedded.arena import Arena
-from nemo_style_aligner.generation.embedded.fused_rows import Rows, layer_rows
-from nemo_style_aligner.generation.embedded.lent_weights import LentWeights
 from nemo_style_aligner.generation.embedded.native.library import load_library
-from nemo_style_aligner.generation.embedded.native.packed_weights import (
+from nemo_style_aligner.generation.embedded.native.panels import (
     GATE,
     PANEL,
     SOURCE_DTYPES,
     UP,
     WHOLE,
-    LaneDestination,
-    PackedDestination,
     PackedFromTrainer,
-    PackedMatrix,
+    PackedRows,
     lane_places,
 )
 from nemo_style_aligner.generation.embedded.native.structures import (
@@ -29,26 +25,19 @@ from nemo_style_aligner.generation.embedded.native.structures import (
     Model,
     Pass,
     SampleArguments,
-    check_sizes,
 )
-from nemo_style_aligner.generation.embedded.rotary import rotary_tables
 from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
-from nemo_style_aligner.generation.embedded.weight_table import (
-    Destination,
-    TiedDestination,
-    ViewDestination,
-    WeightTable,
-)
+from nemo_style_aligner.generation.embedded.trainer_weights import TrainerWeights
+from nemo_style_aligner.generation.embedded.weight_table import Rows, WeightTable, Write, layer_rows
 from nemo_style_aligner.generation.engine import SamplingParams
 from nemo_style_aligner.generation.sampling import SamplingRows
-from nemo_style_aligner.generation.shard import ModelShard
 from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, NothingCompiles, usable_kernels
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.wording import counted
 
 logger = logging.getLogger(__name__)
 
 _MAX_STOP_IDS = 64  # as in sample.h
+_MATRICES = ("qkv", "output", "fc1", "fc2")  # of a layer
 
 
 class NativeStep(ModelStep):
@@ -60,7 +49,7 @@ class NativeStep(ModelStep):
 
     Args:
         shape: what to compile for.
-        lent: the trainer's weights, to pack from.
+        trainer: its weights, to pack from.
         kernel: a name of `compilation.KERNELS`; None: the best that the processor has.
         num_threads: None: as many as torch uses.
     """
@@ -68,7 +57,7 @@ class NativeStep(ModelStep):
     def __init__(
         self,
         shape: EngineShape,
-        lent: LentWeights,
+        trainer: TrainerWeights,
         kernel: str | None = None,
         num_threads: int | None = None,
     ) -> None:
@@ -78,16 +67,14 @@ class NativeStep(ModelStep):
             raise NativeUnavailable("the native generation step needs an x86-64 processor with AVX2 and FMA")
         self._shape = shape
         self._threads = num_threads or torch.get_num_threads()
-        self._lent = lent
+        self._trainer = trainer
 
     def build(self) -> None:
         """See `ModelStep.build`. Raises NativeUnavailable."""
         self._load()
-        check_sizes(self._library)
         self._allocate()
         self._context = Context(self._library, self._describe(), self._threads)
-        destinations = self._destinations()
-        self.weights = WeightTable(self._shape.shard, destinations, copied=self._packed_from_trainer(destinations))
+        self.weights = self._weight_table()
 
     def _load(self) -> None:
         """Load the library of the best kernel that works here."""
@@ -200,22 +187,22 @@ class NativeStep(ModelStep):
         self._pages = Arena(
             {f"{kind}.{layer}": (pages, shape.dtype) for layer in range(a.num_layers) for kind in ("keys", "values")}
         )
-        fc1_panels = -(-shard.ffn_size // 16) if a.gated else -(-shard.ffn_size // PANEL)
-        matrices = {}
-        for layer in range(a.num_layers):
-            matrices[f"{layer}.qkv"] = (-(-(shard.query_size + 2 * shard.group_size) // PANEL), a.hidden_size)
-            matrices[f"{layer}.output"] = (-(-a.hidden_size // PANEL), shard.query_size)
-            matrices[f"{layer}.fc1"] = (fc1_panels, a.hidden_size)
-            matrices[f"{layer}.fc2"] = (-(-a.hidden_size // PANEL), shard.ffn_size)
-        matrices["head"] = (-(-shard.vocab_rows // PANEL), a.hidden_size)
-        quantized = shape.weight_format == "int8"
+        outputs = {
+            "qkv": shard.query_size + 2 * shard.group_size,
+            "output": a.hidden_size,
+            "fc1": 2 * _round_up(shard.ffn_size, 16) if a.gated else shard.ffn_size,
+            "fc2": a.hidden_size,
+            "head": shard.vocab_rows,
+        }
+        self._columns = {"qkv": a.hidden_size, "output": shard.query_size, "fc1": a.hidden_size, "fc2": shard.ffn_size}
+        self._columns["head"] = a.hidden_size
         regions: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, (panels, columns) in matrices.items():
-            regions[name] = ((panels, _round_up(columns, 32), PANEL), torch.int8 if quantized else shape.dtype)
-            if quantized:
-                regions[f"{name}.scales"] = ((panels * PANEL,), torch.float32)
+        for name in [f"{layer}.{matrix}" for layer in range(a.num_layers) for matrix in _MATRICES] + ["head"]:
+            kind = name.rpartition(".")[2]
+            panels = -(-outputs[kind] // PANEL)
+            regions[name] = ((panels, _round_up(self._columns[kind], 32), PANEL), shape.dtype)
             regions[f"{name}.bias"] = ((panels * PANEL,), torch.float32)
-        if quantized or not a.tied_embeddings:
+        if not a.tied_embeddings:
             regions["embedding"] = ((shard.vocab_rows, a.hidden_size), shape.dtype)
         for layer in range(a.num_layers):
             for name in ("input_norm", "mlp_norm"):
@@ -224,12 +211,7 @@ class NativeStep(ModelStep):
                 regions[f"{layer}.{name}"] = ((a.kv_channels,), torch.float32)
         regions["final_norm"] = regions["final_norm_bias"] = ((a.hidden_size,), torch.float32)
         self._weights = Arena(regions, huge_pages=True)
-        self._matrices = {
-            name: PackedMatrix(self._weights[name], self._weights[f"{name}.scales"] if quantized else None, columns)
-            for name, (_, columns) in matrices.items()
-        }
-        cosines, sines = rotary_tables(a, shape.max_sequence_length, torch.device("cpu"))
-        self._rotary = (cosines.contiguous(), sines.contiguous())
+        self._rotary = [table.contiguous() for table in shape.rotary_tables()]
 
     def _describe(self) -> Model:
         """Every address the library needs."""
@@ -241,8 +223,8 @@ class NativeStep(ModelStep):
         self._layers = (Layer * a.num_layers)()
         has_norm_bias = a.normalization != "rmsnorm"
         for index, layer in enumerate(self._layers):
-            for matrix in ("qkv", "output", "fc1", "fc2"):
-                setattr(layer, matrix, self._matrices[f"{index}.{matrix}"].pointers)
+            for matrix in _MATRICES:
+                setattr(layer, matrix, weights[f"{index}.{matrix}"].data_ptr())
                 exists = a.bias or (a.qkv_bias and matrix == "qkv")
                 setattr(layer, f"{matrix}_bias", biased(f"{index}.{matrix}", exists and self._adds_bias(matrix)))
             for norm in ("input_norm", "mlp_norm"):
@@ -263,7 +245,7 @@ class NativeStep(ModelStep):
             layers=self._layers,
             final_norm=weights["final_norm"].data_ptr(),
             final_norm_bias=weights["final_norm_bias"].data_ptr() if has_norm_bias else None,
-            head=self._matrices["head"].pointers,
+            head=weights["head"].data_ptr(),
             embedding=weights["embedding"].data_ptr() if "embedding" in weights else None,
             **activations,
             max_length=self._shape.max_sequence_length,
@@ -274,75 +256,53 @@ class NativeStep(ModelStep):
         """Biases of row-parallel products are added once, by the first rank."""
         return matrix in ("qkv", "fc1") or self._shape.tensor_parallel.rank == 0
 
-    def _destinations(self) -> dict[str, Destination]:
-        """Hugging Face name -> where this rank's part of it goes."""
-        shard, a = self._shape.shard, self._shape.architecture
-        places: dict[str, Destination] = {}
-        for name, tensor in hf_tensors(weight_layout(a)).items():
-            part = shard.take(name, torch.empty(tensor.shape, device="meta"))
-            places[name] = self._destination(name, part.shape[0], shard)
-        return places
-
-    def _packed_from_trainer(self, destinations: dict[str, Destination]) -> PackedFromTrainer:
-        """Those of ``destinations`` that are packed from lent matrices."""
-        a, shard = self._shape.architecture, self._shape.shard
+    def _weight_table(self) -> WeightTable:
+        """Where each tensor goes, from a refit's stream or from the trainer's memory."""
+        shard, a, weights = self._shape.shard, self._shape.architecture, self._weights
         packed = PackedFromTrainer(self._context)
+        writes: dict[str, Write] = {}
 
-        def pack(matrix: str, parts: dict[str, Rows], num_rows: int) -> None:
-            to = {f"{module}.weight": destinations[f"{module}.weight"] for module in parts}
-            if not all(isinstance(destination, PackedDestination) for destination in to.values()):
-                return  # the tied embedding of an int8 model, which is also looked up in
-            size = (num_rows, self._matrices[matrix].columns)
-            source = self._lent.source(tuple(to), size, SOURCE_DTYPES, torch.device("cpu"))
+        def pack(matrix: str, parts: dict[str, Rows], num_rows: int, has_bias: bool = False) -> None:
+            names = tuple(f"{module}.weight" for module in parts)
+            size = (num_rows, self._columns[matrix.rpartition(".")[2]])
+            source = self._trainer.find(names, size, SOURCE_DTYPES, torch.device("cpu"))
             if source is not None:
-                for (name, destination), rows in zip(to.items(), parts.values(), strict=True):
-                    assert isinstance(destination, PackedDestination)
-                    packed.add(name, destination, source, rows)
+                self._trainer.copied[names] = source
+            halves = (GATE, UP) if matrix.endswith("fc1") and len(parts) == 2 else (WHOLE,) * len(parts)
+            first_row = 0
+            for (module, rows), half in zip(parts.items(), halves, strict=True):
+                to = PackedRows(self._context, weights[matrix], first_row, half)
+                writes[f"{module}.weight"] = to.write
+                if source is not None:
+                    packed.add(f"{module}.weight", to, source, rows)
+                count = rows.count * rows.groups
+                if has_bias:
+                    writes[f"{module}.bias"] = _into(weights[f"{matrix}.bias"], lane_places(count, first_row, half))
+                first_row += count if half == WHOLE else 0
 
         for layer in range(a.num_layers):
-            for matrix, parts in layer_rows(shard, f"model.layers.{layer}.").items():
-                pack(f"{layer}.{matrix}", parts, Rows.total(parts))
+            prefix = f"model.layers.{layer}."
+            for matrix, parts in layer_rows(shard, prefix).items():
+                pack(f"{layer}.{matrix}", parts, Rows.total(parts), a.bias or (a.qkv_bias and matrix == "qkv"))
+            norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+            head_norms = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"} if a.qk_layernorm else {}
+            for region, module in (norms | head_norms).items():
+                writes[f"{prefix}{module}.weight"] = weights[f"{layer}.{region}"].copy_
+            for region, module in norms.items() if a.normalization != "rmsnorm" else ():
+                writes[f"{prefix}{module}.bias"] = weights[f"{layer}.{region}_bias"].copy_
+        writes["model.norm.weight"] = weights["final_norm"].copy_
+        if a.normalization != "rmsnorm":
+            writes["model.norm.bias"] = weights["final_norm_bias"].copy_
+        if not a.tied_embeddings:
+            writes["model.embed_tokens.weight"] = weights["embedding"][: shard.held_vocab_rows].copy_
         head = "model.embed_tokens" if a.tied_embeddings else "lm_head"
         pack("head", {head: Rows(0, shard.held_vocab_rows)}, shard.vocab_rows)
-        return packed
+        return WeightTable(shard, writes, copied=packed.names, copy=packed.write if packed.names else None)
 
-    def _destination(self, name: str, rows: int, shard: ModelShard) -> Destination:
-        weights = self._weights
-        module, _, kind = name.rpartition(".")
-        last = module.rpartition(".")[2]
-        if last == "embed_tokens":
-            lookup = ViewDestination(weights["embedding"][:rows]) if "embedding" in weights else None
-            output = PackedDestination(self._context, self._matrices["head"], rows)
-            if not self._shape.architecture.tied_embeddings:
-                assert lookup is not None  # an untied embedding has its own region
-                return lookup
-            return output if lookup is None else TiedDestination(lookup, output)
-        if last == "lm_head":
-            return PackedDestination(self._context, self._matrices["head"], rows)
-        if module == "model.norm":
-            return ViewDestination(weights["final_norm" if kind == "weight" else "final_norm_bias"])
-        layer = module.split(".")[2]
-        norms = {
-            "input_layernorm": "input_norm",
-            "post_attention_layernorm": "mlp_norm",
-            "q_norm": "query_norm",
-            "k_norm": "key_norm",
-        }
-        if last in norms:
-            return ViewDestination(weights[f"{layer}.{norms[last]}" + ("" if kind == "weight" else "_bias")])
-        up_half = UP if self._shape.architecture.gated else WHOLE
-        matrix, first_row, half = {
-            "q_proj": ("qkv", 0, WHOLE),
-            "k_proj": ("qkv", shard.query_size, WHOLE),
-            "v_proj": ("qkv", shard.query_size + shard.group_size, WHOLE),
-            "o_proj": ("output", 0, WHOLE),
-            "gate_proj": ("fc1", 0, GATE),
-            "up_proj": ("fc1", 0, up_half),
-            "down_proj": ("fc2", 0, WHOLE),
-        }[last]
-        if kind == "bias":
-            return LaneDestination(weights[f"{layer}.{matrix}.bias"], lane_places(rows, first_row, half))
-        return PackedDestination(self._context, self._matrices[f"{layer}.{matrix}"], rows, first_row, half)
+
+def _into(lanes: torch.Tensor, places: torch.Tensor) -> Write:
+    """Stores a bias, which is laid out like the panels of its matrix, in ``lanes``, fp32 [panels * 32]."""
+    return lambda part: lanes.index_copy_(0, places, part.to("cpu", torch.float32))
 
 
 def _round_up(n: int, to: int) -> int:

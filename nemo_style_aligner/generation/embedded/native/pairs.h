@@ -8,12 +8,12 @@ typedef float act_t; // activations, as they are multiplied with weights
 typedef bf16 act_t;
 #endif
 #if STORAGE_F32
-typedef float panel_t; // what matrix products read: weights (int8 ones are widened first), keys and values
+typedef float panel_t; // what matrix products read: weights, keys and values
 #else
 typedef bf16 panel_t;
 #endif
 
-// Right-hand matrices lie in memory as rows of pairs: two neighbouring k of `width` columns. bf16 and int8:
+// Right-hand matrices lie in memory as rows of pairs: two neighbouring k of `width` columns. bf16:
 // [k / 2][width][2], the order that dot products and tiles want. fp32: [k][width].
 template <class B = panel_t> static INLINE size_t pair_index(int k, int column, int width) {
     if (sizeof(B) == 4) return (size_t)k * width + column;
@@ -22,7 +22,7 @@ template <class B = panel_t> static INLINE size_t pair_index(int k, int column, 
 template <class B> constexpr int COLUMN_STEP = sizeof(B) == 4 ? 1 : 2; // elements from one column to the next
 
 #if KERNEL == KERNEL_FMA
-// LANES columns from j * LANES on of a pair's even or odd k, as floats. int8 lies in the order of bf16.
+// LANES columns from j * LANES on of a pair's even or odd k, as floats.
 static INLINE vf widen_columns(const float* pair, int width, int j, int odd) {
     return load<vf>(pair + odd * width + j * LANES);
 }
@@ -30,25 +30,9 @@ static INLINE vf widen_columns(const bf16* pair, int, int j, int odd) {
     vu raw = load<vu>(pair + j * LANES * 2);
     return odd ? (vf)(raw & 0xffff0000u) : (vf)(raw << 16);
 }
-static INLINE vf widen_columns(const int8_t* pair, int, int j, int odd) {
-    vi both = widen_integers((const int16_t*)(pair + j * LANES * 2));
-    return __builtin_convertvector(odd ? both >> 8 : both << 24 >> 24, vf);
-}
 #else
-// LANES pairs of bf16. int8 lies in the same order, and is exact in bf16.
+// LANES pairs of bf16.
 static INLINE vu load_pairs(const bf16* pairs) { return load<vu>(pairs); }
-static INLINE vu load_pairs(const int8_t* pairs) {
-    vf first = __builtin_convertvector(widen_integers(pairs), vf);
-    vf second = __builtin_convertvector(widen_integers(pairs + LANES), vf);
-#if EMULATE
-    bf16 narrow[2 * LANES];
-    store_as(narrow, first);
-    store_as(narrow + LANES, second);
-    return load<vu>(narrow);
-#else
-    return (vu)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-#endif
-}
 #endif
 
 // What the next products will read, prefetched while this one is computed: `step` bytes for each pair of k.

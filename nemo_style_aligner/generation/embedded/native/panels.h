@@ -6,24 +6,11 @@
 
 constexpr int PANEL = 32;
 
-#if STORAGE_INT8
-typedef int8_t weight_t;
-#else
-typedef panel_t weight_t;
-#endif
-
-struct Matrix {
-    const weight_t* data; // [panels][k][32], pairs of k interleaved
-    const float* scales;  // [panels * 32], of int8 weights: value = scale * data
-};
-
 constexpr int ACCUMULATORS = EMULATE      ? 8
                              : LANES == 8 ? 12
                                           : 24; // vectors of sums that fit in the registers beside the operands
 constexpr int VECTOR_ROWS = ACCUMULATORS / 2;   // rows of the vector kernels, with two vectors of columns
 constexpr int BLOCK_ROWS = KERNEL == KERNEL_AMX ? 32 : VECTOR_ROWS;
-// All kernels but AMX can read int8 directly. With more rows than this a panel is widened once for all their blocks.
-constexpr int ROWS_WITHOUT_WIDENING = KERNEL == KERNEL_FMA ? 2 * BLOCK_ROWS : KERNEL == KERNEL_DOT ? BLOCK_ROWS : 0;
 
 // ---- AMX tiles ------------------------------------------------------------------------------------------------------
 
@@ -137,24 +124,13 @@ static INLINE void multiply_rows(const act_t* a, int lda, int n, int k, const B*
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-#if STORAGE_INT8
-// Widens a panel of int8 weights to the order and type of the arithmetic; integers up to 127 are exact in bf16, too.
-static INLINE void widen_panel(const weight_t* data, int k, act_t* panel) {
-#if KERNEL == KERNEL_FMA
-    for (int pair = 0; pair < k / 2; ++pair)
-        for (int odd = 0; odd < 2; ++odd)
-            for (int j = 0; j < PANEL / LANES; ++j)
-                store(panel + (2 * pair + odd) * PANEL + j * LANES, widen_columns(data + pair * 2 * PANEL, PANEL, j, odd));
-#else
-    for (int i = 0; i < k * PANEL; i += LANES) store_as(panel + i, __builtin_convertvector(widen_integers(data + i), vf));
-#endif
-}
-#endif
-
-// `multiply_panel` for a panel that the kernels can read directly.
-template <class B, class Use>
-static INLINE void multiply_blocks(const act_t* a, int k, int rows, const Matrix& matrix, int index, const B* panel,
-                                   const weight_t* next, Use&& use) {
+// a [rows][k] times the panel `index` of `matrix`, [panels][k][32] with pairs of k interleaved; use(first row, number of
+// rows, c[][32]) takes each block of the result. Rows of `a` up to a multiple of 32 must be readable. next: the panel
+// that this thread reads afterwards.
+template <class Use>
+static INLINE void multiply_panel(const act_t* a, int k, int rows, const panel_t* matrix, int index,
+                                  const panel_t* next, Use&& use) {
+    const panel_t* panel = matrix + (size_t)index * k * PANEL;
     alignas(64) float c[BLOCK_ROWS * PANEL];
 #if KERNEL != KERNEL_AMX
     // The next panel is prefetched evenly over the products with this one (of another matrix's longer one, a part), so
@@ -162,7 +138,7 @@ static INLINE void multiply_blocks(const act_t* a, int k, int rows, const Matrix
     // of products.
     const int rest = rows % BLOCK_ROWS;
     const int all_readings = rows / BLOCK_ROWS * readings(BLOCK_ROWS) + (rest ? readings(rest) : 0);
-    Ahead ahead = {(const char*)next, 2 * PANEL * (int)sizeof(weight_t) / all_readings};
+    Ahead ahead = {(const char*)next, 2 * PANEL * (int)sizeof(panel_t) / all_readings};
 #endif
     for (int r = 0; r < rows; r += BLOCK_ROWS) {
         const int n = rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS;
@@ -173,34 +149,8 @@ static INLINE void multiply_blocks(const act_t* a, int k, int rows, const Matrix
 #else
         multiply_rows(a + (size_t)r * k, k, n, k, panel, c, ahead);
 #endif
-#if STORAGE_INT8
-        for (int i = 0; i < n; ++i)
-            for (int j = 0; j < PANEL; j += LANES)
-                store(c + i * PANEL + j, load<vf>(c + i * PANEL + j) * load<vf>(matrix.scales + index * PANEL + j));
-#endif
         use(r, n, c);
     }
-}
-
-// a [rows][k] times one panel; use(first row, number of rows, c[][32]) takes each block of the result. Rows of `a` up
-// to a multiple of 32 must be readable. next: the panel that this thread reads afterwards. `scratch` has room for one.
-template <class Use>
-static INLINE void multiply_panel(const act_t* a, int k, int rows, const Matrix& matrix, int index,
-                                  const weight_t* next, act_t* scratch, Use&& use) {
-    const weight_t* panel = matrix.data + (size_t)index * k * PANEL;
-#if STORAGE_INT8
-    if (rows > ROWS_WITHOUT_WIDENING) {
-        widen_panel(panel, k, scratch);
-        multiply_blocks(a, k, rows, matrix, index, (const act_t*)scratch, next, use);
-        return;
-    }
-#if KERNEL != KERNEL_AMX
-    multiply_blocks(a, k, rows, matrix, index, panel, next, use);
-#endif
-#else
-    (void)scratch;
-    multiply_blocks(a, k, rows, matrix, index, panel, next, use);
-#endif
 }
 
 // ---- packing --------------------------------------------------------------------------------------------------------
@@ -217,8 +167,7 @@ static INLINE Place place_of(int row, int half) {
 }
 
 struct PackArguments {
-    weight_t* data;        // of the matrix
-    float* scales;         // of the matrix, int8 only
+    panel_t* data;         // of the matrix
     const void* source;    // [rows][columns], the columns next to each other
     int64_t source_stride; // elements from row to row
     int64_t run_stride;    // elements from the first row of a run to that of the next
@@ -265,30 +214,11 @@ static INLINE vu8 words_of(const float* source, const bf16*) {
 // Packs up to LINE_ROWS neighbouring rows of the source, which go to neighbouring lanes of one panel.
 template <class Source> static void pack_rows(const PackArguments& p, const Source* source, int row, int n) {
     const Place place = place_of(p.first_row + row, p.half);
-    weight_t* panel = p.data + (size_t)place.panel * p.padded_columns * PANEL;
+    panel_t* panel = p.data + (size_t)place.panel * p.padded_columns * PANEL;
     const Source* rows[LINE_ROWS];
     for (int i = 0; i < n; ++i)
         rows[i] = source + (row + i) / p.run_rows * p.run_stride + (row + i) % p.run_rows * p.source_stride;
     auto value = [&](int i, int k) { return widen(rows[i][k]); };
-#if STORAGE_INT8
-    for (int i = 0; i < n; ++i) {
-        uint32_t most_bits = 0; // of the magnitudes: Inf's are above every number's, and NaN's above those
-        for (int k = 0; k < p.columns; ++k) {
-            const float x = value(i, k);
-            uint32_t bits;
-            memcpy(&bits, &x, 4);
-            most_bits = std::max(most_bits, bits & 0x7fffffff);
-        }
-        float most;
-        memcpy(&most, &most_bits, 4);
-        const bool finite = most_bits < 0x7f800000; // else the scale is NaN, and so is every product
-        const float scale = !finite ? NAN : most / 127 >= FLT_MIN ? most / 127 : 1; // below, integers could overflow
-        p.scales[place.panel * PANEL + place.lane + i] = scale;
-        for (int k = 0; k < p.columns; ++k)
-            panel[pair_index<weight_t>(k, place.lane + i, PANEL)] =
-                finite ? (int8_t)std::nearbyint(value(i, k) / scale) : 0;
-    }
-#else
     constexpr int PER_WORD = sizeof(panel_t) == 2 ? 2 : 1;
     int k = 0;
     for (; n == LINE_ROWS && k + 8 * PER_WORD <= p.columns; k += 8 * PER_WORD) { // two squares of eight words
@@ -308,7 +238,6 @@ template <class Source> static void pack_rows(const PackArguments& p, const Sour
     }
     for (; k < p.columns; ++k)
         for (int i = 0; i < n; ++i) set_as(panel + pair_index(k, place.lane + i, PANEL), value(i, k));
-#endif
 }
 
 // Packs the source rows of line `line` of those that the source reaches; the first and the last may be partial.

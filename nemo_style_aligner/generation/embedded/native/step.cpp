@@ -7,7 +7,7 @@
 //   SOFTMAX_SCALE (factor of attention scores)  EMBEDDING_MULTIPLIER  RESIDUAL_MULTIPLIER (of what layers add)
 //   LOGITS_SCALING (what logits are divided by)
 //   RANKS: how many ranks hold the model together
-//   STORAGE_F32, STORAGE_INT8 (else bf16)  KERNEL  LANES  EMULATE
+//   STORAGE_F32 (else bf16)  KERNEL  LANES  EMULATE
 #include "attention.h"
 #include "sample.h"
 
@@ -17,9 +17,9 @@ constexpr int HIDDEN_K = round_up(HIDDEN, 32), HEADS_K = round_up(HEADS * HEAD_D
 constexpr int FFN_PANELS = GATED ? (FFN + 15) / 16 : (FFN + PANEL - 1) / PANEL;
 constexpr int panels(int features) { return (features + PANEL - 1) / PANEL; }
 
-// Mirrored by `native/structures.py`. Biases and scales have one float per lane of their matrix's panels.
+// Mirrored by `native/structures.py`. Biases have one float per lane of their matrix's panels.
 struct Layer {
-    Matrix qkv, output, fc1, fc2;
+    const panel_t *qkv, *output, *fc1, *fc2; // [panels][k][32], see panels.h
     const float *qkv_bias, *output_bias, *fc1_bias, *fc2_bias; // null: none
     const float *input_norm, *input_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
     const float *cosines, *sines; // [positions][ROTARY / 2]; null: the layer does not rotate
@@ -28,7 +28,7 @@ struct Layer {
 struct Model {
     const Layer* layers;
     const float *final_norm, *final_norm_bias;
-    Matrix head;
+    const panel_t* head;
     const panel_t* embedding;     // [VOCAB_ROWS][HIDDEN]; null: the rows are taken out of the head's panels
     // Activations of t, the most tokens of a pass, and o, the most outputs; both rounded up to 32.
     float *hidden, *qkv, *partial, *logits;     // [t][HIDDEN], [t][QKV], [t][HIDDEN], [o][round_up(VOCAB_ROWS, 32)]
@@ -45,14 +45,11 @@ struct AttentionItem {
 };
 
 struct Context {
-    Context(const Model& model, int threads) : model(model), team(threads), panels(threads), scores(threads) {
-        for (auto& p : panels)
-            p.resize(STORAGE_INT8 ? (size_t)PANEL * std::max(HIDDEN_K, std::max(HEADS_K, FFN_K)) : 0);
+    Context(const Model& model, int threads) : model(model), team(threads), scores(threads) {
         for (auto& s : scores) s.resize((size_t)QUERY_ROWS * round_up(model.max_length, PAGE));
     }
     Model model;
     Team team;
-    std::vector<std::vector<act_t>> panels;   // by thread: an int8 panel, widened
     std::vector<std::vector<float>> scores;   // by thread
     std::vector<AttentionItem> items;
     Counter counters[LAYERS * 8 + 4];
@@ -174,11 +171,9 @@ static void embed_row(const Model& m, int token, float* out) {
     } else if (m.embedding) {
         for (int i = 0; i < HIDDEN; ++i) out[i] = widen(m.embedding[(size_t)row * HIDDEN + i]) * (float)EMBEDDING_MULTIPLIER;
     } else {
-#if !STORAGE_INT8
-        const panel_t* panel = m.head.data + (size_t)(row / PANEL) * HIDDEN_K * PANEL;
+        const panel_t* panel = m.head + (size_t)(row / PANEL) * HIDDEN_K * PANEL;
         for (int i = 0; i < HIDDEN; ++i)
             out[i] = widen(panel[pair_index(i, row % PANEL, PANEL)]) * (float)EMBEDDING_MULTIPLIER;
-#endif
     }
 }
 
@@ -188,7 +183,7 @@ static void embed_row(const Model& m, int token, float* out) {
 class Worker {
   public:
     Worker(Context& context, const Pass& pass, int thread)
-        : c(context), m(context.model), pass(pass), thread(thread), scratch(context.panels[thread].data()),
+        : c(context), m(context.model), pass(pass), thread(thread),
           scores(context.scores[thread].data()) {}
 
     // Stages: 0 embedding, 1 + 2l attention of layer l, 2 + 2l its MLP, 1 + 2 LAYERS the output layer.
@@ -223,7 +218,7 @@ class Worker {
     void attention(int l) {
         const Layer& layer = m.layers[l];
         norm_rows(layer.input_norm, layer.input_norm_bias);
-        const weight_t* next = first_panel(layer.output, HEADS_K);
+        const panel_t* next = first_panel(layer.output, HEADS_K);
         product(m.normed, HIDDEN_K, layer.qkv, panels(QKV), next, [&](int panel, int first, int n, const float* block) {
             const int width = std::min(PANEL, QKV - panel * PANEL);
             for (int i = 0; i < n; ++i)
@@ -245,7 +240,7 @@ class Worker {
     void mlp(int l) {
         const Layer& layer = m.layers[l];
         norm_rows(layer.mlp_norm, layer.mlp_norm_bias);
-        const weight_t* next = first_panel(layer.fc2, FFN_K);
+        const panel_t* next = first_panel(layer.fc2, FFN_K);
         product(m.normed, HIDDEN_K, layer.fc1, FFN_PANELS, next, [&](int panel, int first, int n, float* block) {
             constexpr int WIDTH = GATED ? 16 : PANEL;
             for (int i = 0; i < n; ++i) {
@@ -270,7 +265,7 @@ class Worker {
                      m.normed + (size_t)i * HIDDEN_K);
         });
         rows = pass.num_outputs;
-        const weight_t* next = first_panel(m.layers[0].qkv, HIDDEN_K); // of the next pass
+        const panel_t* next = first_panel(m.layers[0].qkv, HIDDEN_K); // of the next pass
         product(m.normed, HIDDEN_K, m.head, panels(VOCAB_ROWS), next, [&](int panel, int first, int n, float* block) {
             for (int i = 0; i < n; ++i) {
                 float* logits = m.logits + (size_t)(first + i) * STRIDE + panel * PANEL;
@@ -283,7 +278,7 @@ class Worker {
     }
 
     // A row-parallel product: added to the residual stream or, if ranks must add theirs up, written to `partial`.
-    void residual_product(const act_t* a, int k, const Matrix& matrix, const float* bias, const weight_t* next) {
+    void residual_product(const act_t* a, int k, const panel_t* matrix, const float* bias, const panel_t* next) {
         product(a, k, matrix, panels(HIDDEN), next, [&](int panel, int first, int n, const float* block) {
             const int width = std::min(PANEL, HIDDEN - panel * PANEL);
             float* out = (SUM_RANKS ? m.partial : m.hidden) + panel * PANEL;
@@ -309,18 +304,18 @@ class Worker {
     // use(panel, first row, number of rows, block) for the blocks of a product; it may `stream`.
     // next: where this thread reads weights afterwards.
     template <class Use>
-    void product(const act_t* a, int k, const Matrix& matrix, int count, const weight_t* next, Use&& use) {
+    void product(const act_t* a, int k, const panel_t* matrix, int count, const panel_t* next, Use&& use) {
         if (rows == 0) return;
         c.counters[phase++].each_knowing_next(count, thread, c.team.size, [&](int panel, int following) {
-            const weight_t* ahead = following < count ? matrix.data + (size_t)following * k * PANEL : next;
-            multiply_panel(a, k, rows, matrix, panel, ahead, scratch,
+            const panel_t* ahead = following < count ? matrix + (size_t)following * k * PANEL : next;
+            multiply_panel(a, k, rows, matrix, panel, ahead,
                            [&](int first, int n, float* block) { use(panel, first, n, block); });
         });
         streams_end();
         c.team.barrier();
     }
     // The panel that this thread begins with when it comes to a matrix.
-    const weight_t* first_panel(const Matrix& matrix, int k) const { return matrix.data + (size_t)thread * k * PANEL; }
+    const panel_t* first_panel(const panel_t* matrix, int k) const { return matrix + (size_t)thread * k * PANEL; }
 
     // What item i / GROUPS attends to in group i % GROUPS.
     Cached cached(const Layer& layer, int i) const {
@@ -343,7 +338,6 @@ class Worker {
     const Model& m;
     const Pass& pass;
     const int thread;
-    act_t* const scratch;
     float* const scores;
     int phase = 0;
     int rows = pass.num_tokens; // of the products
@@ -358,12 +352,6 @@ class Worker {
 #endif
 
 extern "C" {
-
-// Sizes of the structures above, so that the caller can verify that it mirrors them.
-void step_sizes(int32_t* out) {
-    const size_t sizes[] = {sizeof(Layer), sizeof(Model), sizeof(Pass), sizeof(PackArguments), sizeof(SampleArguments)};
-    for (size_t i = 0; i < 5; ++i) out[i] = (int32_t)sizes[i];
-}
 
 // Asks Linux for permission to use AMX tiles; 0 if they may be used, else errno. Once per process, before step_create.
 int step_prepare() {

@@ -7,22 +7,14 @@ import os
 import weakref
 from typing import Any
 
-from nemo_style_aligner.native.compilation import NativeUnavailable
-
 Pointer = ctypes.c_void_p
-
-
-class Matrix(ctypes.Structure):
-    """A packed matrix: panels, and the scales of int8 ones."""
-
-    _fields_ = [("data", Pointer), ("scales", Pointer)]
 
 
 class Layer(ctypes.Structure):
     """One layer's weights and pages."""
 
     _fields_ = [
-        *[(name, Matrix) for name in ("qkv", "output", "fc1", "fc2")],
+        *[(name, Pointer) for name in ("qkv", "output", "fc1", "fc2")],
         *[(name, Pointer) for name in ("qkv_bias", "output_bias", "fc1_bias", "fc2_bias")],
         *[(name, Pointer) for name in ("input_norm", "input_norm_bias", "mlp_norm", "mlp_norm_bias")],
         *[(name, Pointer) for name in ("query_norm", "key_norm", "cosines", "sines", "keys", "values")],
@@ -35,7 +27,7 @@ class Model(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(Layer)),
         *[(name, Pointer) for name in ("final_norm", "final_norm_bias")],
-        ("head", Matrix),
+        ("head", Pointer),
         *[(name, Pointer) for name in ("embedding", "hidden", "qkv", "partial", "logits")],
         *[(name, Pointer) for name in ("normed", "queries", "attended", "inner")],
         ("max_length", ctypes.c_int32),
@@ -56,7 +48,7 @@ class PackArguments(ctypes.Structure):
     """One tensor that `step_pack` packs, and where to."""
 
     _fields_ = [
-        *[(name, Pointer) for name in ("data", "scales", "source")],
+        *[(name, Pointer) for name in ("data", "source")],
         *[(name, ctypes.c_int64) for name in ("source_stride", "run_stride")],
         *[
             (name, ctypes.c_int32)
@@ -74,15 +66,6 @@ class SampleArguments(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in ("rows", "vocab", "limit", "num_stop_ids", "greedy")],
         ("temperature", ctypes.c_float),
     ]
-
-
-def check_sizes(library: ctypes.CDLL) -> None:
-    """Raise NativeUnavailable unless the structures of ``library`` have the sizes of those above."""
-    mirrored = [ctypes.sizeof(kind) for kind in (Layer, Model, Pass, PackArguments, SampleArguments)]
-    sizes = (ctypes.c_int32 * len(mirrored))()
-    library.step_sizes(sizes)
-    if list(sizes) != mirrored:
-        raise NativeUnavailable(f"structures of step.cpp have sizes {list(sizes)}, structures.py mirrors {mirrored}")
 
 
 class Context:

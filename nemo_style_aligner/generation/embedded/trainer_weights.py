@@ -12,73 +12,48 @@ from collections.abc import Callable, Mapping
 import torch
 
 Offer = Callable[[], Mapping[tuple[str, ...], torch.Tensor]]
+"""Returns this rank's live parameters by the names of the Hugging Face tensors in each; see
+`weights.stream.lendable_weights`."""
 
 _SAMPLED_VALUES = 64  # of each parameter, about; a training step changes nearly all values
 
 
-class LentWeights:
-    """The parameters that a trainer offers, and those of them that a step has taken.
+class TrainerWeights:
+    """The parameters that a trainer offers, and those of them that a step uses.
 
     Args:
-        offer: returns this rank's live parameters, keyed by the names of the Hugging Face tensors in each, see
-            `weights.stream.lendable_weights`. Training changes them in place and never moves them.
+        offer: its parameters are changed in place by training, and never moved.
     """
 
     def __init__(self, offer: Offer | None = None) -> None:
         self._offer: Offer = offer or dict
         self._offered = self._offer()
-        self._viewed: dict[tuple[str, ...], torch.Tensor] = {}
-        self._copied: dict[tuple[str, ...], torch.Tensor] = {}
+        self.viewed: dict[tuple[str, ...], torch.Tensor] = {}
+        self.copied: dict[tuple[str, ...], torch.Tensor] = {}
         self._sample: torch.Tensor | None = None
 
-    def view(
-        self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor | None:
-        """The parameter of ``names``, to compute with in place; None unless it has this shape, dtype and device."""
-        return self._take(self._viewed, names, shape, (dtype,), device)
-
-    def source(
+    def find(
         self, names: tuple[str, ...], shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
     ) -> torch.Tensor | None:
-        """The parameter of ``names``, to copy from at each refit; None unless of this shape and one of ``dtypes``."""
-        return self._take(self._copied, names, shape, dtypes, device)
+        """The parameter of ``names``; None unless it has this shape and device, and one of ``dtypes``.
 
-    def _take(
-        self,
-        taken: dict[tuple[str, ...], torch.Tensor],
-        names: tuple[str, ...],
-        shape: tuple[int, ...],
-        dtypes: tuple[torch.dtype, ...],
-        device: torch.device,
-    ) -> torch.Tensor | None:
+        Who uses it notes it in ``viewed`` (computed with in place) or ``copied`` (at each refit).
+        """
         tensor = self._offered.get(names)
         if tensor is None or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             return None
-        if tensor.dtype not in dtypes or tensor.device.type != device.type:
-            return None
-        taken[names] = tensor
-        return tensor
-
-    def give_back(self) -> None:
-        """Forget everything that was taken."""
-        self._viewed.clear()
-        self._copied.clear()
+        return tensor if tensor.dtype in dtypes and tensor.device.type == device.type else None
 
     @property
     def names(self) -> frozenset[str]:
-        """Tensors that were taken, to view or to copy."""
-        return frozenset(name for names in (*self._viewed, *self._copied) for name in names)
-
-    @property
-    def num_viewed_bytes(self) -> int:
-        """Size of all viewed parameters."""
-        return sum(tensor.nbytes for tensor in self._viewed.values())
+        """Tensors that are used, viewed or copied."""
+        return frozenset(name for names in (*self.viewed, *self.copied) for name in names)
 
     def require_in_place(self) -> None:
         """Raise RuntimeError if a parameter lies elsewhere than when the engine was built."""
-        taken = self._viewed | self._copied
-        present = self._offer() if taken else {}
-        for names, tensor in taken.items():
+        used = self.viewed | self.copied
+        present = self._offer() if used else {}
+        for names, tensor in used.items():
             if present[names].data_ptr() != tensor.data_ptr():
                 raise RuntimeError(
                     f"refit: the trainer's {names[0]} has moved in memory since the engine was built, and the engine "
@@ -101,8 +76,8 @@ class LentWeights:
     @torch.no_grad()
     def _take_sample(self) -> torch.Tensor | None:
         """Bits of some values of each viewed parameter, int16 or int32 [n]; None if nothing is viewed."""
-        if not self._viewed:
+        if not self.viewed:
             return None
-        flat = (tensor.reshape(-1) for tensor in self._viewed.values())
+        flat = (tensor.reshape(-1) for tensor in self.viewed.values())
         values = torch.cat([values[:: max(1, len(values) // _SAMPLED_VALUES)] for values in flat])
         return values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
