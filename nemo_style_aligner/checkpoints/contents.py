@@ -2,7 +2,7 @@
 
     manifest.json         what the checkpoint is; size and SHA-256 of every file
     trainer_state.json    counters, sampler positions, the layout
-    random/<rank>.pt      random streams of each rank
+    random/<rank>.json    random streams of each rank
     state/                model and optimizer, a Megatron distributed checkpoint
 
 Taking, writing and restoring are collective.
@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,24 +24,19 @@ from nemo_style_aligner.checkpoints.directory import STATE, TRAINER_STATE
 from nemo_style_aligner.checkpoints.durable import sync_file, sync_tree
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
 from nemo_style_aligner.checkpoints.manifest import Manifest, describe_files, read_patiently, verify_on_disk
-from nemo_style_aligner.checkpoints.optimizer_state import (
-    load_optimizer,
-    makes_copies,
-    optimizer_counters,
-    optimizer_tensors,
-)
+from nemo_style_aligner.checkpoints.optimizer_state import load_optimizer, optimizer_counters, optimizer_parts
 from nemo_style_aligner.checkpoints.random_states import encoded_random_states, load_random_states
 from nemo_style_aligner.checkpoints.sharded_tensors import (
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
+    Part,
     load_sharded_tensors,
-    model_tensors,
+    model_parts,
 )
 from nemo_style_aligner.checkpoints.sharded_writing import (
-    PreparedTensors,
     bytes_to_write,
     nonfinite_tensors,
-    prepare,
+    own_parts,
     snapshot,
     write_tensors,
 )
@@ -65,33 +60,23 @@ class Contents:
     """A checkpoint's contents, still in memory.
 
     Attributes:
-        tensors, random_states: this rank's. The tensors are the live ones, unless `copied`.
+        tensors, random_states: what this rank writes. The tensors are the live ones, unless `copied`.
         trainer_state: JSON; rank 0's is written.
         size: bytes of the tensors, over all ranks.
-        own_prefixes: key prefixes of the tensors that are copies already, which nobody else holds.
     """
 
-    tensors: PreparedTensors
-    random_states: bytes
+    tensors: Sequence[Part]
+    random_states: str
     trainer_state: str
     size: int
-    own_prefixes: tuple[str, ...]
 
-    def bytes_of_copy(self) -> int:
-        """Memory of what `copied` returns on this rank, including the tensors that are copies already."""
-        return self.tensors.num_bytes_of_snapshot()
-
-    def bytes_copied(self) -> int:
-        """Memory of the tensors that are copies already."""
-        return sum(self.tensors.below(prefix).num_bytes() for prefix in self.own_prefixes)
-
-    def model(self) -> PreparedTensors:
+    def model(self) -> list[Part]:
         """The model's part of the tensors."""
-        return self.tensors.below(MODEL_PREFIX)
+        return [part for part in self.tensors if part.key.startswith(MODEL_PREFIX)]
 
     def copied(self) -> Contents:
         """The same with copies of the live tensors, which stay as they are while training goes on."""
-        return dataclasses.replace(self, tensors=snapshot(self.tensors, self.own_prefixes))
+        return dataclasses.replace(self, tensors=snapshot(self.tensors))
 
 
 def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mapping[str, Any], step: int) -> Contents:
@@ -102,18 +87,17 @@ def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mappi
         TypeError: ``trainer_state`` is not JSON.
     """
     state: dict[str, Any] = {"trainer": dict(trainer_state), "layout": _layout(model)}
-    tensors = model_tensors(model.gpt)
+    weights, moments = model_parts(model.gpt), []
     if optimizer is not None:
         state["optimizer"] = optimizer_counters(optimizer)
-        tensors |= optimizer_tensors(optimizer, model)
-    if spoilt := nonfinite_tensors(tensors):
+        moments = optimizer_parts(optimizer, model)
+    if spoilt := nonfinite_tensors([*weights, *moments]):
         raise NonFiniteError(
             f"step {step} is not saved: NaN or Inf in {', '.join(spoilt[:5])}{' and others' * (len(spoilt) > 5)}. "
             "The earlier checkpoints are unaffected; resume from one of them, with a lower model.optim.lr"
         )
-    prepared = prepare(tensors)
-    own = (OPTIMIZER_PREFIX,) if optimizer is not None and makes_copies(optimizer) else ()
-    return Contents(prepared, encoded_random_states(), _encode(state), bytes_to_write(prepared), own)
+    tensors = [*own_parts(weights), *moments]
+    return Contents(tensors, encoded_random_states(), json.dumps(state), bytes_to_write(tensors))
 
 
 def write_contents(contents: Contents, manifest: Manifest, directory: Path, group: dist.ProcessGroup | None) -> None:
@@ -156,21 +140,23 @@ def restore(
             raise ValueError(f"{directory} was saved without an optimizer: it cannot resume training")
         with open_source(directory) as source:
             load_optimizer(optimizer, model, state["optimizer"], source, STATE)
-    if state["layout"] == _layout(model):
-        load_random_states(_random_file(directory))
-    else:
+    if state["layout"] != _layout(model):
         warn_for_all_ranks(logger, "%s was saved with %s: random streams start anew", directory, state["layout"])
+    elif (directory / "random" / "00000.pt").exists():
+        warn_for_all_ranks(logger, "%s is of an earlier version: random streams start anew", directory)
+    else:
+        load_random_states(_random_file(directory))
     return state["trainer"]
 
 
 def restore_model(directory: Path, model: MegatronModel) -> None:
     """Load a checkpoint's weights and nothing else."""
     with open_source(directory) as source:
-        load_sharded_tensors(model_tensors(model.gpt), source, STATE, ignored=(OPTIMIZER_PREFIX,))
+        load_sharded_tensors(model_parts(model.gpt), source, STATE, ignored=(OPTIMIZER_PREFIX,))
 
 
-def _write_synced(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
+def _write_synced(path: Path, content: str) -> None:
+    path.write_text(content, encoding="utf-8")
     sync_file(path)
 
 
@@ -185,21 +171,4 @@ def _layout(model: MegatronModel) -> dict[str, int]:
 
 
 def _random_file(directory: Path) -> Path:
-    return directory / "random" / f"{dist.get_rank():05d}.pt"
-
-
-def _encode(content: Any) -> str:
-    _check_keys(content, "trainer_state")
-    return json.dumps(content)
-
-
-def _check_keys(value: Any, where: str) -> None:
-    """Refuse keys that are not strings, since JSON would silently turn them into strings."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{where} has the key {key!r}: only strings come back from JSON as they were")
-            _check_keys(item, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _check_keys(item, f"{where}[{index}]")
+    return directory / "random" / f"{dist.get_rank():05d}.json"

@@ -19,7 +19,6 @@ from nemo_style_aligner.checkpoints.durable import (
     UNFINISHED,
     discard,
     publish,
-    put_all_back,
     remove_path,
     require_space,
     sync_file,
@@ -177,8 +176,7 @@ class CheckpointDirectory:
         return sorted(p.name for p in self.path.glob(f"*{DAMAGED}"))
 
     def remove_unfinished(self) -> None:
-        """Delete what jobs were writing or deleting when they died; put back what they were replacing."""
-        put_all_back(self.path)
+        """Delete what jobs were writing or deleting when they died."""
         for path in self.path.glob(f"*{UNFINISHED}"):
             logger.warning("removing %s: it was not finished", path)
             discard(path)

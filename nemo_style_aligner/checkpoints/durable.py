@@ -15,9 +15,6 @@ UNFINISHED = ".unfinished"
 """Suffix of what is still being written or already being deleted, or was when its process died. Never read."""
 
 
-_REPLACED = ".replaced"  # a directory moved aside for its successor is called .NAME.replaced
-
-
 def sync_file(path: Path) -> None:
     """Force a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -36,49 +33,17 @@ def sync_tree(directory: Path) -> None:
 
 
 def publish(finished: Path, target: Path) -> None:
-    """Rename ``finished`` to ``target`` and sync the rename. An existing file is replaced atomically.
-
-    An existing directory cannot be replaced in one step: it is moved aside first and deleted afterwards. A process
-    that is killed in between leaves nothing at ``target``; `put_back` repairs that.
+    """Rename ``finished`` to ``target`` and sync the rename. A file that is there is replaced atomically.
 
     Raises:
         OSError: it is not there; or it is, as the message then says, but a crash of the machine may undo that.
     """
-    put_back(target)
-    aside = target.with_name(f".{target.name}{_REPLACED}")
-    if target.is_dir():
-        os.rename(target, aside)
-    try:
-        os.replace(finished, target)
-    except OSError:
-        put_back(target)
-        raise
+    os.replace(finished, target)
     try:
         sync_file(target.parent)
     except OSError as error:
         reason = f"it is whole and has its name, which may be lost if the machine fails ({error.strerror})"
         raise OSError(error.errno, reason, str(target)) from error
-    if aside.exists():
-        discard(aside)
-
-
-def put_back(target: Path) -> None:
-    """Undo or complete the replacement of ``target`` in which a `publish` was killed."""
-    aside = target.with_name(f".{target.name}{_REPLACED}")
-    if not aside.exists():
-        return
-    if target.exists():
-        discard(aside)
-    else:
-        logger.warning("restoring %s: the process that was replacing it was killed", target)
-        os.rename(aside, target)
-        sync_file(target.parent)
-
-
-def put_all_back(folder: Path) -> None:
-    """`put_back` of everything in a folder."""
-    for aside in folder.glob(f".*{_REPLACED}"):
-        put_back(aside.with_name(aside.name[1:].removesuffix(_REPLACED)))
 
 
 def remove_path(path: Path) -> None:

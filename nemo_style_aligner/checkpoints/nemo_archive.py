@@ -1,4 +1,4 @@
-"""NeMo archives: a model's config, weights and tokenizer in one ``.nemo`` tar file or directory.
+"""NeMo archives: a model's config, weights and tokenizer in one ``.nemo`` tar file, or unpacked in a directory.
 
     model_config.yaml    architecture keys, sections ``tokenizer`` and ``text_format`` (how its texts are written)
     model_weights/       Megatron distributed checkpoint, keys prefixed with ``model.``
@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +27,7 @@ import yaml
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import is_training_checkpoint, refuse_nemo_2
-from nemo_style_aligner.checkpoints.durable import (
-    UNFINISHED,
-    discard,
-    publish,
-    put_back,
-    remove_path,
-    require_space,
-    sync_file,
-    sync_tree,
-)
+from nemo_style_aligner.checkpoints.durable import UNFINISHED, discard, publish, remove_path, require_space, sync_file
 from nemo_style_aligner.checkpoints.file_source import (
     ArchiveError,
     DamagedCheckpointError,
@@ -49,11 +40,12 @@ from nemo_style_aligner.checkpoints.manifest import describe_files, find_changes
 from nemo_style_aligner.checkpoints.sharded_tensors import (
     MODEL_PREFIX,
     CheckpointMismatchError,
+    Part,
     load_sharded_tensors,
-    model_tensors,
+    model_parts,
     stored_shapes,
 )
-from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, bytes_to_write, prepare, write_tensors
+from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, own_parts, write_tensors
 from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
@@ -94,9 +86,7 @@ def save_nemo(
     model_config: Mapping[str, Any],
     tokenizer: Tokenizer | Path | None,
 ) -> None:
-    """Write an archive. Collective. It appears at ``path`` once it is complete, and replaces what was there.
-
-    It is a tar file, or a directory if ``path`` is one already.
+    """Write an archive. Collective. It appears at ``path`` once it is complete, and replaces the file that was there.
 
     Args:
         path: on a file system that all ranks share.
@@ -106,41 +96,35 @@ def save_nemo(
 
     Raises:
         OSError: it could not be written, or does not fit on the disk; what was at ``path`` is still there.
-        ValueError: ``path`` is a directory that holds something other than an archive.
+        ValueError: ``path`` is a directory.
     """
-    write_nemo(path, prepare(model_tensors(model.gpt)), model_config, tokenizer)
+    write_nemo(path, own_parts(model_parts(model.gpt)), model_config, tokenizer)
 
 
 def write_nemo(
     path: Path,
-    tensors: PreparedTensors,
+    tensors: Sequence[Part],
     model_config: Mapping[str, Any],
     tokenizer: Tokenizer | Path | None,
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`save_nemo` of tensors that `prepare` returned, in any thread. Collective in ``group``.
+    """`save_nemo` of what `own_parts` returned, in any thread. Collective in ``group``.
 
     Args:
-        tensors: a model's, with keys under `MODEL_PREFIX`.
+        tensors: what this rank writes, with keys under `MODEL_PREFIX`.
         group: of all ranks; the default group where it is None.
     """
-    as_directory = on_first_rank(lambda: _is_directory(path), group)
     staging = path.with_name(f".{path.name}{UNFINISHED}")
     size = bytes_to_write(tensors, group)
-    on_first_rank(lambda: _prepare(path, staging, size if as_directory else 2 * size), group)
+    on_first_rank(lambda: _prepare(path, staging, 2 * size), group)
     try:
         write_tensors(tensors, staging / _WEIGHTS, group)
         on_first_rank(lambda: _write_small_files(staging, model_config, tokenizer), group)
         checksums = describe_files(staging, group)
-        patiently_on_first_rank(lambda: _finish(path, staging, checksums, as_directory), group)
+        patiently_on_first_rank(lambda: _pack(path, staging, checksums), group)
     finally:
         on_first_rank(lambda: discard(staging), group)
-
-
-def _is_directory(path: Path) -> bool:
-    put_back(path)
-    return path.is_dir()
 
 
 def make_place(path: Path) -> None:
@@ -148,11 +132,11 @@ def make_place(path: Path) -> None:
 
     Raises:
         OSError: it cannot be made.
-        ValueError: ``path`` is a directory that holds something other than an archive.
+        ValueError: ``path`` is a directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() and any(path.iterdir()) and not (path / _CONFIG).is_file():
-        raise ValueError(f"{path} is a directory with other contents: give a path that ends in .nemo")
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory, in the place of the file to write: give a path that ends in .nemo")
 
 
 def _prepare(path: Path, staging: Path, size: int) -> None:
@@ -174,12 +158,8 @@ def _write_small_files(staging: Path, model_config: Mapping[str, Any], tokenizer
     (staging / _CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _finish(path: Path, staging: Path, checksums: Mapping[str, Any], as_directory: bool) -> None:
+def _pack(path: Path, staging: Path, checksums: Mapping[str, Any]) -> None:
     (staging / _CHECKSUMS).write_text(json.dumps(checksums, indent=1), encoding="utf-8")
-    if as_directory:
-        sync_tree(staging)
-        publish(staging, path)
-        return
     tar_path = path.with_name(f".{path.name}.tar{UNFINISHED}")
     try:
         _move_into_tar(staging, tar_path)
@@ -304,7 +284,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
             raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it again")
         stored = stored_shapes(source, _WEIGHTS)
         per_layer_keys = any(key.startswith(f"{MODEL_PREFIX}decoder.layers.0.") for key in stored)
-        tensors = model_tensors(model.gpt, per_layer_keys=per_layer_keys)
+        parts = model_parts(model.gpt, per_layer_keys=per_layer_keys)
         rows, vocab_size = stored.get(_EMBEDDING, (0,))[0], model.architecture.vocab_size
         if _EMBEDDING in stored and rows < vocab_size:
             raise CheckpointMismatchError(f"{path} has {rows} embeddings, the model needs {vocab_size} (vocab_size)")
@@ -319,7 +299,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
                 "(train_gpt_sft.py makes one)"
             )
         optional, ignored = ((_HEAD,), (_OUTPUT_LAYER,)) if head else ((), ())
-        load_sharded_tensors(tensors, source, _WEIGHTS, optional=optional, ignored=ignored)
+        load_sharded_tensors(parts, source, _WEIGHTS, optional=optional, ignored=ignored)
 
 
 def require_weights(path: Path, architecture: ModelArchitecture) -> None:

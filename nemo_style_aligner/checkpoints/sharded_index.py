@@ -6,18 +6,17 @@ in it is checked before it is used: nothing that the file says is trusted becaus
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import io
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, safe_name
-from nemo_style_aligner.checkpoints.inert_pickle import MAX_BYTES, Name, Pairs, Record, items, one_line, read_pickle
+from nemo_style_aligner.checkpoints.inert_pickle import MAX_BYTES, is_a, one_line, read_pickle, stand_ins
 from nemo_style_aligner.checkpoints.manifest import read_patiently
 from nemo_style_aligner.checkpoints.torch_file import DTYPES
 
@@ -43,57 +42,42 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor whose chunks cover it completely, each element once."""
+    """A tensor, in chunks that have as many elements together as it has."""
 
     shape: Numbers
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
 
 Index = Mapping[str, StoredTensor]
-"""Key -> tensor, of all tensors of a checkpoint. No two chunks share bytes of a file, and all lie within the files."""
+"""Key -> tensor, of all tensors of a checkpoint. The files have at least as many bytes as these elements take."""
 
 _Places = dict[tuple[str, Numbers], tuple[str, int, int]]  # key and offsets of a chunk -> file, start, length
 
 _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
 _FILES, _MEGATRON = "torch.distributed.checkpoint.filesystem", "megatron.core.dist_checkpointing.strategies.torch"
-_SIZE, _PATHS = "torch.Size", ("pathlib", "pathlib._local")  # the latter is where Python 3.13 keeps them
-_ENUMERATIONS = {f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_PLANNER}.WriteItemType"}
-_NAMES = {
-    *_ENUMERATIONS,
-    *DTYPES,
-    _SIZE,
-    "torch.serialization._get_layout",
-    f"{_METADATA}.BytesStorageMetadata",
-    f"{_METADATA}.ChunkStorageMetadata",
-    f"{_METADATA}.Metadata",
-    f"{_METADATA}.MetadataIndex",
-    f"{_METADATA}.StorageMeta",
-    f"{_METADATA}.TensorProperties",
-    f"{_METADATA}.TensorStorageMetadata",
-    f"{_FILES}._StorageInfo",
-    f"{_FILES}._StoragePrefix",
-    # megatron-core adds the plans of all ranks.
-    f"{_PLANNER}.BytesIOWriteData",
-    f"{_PLANNER}.SavePlan",
-    f"{_PLANNER}.TensorWriteData",
-    f"{_PLANNER}.WriteItem",
-    f"{_MEGATRON}.MCoreMetadata",
-    f"{_MEGATRON}.MCoreSavePlan",
-    "collections.OrderedDict",
-    "builtins.getattr",
-    "builtins.set",
-    "builtins.frozenset",
-    "builtins.slice",
-    *(f"{module}.{name}" for module in _PATHS for name in ("PosixPath", "PurePosixPath", "Path")),
+_TENSOR, _OBJECT = f"{_METADATA}.TensorStorageMetadata", f"{_METADATA}.BytesStorageMetadata"
+_TABLE: dict[str, Any] = {
+    **DTYPES,
+    "torch.Size": tuple,
+    "collections.OrderedDict": dict,
+    "builtins.set": list,
+    "builtins.frozenset": list,
+    **stand_ins(
+        *(_TENSOR, _OBJECT, "torch.serialization._get_layout", f"{_FILES}._StorageInfo", f"{_FILES}._StoragePrefix"),
+        *(f"{_METADATA}.{name}" for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
+        *(f"{_METADATA}.TensorProperties", f"{_METADATA}._MEM_FORMAT_ENCODING"),
+        # megatron-core adds the plans of all ranks.
+        *(f"{_PLANNER}.{name}" for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem")),
+        *(f"{_PLANNER}.WriteItemType", f"{_MEGATRON}.MCoreMetadata", f"{_MEGATRON}.MCoreSavePlan"),
+        *("builtins.getattr", "builtins.slice"),  # Python 3.11.0 to 3.11.3 pickle members of enumerations by the first
+        *(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")
+            for name in ("Path", "PosixPath", "PurePosixPath")
+        ),
+    ),
 }
-
-_MAX_DIMENSIONS = 5
 _LIMIT = 1 << 48  # elements or bytes
 _MAX_NAME = 500  # characters of a key or file name
 
@@ -103,7 +87,7 @@ def read_index(source: FileSource, folder: str) -> Index:
 
     Raises:
         FileNotFoundError: there is none.
-        DamagedCheckpointError: it cannot be read, chunks do not cover their tensor or overlap, or files are too short.
+        DamagedCheckpointError: it cannot be read, chunks do not make up their tensor, or files are too short.
         UnsafeCheckpointError: it refers to something that the format does not have.
     """
     name = f"{folder}/.metadata"
@@ -113,124 +97,57 @@ def read_index(source: FileSource, folder: str) -> Index:
         with source.open(name) as stream:
             return stream.read(MAX_BYTES + 1)
 
-    content = read_patiently(source.location / name, read)
-    value = read_pickle(content, what, _NAMES, _ENUMERATIONS)
+    value = read_pickle(read_patiently(source.location / name, read), what, _TABLE)
     try:
         index = _index(value, folder)
         read_patiently(source.location / folder, lambda: _check_places(index, source))
-    except (ValueError, LookupError, TypeError) as error:
-        if isinstance(error, DamagedCheckpointError):
-            raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise DamagedCheckpointError(f"{what} is damaged: {one_line(error)}") from error
     return index
 
 
 def _index(value: Any, folder: str) -> Index:
-    content = _fields(value, f"{_METADATA}.Metadata")
-    places = _places(content["storage_data"], folder)
-    stored = {
-        _text(key): _fields(entry, f"{_METADATA}.TensorStorageMetadata")
-        for key, entry in items(content["state_dict_metadata"]).items()
-        if type(entry) is not Record or entry.name != f"{_METADATA}.BytesStorageMetadata"  # pickled, so not read
-    }
-    if sum(len(_list(entry["chunks"])) for entry in stored.values()) > len(places):
-        raise ValueError("it has more chunks than places")
-    return {key: _tensor(key, entry, places) for key, entry in stored.items()}
-
-
-def _tensor(key: str, entry: dict[str, Any], places: _Places) -> StoredTensor:
-    properties = entry["properties"]
-    if type(properties) is not Record or properties.name != f"{_METADATA}.TensorProperties":
-        raise ValueError(f"{key} has no properties")
-    dtype, shape = properties.state[0], _numbers(entry["size"])
-    if type(dtype) is not Name or dtype.text not in DTYPES:
-        raise ValueError(f"{key} has no dtype")
-    tensor = StoredTensor(
-        shape, DTYPES[dtype.text], tuple(_chunk(key, chunk, places) for chunk in _list(entry["chunks"]))
-    )
-    if not covers(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
-        raise ValueError(f"the chunks of {key} do not cover each of its elements exactly once")
-    for chunk in tensor.chunks:
-        if math.prod(chunk.sizes) * tensor.dtype.itemsize > chunk.length:
-            raise ValueError(f"a chunk of {key} has fewer bytes than elements")
-    return tensor
-
-
-def _chunk(key: str, chunk: Any, places: _Places) -> Chunk:
-    fields = _fields(chunk, f"{_METADATA}.ChunkStorageMetadata")
-    offsets, sizes = _numbers(fields["offsets"]), _numbers(fields["sizes"])
-    if (place := places.get((key, offsets))) is None:
-        raise ValueError(f"a chunk of {key} is in no file")
-    return Chunk(offsets, sizes, *place)
-
-
-def _places(pairs: Any, folder: str) -> _Places:
     places: _Places = {}
-    files: dict[str, str] = {}  # there are few
-    for index, info in pairs if type(pairs) is Pairs else ():
-        where, what = _fields(index, f"{_METADATA}.MetadataIndex"), _fields(info, f"{_FILES}._StorageInfo")
-        if where.get("offset") is None:  # an object's
+    for index, info in value.storage_data.items():
+        if getattr(index, "offset", None) is None:  # an object's
             continue
-        if what.get("transform_descriptors"):
+        if getattr(info, "transform_descriptors", None):
             raise ValueError("its tensors are encoded in a way that cannot be read here")
-        place = _text(where["fqn"]), _numbers(where["offset"])
-        if place in places:
-            raise ValueError(f"a chunk of {place[0]} is in two places")
-        name = _text(what["relative_path"])
-        if name not in files:
-            files[name] = safe_name(f"{folder}/{safe_name(name)}")
-        places[place] = files[name], _number(what["offset"]), _number(what["length"])
-    return places
+        file = safe_name(f"{folder}/{safe_name(_text(info.relative_path))}")
+        start, length = _numbers((info.offset, info.length))
+        places[_text(index.fqn), _numbers(index.offset)] = file, start, length
+    return {
+        _text(key): _tensor(key, entry, places)
+        for key, entry in value.state_dict_metadata.items()
+        if not is_a(entry, _OBJECT)  # pickled, so not read
+    }
 
 
-def covers(shape: Numbers, boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
-    """Whether boxes, each given by offsets and sizes, cover each element of ``shape`` exactly once, and none outside.
-
-    A function that counts how many boxes an element is in is determined by its differences along all dimensions.
-    Those of one box are +1 or -1 at its corners, and 0 elsewhere: so the corners' sums decide, in linear time.
-    """
-    signs = [math.prod(corner) for corner in itertools.product((1, -1), repeat=len(shape))]
-    sums: collections.Counter[Numbers] = collections.Counter()
-    for offsets, sizes in boxes:
-        if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return False
-        for corner, sign in zip(_corners(offsets, sizes), signs, strict=True):
-            sums[corner] += sign
-    for corner, sign in zip(_corners((0,) * len(shape), shape), signs, strict=True):
-        sums[corner] -= sign
-    return not any(sums.values())
-
-
-def _corners(offsets: Numbers, sizes: Numbers) -> Iterable[Numbers]:
-    return itertools.product(*((start, start + size) for start, size in zip(offsets, sizes, strict=True)))
+def _tensor(key: str, entry: Any, places: _Places) -> StoredTensor:
+    dtype, shape = entry.properties.state[0], _numbers(entry.size)
+    if not is_a(entry, _TENSOR) or type(dtype) is not torch.dtype:
+        raise ValueError(f"{key} is no tensor")
+    boxes = [(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        raise ValueError(f"the chunks of {key} do not cover each of its elements exactly once")
+    chunks = tuple(Chunk(offsets, sizes, *places[key, offsets]) for offsets, sizes in boxes)
+    for chunk in chunks:
+        if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+            raise ValueError(f"a chunk of {key} has other dimensions than the tensor")
+        if math.prod(chunk.sizes) * dtype.itemsize > chunk.length:
+            raise ValueError(f"a chunk of {key} has fewer bytes than elements")
+    return StoredTensor(shape, dtype, chunks)
 
 
 def _check_places(index: Index, source: FileSource) -> None:
-    """Check that chunks lie within their files, and that no two share bytes: else the files could hold any number."""
-    places = sorted((chunk.file, chunk.start, chunk.length) for tensor in index.values() for chunk in tensor.chunks)
-    for file, group in itertools.groupby(places, key=lambda place: place[0]):
+    """Check that chunks lie within their files and take no more bytes: else the files could hold any number."""
+    chunks = sorted((chunk for tensor in index.values() for chunk in tensor.chunks), key=lambda chunk: chunk.file)
+    for file, group in itertools.groupby(chunks, key=lambda chunk: chunk.file):
+        of_file = list(group)
         with source.open(file) as stream:
             size = stream.seek(0, io.SEEK_END)
-        end = 0
-        for _, start, length in group:
-            if start < end or start + length > size:
-                raise DamagedCheckpointError(
-                    f"{source.location}: the index names bytes {start} to {start + length} of {file}, which has {size} "
-                    "bytes, or other tensors in them"
-                )
-            end = start + length
-
-
-def _fields(record: Any, name: str) -> dict[str, Any]:
-    if type(record) is not Record or record.name != name:
-        raise ValueError(f"it lacks a {name.rpartition('.')[2]}")
-    return items(record.state)
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise ValueError("a list is expected")
-    return value
+        if max(chunk.start + chunk.length for chunk in of_file) > size or sum(c.length for c in of_file) > size:
+            raise ValueError(f"it names more bytes of {file} than the {size} that it has")
 
 
 def _text(value: Any) -> str:
@@ -239,16 +156,8 @@ def _text(value: Any) -> str:
     return value
 
 
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _LIMIT:
+def _numbers(value: Any) -> Numbers:
+    """The numbers in a ``torch.Size``, or another tuple."""
+    if type(value) is not tuple or not all(type(number) is int and 0 <= number < _LIMIT for number in value):
         raise ValueError("a number is out of range")
     return value
-
-
-def _numbers(size: Any) -> Numbers:
-    """The numbers in a ``torch.Size``."""
-    if type(size) is not Record or size.name != _SIZE or type(size.arguments[0]) is not tuple:
-        raise ValueError("a shape is none")
-    if len(size.arguments[0]) > _MAX_DIMENSIONS:
-        raise ValueError("a shape has too many dimensions")
-    return tuple(_number(value) for value in size.arguments[0])

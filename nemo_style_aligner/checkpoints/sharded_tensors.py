@@ -9,26 +9,22 @@ objects (fp8 states) are not read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource
 from nemo_style_aligner.checkpoints.manifest import read_patiently
 from nemo_style_aligner.checkpoints.sharded_index import Chunk, Index, StoredTensor, read_index
-from nemo_style_aligner.checkpoints.torch_file import TorchFile
+from nemo_style_aligner.checkpoints.torch_file import read_tensor
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.agreement import on_every_rank
 from nemo_style_aligner.wording import some_of
-
-Sharded = Any  # ShardedTensor | ShardedTensorFactory, which have no types that checkers can see
-ShardedTensors = dict[str, Any]
-"""Local name -> this rank's part of a global tensor, whose ``data`` is the live tensor."""
 
 MODEL_PREFIX = "model."
 """Prefix of the keys of a model's tensors, in training checkpoints and in archives."""
@@ -45,34 +41,64 @@ class UnsupportedFormatError(UserError, ValueError):
     """A checkpoint is in a format that cannot be read here; the message says what to do."""
 
 
-def model_tensors(gpt: Any, *, per_layer_keys: bool = False) -> ShardedTensors:
-    """What this rank holds of a megatron-core model's parameters, with keys under `MODEL_PREFIX`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """A box of a global tensor, which this rank has.
+
+    Attributes:
+        key: of the tensor.
+        shape: of the whole tensor.
+        offsets: of the box in it.
+        data: the live values, of the box's shape; or a copy, to be written later.
+        is_main: whether no other tensor- or pipeline-parallel rank writes it; each data-parallel rank may have it.
+        may_grow: whether the tensor may have more rows than are stored (the padded vocabulary); they become zero.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: torch.Tensor
+    is_main: bool = True
+    may_grow: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values."""
+        return self.data.numel() * self.data.element_size()
+
+
+def model_parts(gpt: Any, *, per_layer_keys: bool = False) -> list[Part]:
+    """What this rank holds of a megatron-core model's parameters; keys are under `MODEL_PREFIX`.
 
     Args:
         gpt: a `GPTModel`.
         per_layer_keys: one tensor per layer (``layers.0.mlp...``) instead of one for all. megatron-core reads both.
     """
+    return [part for _, parts in parameter_parts(gpt, per_layer_keys=per_layer_keys) for part in parts]
+
+
+def parameter_parts(gpt: Any, *, per_layer_keys: bool = False) -> list[tuple[torch.Tensor, list[Part]]]:
+    """`model_parts` by parameter, which has several if it is stored as several (gate and up projections)."""
     metadata = {"non_homogeneous_layers": True} if per_layer_keys else None
-    states = gpt.sharded_state_dict(prefix=MODEL_PREFIX, metadata=metadata)
+    states = gpt.sharded_state_dict(prefix=MODEL_PREFIX, metadata=metadata).values()
     # Transformer Engine adds pickled objects.
-    return {name: state for name, state in states.items() if isinstance(state, ShardedTensor | ShardedTensorFactory)}
+    return [(s.data, _parts(s)) for s in states if isinstance(s, ShardedTensor | ShardedTensorFactory)]
 
 
-def build_factories(tensors: Iterable[Sharded]) -> list[ShardedTensor]:
-    """Replace factories (gate and up projections in one parameter) by the tensors they make, views of the data."""
-    built: list[ShardedTensor] = []
-    for tensor in tensors:
-        if isinstance(tensor, ShardedTensorFactory):
-            parts = tensor.build()
-            built.extend(parts.values() if isinstance(parts, dict) else parts)
-        else:
-            built.append(tensor)
-    return built
+def _parts(state: Any) -> list[Part]:
+    """The parts that megatron-core's description of a parameter stands for."""
+    if isinstance(state, ShardedTensorFactory):
+        built = state.build()
+        return [part for one in (built.values() if isinstance(built, dict) else built) for part in _parts(one)]
+    return [part_of(state)]
 
 
-def describe_failures(error: CheckpointException) -> str:
-    """What went wrong on which rank."""
-    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+def part_of(state: ShardedTensor) -> Part:
+    """megatron-core's description of a tensor in our words."""
+    replica = state.replica_id if isinstance(state.replica_id, tuple) else (state.replica_id,)
+    data = state.data.detach()[(None,) * state.prepend_axis_num]
+    place = tuple(state.global_shape), tuple(state.global_offset)
+    return Part(state.key, *place, data, not any(replica[:-1]), state.allow_shape_mismatch)
 
 
 # ---- reading --------------------------------------------------------------------------------
@@ -113,40 +139,33 @@ def _read_index(source: FileSource, folder: str) -> Index:
 
 
 def load_sharded_tensors(
-    tensors: ShardedTensors,
+    parts: Sequence[Part],
     source: FileSource,
     folder: str,
     *,
     optional: Iterable[str] = (),
     ignored: Iterable[str] = (),
-    checked: Index | None = None,
 ) -> None:
     """Fill the live tensors from the distributed checkpoint in ``folder`` of ``source``. Collective.
 
-    Dtypes may differ. Where a tensor allows another global shape (the padded vocabulary), rows that the
-    checkpoint lacks become zero.
+    Dtypes may differ.
 
     Args:
+        parts: what all ranks together have of the tensors that they need.
         optional: prefixes of keys that may be missing from the checkpoint; those tensors keep their values.
-        ignored: prefixes of the checkpoint's keys that no tensor needs to ask for.
-        checked: what `check_sharded_tensors` returned for tensors that include these; None: they are checked here.
+        ignored: prefixes of the checkpoint's keys that no part needs to ask for.
 
     Raises:
         CheckpointMismatchError: missing or unexpected keys, or other shapes: named, on every rank.
         DamagedCheckpointError: the files cannot be read; `OtherRankError` on the other ranks.
     """
-    index = checked or check_sharded_tensors(tensors, source, folder, optional=optional, ignored=ignored)
-    present = [tensor for tensor in build_factories(tensors.values()) if tensor.key in index]
-    reads = [read for tensor in present for read in _reads(tensor, index[tensor.key])]
-
-    def fill() -> None:
-        with torch.no_grad():
-            for tensor in present:
-                if tensor.allow_shape_mismatch:
-                    tensor.data.detach().zero_()
-            _read(reads, source)
-
-    on_every_rank(fill, None)
+    index = _read_index(source, folder)
+    everywhere: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, {part.key: (part.shape, part.may_grow) for part in parts})
+    wanted = {key: value for some in everywhere for key, value in some.items()}
+    stored = {key: tensor.shape for key, tensor in index.items()}
+    _check_keys(wanted, stored, f"{source.location}/{folder}", tuple(optional), tuple(ignored))
+    on_every_rank(lambda: _fill(parts, index, source), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,76 +174,50 @@ class _Read:
 
     chunk: Chunk
     dtype: torch.dtype
-    part: tuple[slice, ...]
+    box: tuple[slice, ...]
     target: torch.Tensor
 
 
-def _reads(tensor: ShardedTensor, stored: StoredTensor) -> Iterable[_Read]:
-    """What to read to fill this rank's part of a global tensor."""
-    data = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
+def _reads(part: Part, stored: StoredTensor) -> Iterator[_Read]:
+    """What to read to fill a part; rows that are not stored become zero."""
+    there = part.data
+    if part.may_grow:
+        there = there[: max(0, stored.shape[0] - part.offsets[0])]
+        part.data[len(there) :].zero_()
+    missing = there.numel()
     for chunk in stored.chunks:
-        both = list(zip(tensor.global_offset, data.shape, chunk.offsets, chunk.sizes, strict=True))
+        both = list(zip(part.offsets, there.shape, chunk.offsets, chunk.sizes, strict=True))
         starts = [max(ours, theirs) for ours, _, theirs, _ in both]
         ends = [min(ours + size, theirs + length) for ours, size, theirs, length in both]
         if all(start < end for start, end in zip(starts, ends, strict=True)):
-            part, target = (
+            box, target = (
                 tuple(slice(s - origin, e - origin) for s, e, origin in zip(starts, ends, origins, strict=True))
-                for origins in (chunk.offsets, tensor.global_offset)
+                for origins in (chunk.offsets, part.offsets)
             )
-            yield _Read(chunk, stored.dtype, part, data[target])
+            missing -= there[target].numel()
+            yield _Read(chunk, stored.dtype, box, there[target])
+    if missing:
+        raise DamagedCheckpointError(f"the chunks of {part.key} do not cover each of its elements exactly once")
 
 
-def _read(reads: Sequence[_Read], source: FileSource) -> None:
-    """Read each chunk once, in the order of the files. A file is tried again if the system cannot read it now."""
-    ordered = sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start))
-    for file, group in itertools.groupby(ordered, key=lambda read: read.chunk.file):
-        of_file = list(group)
-
-        def read_file(file: str = file, of_file: Sequence[_Read] = of_file) -> None:
-            with source.open(file) as stream:
-                for _, same in itertools.groupby(of_file, key=lambda read: read.chunk.start):
-                    _fill(list(same), stream, f"{source.location}/{file}")
-
-        read_patiently(source.location / file, read_file)
+def _fill(parts: Iterable[Part], index: Index, source: FileSource) -> None:
+    """Read each chunk once, in the order of the files."""
+    reads = [read for part in parts if part.key in index for read in _reads(part, index[part.key])]
+    reads.sort(key=lambda read: (read.chunk.file, read.chunk.start))
+    for chunk, group in itertools.groupby(reads, key=lambda read: read.chunk):
+        path = source.location / chunk.file
+        read_patiently(path, functools.partial(_read, chunk, list(group), source, str(path)))
 
 
-def _fill(reads: Sequence[_Read], stream: IO[bytes], what: str) -> None:
+def _read(chunk: Chunk, reads: Sequence[_Read], source: FileSource, path: str) -> None:
     """Read one chunk and copy its parts to where they belong."""
-    chunk, dtype = reads[0].chunk, reads[0].dtype
-    what = f"{what}, bytes {chunk.start} to {chunk.start + chunk.length}"
-    file = TorchFile(stream, chunk.start, chunk.length, what)
-    content = file.tensor(file.value)
-    if content.dtype != dtype or tuple(content.shape) != chunk.sizes:
-        raise DamagedCheckpointError(f"{what}: {content.dtype} {tuple(content.shape)} is not what the index says")
+    what = f"{path}, bytes {chunk.start} to {chunk.start + chunk.length}"
+    with source.open(chunk.file) as stream:
+        content = read_tensor(stream, chunk.start, chunk.length, what)
     for read in reads:
-        read.target.copy_(content[read.part])
-
-
-def check_sharded_tensors(
-    tensors: ShardedTensors,
-    source: FileSource,
-    folder: str,
-    *,
-    optional: Iterable[str] = (),
-    ignored: Iterable[str] = (),
-) -> Index:
-    """Check that the distributed checkpoint in ``folder`` has exactly what all ranks together need. Collective.
-
-    For the arguments and errors see `load_sharded_tensors`; the tensors' data may be on the ``meta`` device.
-
-    Returns:
-        The checkpoint's index.
-    """
-    index = _read_index(source, folder)
-    built = build_factories(tensors.values())
-    wanted = {t.key: (tuple(t.global_shape), t.allow_shape_mismatch) for t in built}
-    everywhere: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, wanted)
-    all_wanted = {key: value for part in everywhere for key, value in part.items()}
-    location = f"{source.location}/{folder}"
-    stored = {key: tensor.shape for key, tensor in index.items()}
-    _check_keys(all_wanted, stored, location, tuple(optional), tuple(ignored))
-    return index
+        if content.dtype != read.dtype or tuple(content.shape) != chunk.sizes:
+            raise DamagedCheckpointError(f"{what}: {content.dtype} {tuple(content.shape)} is not what the index says")
+        read.target.copy_(content[read.box])
 
 
 _NAMED = 20  # keys that an error names

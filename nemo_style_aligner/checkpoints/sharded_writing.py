@@ -1,12 +1,9 @@
 """Writing Megatron distributed checkpoints (`torch_dist`), by all ranks.
 
-The format is megatron-core's, so that its tools and NeMo read what is written here. Two things differ from
-``dist_checkpointing.save``:
-
-- Writing happens in this process. megatron-core's writer starts a manager process and forks one writer per
-  file, for the sake of asynchronous saving; that costs seconds and forks processes that have threads.
-- What needs the live tensors (`prepare`, `snapshot`) is separate from writing (`write_tensors`), whose collectives are
-  in a group of the caller's choice: a snapshot can be written in another thread while training goes on.
+The format is megatron-core's, so that its tools and NeMo read what is written here. ``dist_checkpointing.save`` itself
+would start a manager process and fork one writer per file, for the sake of asynchronous saving. Here, what needs the
+live tensors (`own_parts`, `snapshot`) is separate from writing (`write_tensors`), whose collectives are in a group of
+the caller's choice: a snapshot can be written in another thread while training goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import errno
 import io
 import os
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +22,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    distribute_main_replicas_with_precomputed_distribution,
-)
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from nemo_style_aligner.checkpoints.sharded_tensors import ShardedTensors, build_factories, describe_failures
+from nemo_style_aligner.checkpoints.sharded_tensors import Part
 from nemo_style_aligner.errors import OtherRankError
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
 from nemo_style_aligner.telemetry import activity
@@ -46,55 +35,27 @@ from nemo_style_aligner.telemetry import activity
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedTensors:
-    """What this rank writes.
+def own_parts(parts: Iterable[Part]) -> list[Part]:
+    """The parts that this rank writes, of those that every data-parallel rank has.
 
-    Attributes:
-        tensors: those of which this rank has the main replica; their ``data`` are the live tensors, or a `snapshot`.
+    All of these ranks write about as much: the largest part first, each goes to the rank with the least so far.
     """
-
-    tensors: tuple[ShardedTensor, ...]
-
-    def num_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(_bytes(t) for t in self.tensors)
-
-    def below(self, prefix: str) -> PreparedTensors:
-        """The tensors whose keys begin with ``prefix``."""
-        return PreparedTensors(tuple(t for t in self.tensors if t.key.startswith(prefix)))
-
-    def num_bytes_of_snapshot(self) -> int:
-        """Host memory that a `snapshot` takes. torch rounds pinned memory up to powers of two."""
-        return sum(1 << (_bytes(t) - 1).bit_length() if t.data.is_cuda else _bytes(t) for t in self.tensors)
+    loads, own = [0] * parallel_state.get_data_parallel_world_size(), []
+    for part in sorted(parts, key=lambda part: -part.num_bytes):
+        owner = loads.index(min(loads))
+        if part.is_main:
+            loads[owner] += part.num_bytes
+            if owner == parallel_state.get_data_parallel_rank():
+                own.append(part)
+    return own
 
 
-def prepare(tensors: ShardedTensors) -> PreparedTensors:
-    """Decide what each rank writes, and check that together they write everything exactly once. Collective.
-
-    Tensors that several data-parallel ranks hold are divided among them, so that all write about as much.
-    """
-    built = {str(number): tensor for number, tensor in enumerate(build_factories(tensors.values()))}
-    replicas = parallel_state.get_data_parallel_group()
-    shares = determine_main_replica_uniform_distribution(built, replicas)
-    distribute_main_replicas_with_precomputed_distribution(built, replicas, shares)
-    sharded, _ = save_preprocess(built)
-    return PreparedTensors(tuple(t for t in sharded.values() if is_main_replica(t.replica_id)))
-
-
-def snapshot(prepared: PreparedTensors, already_copies: tuple[str, ...] = ()) -> PreparedTensors:
-    """Copy the tensors as they are now to host memory (pinned, if they come from a GPU).
-
-    Args:
-        already_copies: key prefixes of tensors that nobody else holds: these are taken as they are.
-    """
-    copies = tuple(
-        t if t.key.startswith(already_copies) else dataclasses.replace(t, data=_host_copy(t.data.detach()))
-        for t in prepared.tensors
-    )
+def snapshot(parts: Iterable[Part]) -> list[Part]:
+    """Copies of the parts as they are now, in host memory (pinned, if they come from a GPU)."""
+    copies = [dataclasses.replace(part, data=_host_copy(part.data)) for part in parts]
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the copies are asynchronous
-    return PreparedTensors(copies)
+    return copies
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,27 +63,53 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-def write_tensors(prepared: PreparedTensors, directory: Path, group: dist.ProcessGroup | None = None) -> None:
+def bytes_of_snapshot(parts: Iterable[Part]) -> int:
+    """Host memory that a `snapshot` takes. torch rounds pinned memory up to powers of two."""
+    return sum(1 << (part.num_bytes - 1).bit_length() if part.data.is_cuda else part.num_bytes for part in parts)
+
+
+def write_tensors(parts: Sequence[Part], directory: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write into an existing, empty directory, one synced file per rank. Collective in ``group``.
+
+    Args:
+        parts: those that this rank writes; all ranks' together are whole tensors.
 
     Raises:
         OtherRankError: a rank could not write; the same on every rank.
         OSError: rank 0 could not write the small files; `OtherRankError` on the others.
     """
-    # By number, since several tensors may share a key (the layers of one stage).
-    numbered = {str(number): tensor for number, tensor in enumerate(prepared.tensors)}
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(numbered, keep_only_main_replica=True)
     on_first_rank(lambda: _write_common(directory), group)
     try:
-        dcp.save(
-            mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=_Writer(directory, prepared.num_bytes()),
-            planner=_SavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=group,
-        )
+        writer = _Writer(directory, sum(part.num_bytes for part in parts))
+        dcp.save({}, storage_writer=writer, planner=_Planner(parts), process_group=group)
     except CheckpointException as error:  # a BaseException, which handlers of Exception would miss
-        raise OtherRankError(f"writing {directory}: {describe_failures(error)}") from error
+        failures = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+        raise OtherRankError(f"writing {directory}: {failures}") from error
     on_first_rank(lambda: save_config(_FORMAT, str(directory)), group)
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Has this rank's parts written; torch checks that all ranks' parts together are whole tensors."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = {(part.key, torch.Size(part.offsets)): part for part in parts}
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        self.plan = dcp.SavePlan([_item(part) for part in self._parts.values()])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        activity.progress()  # each tensor that is written, however slow it is
+        index = write_item.index
+        return self._parts[index.fqn, index.offset].data  # type: ignore[index]
+
+
+def _item(part: Part) -> WriteItem:
+    offsets, size = torch.Size(part.offsets), torch.Size(part.shape)
+    chunk = ChunkStorageMetadata(offsets, part.data.size())
+    data = TensorWriteData(chunk, TensorProperties(part.data.dtype), size)
+    return WriteItem(MetadataIndex(part.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -154,13 +141,6 @@ def _system_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-class _SavePlanner(MCoreSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        """As megatron-core's. Each tensor that is written counts as progress for the watchdog, however slow it is."""
-        activity.progress()
-        return super().resolve_data(write_item)
-
-
 def _write_common(directory: Path) -> None:
     """Write the file for what is not a tensor, which the format requires: it is empty."""
     content = io.BytesIO()
@@ -168,19 +148,14 @@ def _write_common(directory: Path) -> None:
     (directory / COMMON_STATE_FNAME).write_bytes(content.getvalue())
 
 
-def bytes_to_write(prepared: PreparedTensors, group: dist.ProcessGroup | None = None) -> int:
+def bytes_to_write(parts: Iterable[Part], group: dist.ProcessGroup | None = None) -> int:
     """Bytes of the whole checkpoint, over all ranks. Collective in ``group``."""
-    return sum(on_every_rank(prepared.num_bytes, group))
+    return sum(on_every_rank(lambda: sum(part.num_bytes for part in parts), group))
 
 
-def _bytes(tensor: Any) -> int:
-    return tensor.data.numel() * tensor.data.element_size()
-
-
-def nonfinite_tensors(tensors: ShardedTensors) -> list[str]:
+def nonfinite_tensors(parts: Iterable[Part]) -> list[str]:
     """Keys of tensors that hold NaN or Inf on some rank, sorted, the same on every rank. Collective."""
-    built = build_factories(tensors.values())
-    own = {t.key for t in built if t.data.is_floating_point() and not _is_finite(t.data)}
+    own = {part.key for part in parts if part.data.is_floating_point() and not _is_finite(part.data)}
     everywhere: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     return sorted(set().union(*everywhere))
@@ -189,5 +164,5 @@ def nonfinite_tensors(tensors: ShardedTensors) -> list[str]:
 def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0:
         return True
-    least, greatest = torch.aminmax(tensor.detach())  # both NaN if there is one; needs no memory, unlike isfinite
+    least, greatest = torch.aminmax(tensor)  # both NaN if there is one; needs no memory, unlike isfinite
     return bool(least.isfinite() and greatest.isfinite())

@@ -19,7 +19,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,8 @@ from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import Manifest, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import write_nemo
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
-from nemo_style_aligner.checkpoints.sharded_writing import PreparedTensors, prepare
+from nemo_style_aligner.checkpoints.sharded_tensors import Part, model_parts
+from nemo_style_aligner.checkpoints.sharded_writing import bytes_of_snapshot, own_parts
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.parallel.agreement import on_first_rank
@@ -223,12 +223,11 @@ class CheckpointManager:
 
     def _has_memory_for(self, contents: Contents) -> bool:
         """Whether every machine has memory for its ranks' copies of their tensors."""
-        own = (socket.gethostname(), contents.bytes_of_copy(), contents.bytes_copied())
-        everywhere: list[tuple[str, int, int]] = [("", 0, 0)] * dist.get_world_size()
+        own = socket.gethostname(), bytes_of_snapshot(contents.tensors)
+        everywhere: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
-        needed = sum(size for host, size, _ in everywhere if host == own[0])
-        taken = sum(size for host, _, size in everywhere if host == own[0])
-        suffices = needed <= _SNAPSHOT_SHARE * (available_memory() + taken)  # together, what was free before the save
+        needed = sum(size for host, size in everywhere if host == own[0])
+        suffices = needed <= _SNAPSHOT_SHARE * available_memory()
         if not suffices and not self._is_short_of_memory:
             logger.warning(
                 "training waits while checkpoints are written: a copy of the state takes %.1f GiB on this machine, "
@@ -301,7 +300,7 @@ class CheckpointManager:
             restore_model(best, model)
         elif self._is_archived:
             return
-        self._export(prepare(model_tensors(model.gpt)), self._writer.group)
+        self._export(own_parts(model_parts(model.gpt)), self._writer.group)
         if best is not None and current is not None:
             restore_model(current, model)
 
@@ -321,7 +320,7 @@ class CheckpointManager:
                 return path
         return None
 
-    def _export(self, tensors: PreparedTensors, group: dist.ProcessGroup | None) -> None:
+    def _export(self, tensors: Sequence[Part], group: dist.ProcessGroup | None) -> None:
         """Write the .nemo archive. Collective in ``group``."""
         if self.nemo is None:
             return

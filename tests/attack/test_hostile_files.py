@@ -68,15 +68,15 @@ def _soon() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A small model as an archive, which is a directory without checksums, and as a Hugging Face directory."""
+    """A small model as an archive, unpacked and without checksums, and as a Hugging Face directory."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = train_character_tokenizer("abcdefghij 0123456789", folder / "tokenizer")
     architecture = ModelArchitecture(**SHAPE | {"vocab_size": tokenizer.vocab_size})
-    (folder / "model.nemo").mkdir()
     with single_process():
         model = build_model(architecture, {}, torch.float32, trainable=False)
         config = architecture.to_nemo_config() | {"encoder_seq_length": 64}
-        save_nemo(folder / "model.nemo", model, config, tokenizer)
+        save_nemo(folder / "model.tar", model, config, tokenizer)
+        shutil.unpack_archive(folder / "model.tar", folder / "model.nemo", filter="data")
         write_checkpoint(folder / "hf", architecture, export_weights(model), tokenizer_dir=folder / "tokenizer")
         (folder / "model.nemo" / "checksums.json").unlink()  # as in those that NeMo writes
         yield folder / "model.nemo", folder / "hf"
