@@ -705,30 +705,25 @@ def test_a_rank_that_exits_with_an_error_ends_the_job_with_its_status(script: Pa
     assert run(script, "trainer.devices=2", "exp_manager.name=exit").returncode == 7
 
 
-@pytest.mark.parametrize("by", ["python", pytest.param("mpirun", marks=needs_mpi)])
-def test_mistakes_in_the_config_are_one_message_and_no_traceback(script: Path, by: str) -> None:
-    result = run(script, "trainer.devices=2", "trainer.ppo.prot=1", by=by)
+def test_mistakes_in_the_config_are_one_message_and_no_traceback(script: Path) -> None:
+    result = run(script, "trainer.devices=2", "trainer.ppo.prot=1")
     assert result.returncode == 2
     assert result.stderr.count("trainer.ppo.prot; did you mean trainer.ppo.port") == 1
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("by", "error", "status", "message"),
-    [
-        ("python", "DataError", 2, "error: prompts.jsonl:3: wrong"),
-        ("python", "ServerUnavailableError", 1, "the critic is gone"),
-        pytest.param("mpirun", "ServerUnavailableError", 1, "the critic is gone", marks=needs_mpi),
-    ],
+    ("error", "status", "message"),
+    [("DataError", 2, "error: prompts.jsonl:3: wrong"), ("ServerUnavailableError", 1, "the critic is gone")],
 )
 def test_what_the_user_can_mend_is_one_message_and_no_traceback(
-    script: Path, by: str, error: str, status: int, message: str
+    script: Path, error: str, status: int, message: str
 ) -> None:
     log = f"exp_manager.explicit_log_dir={script.parent / 'log'}"
-    result = run(script, "trainer.devices=2", f"exp_manager.name={error}", log, by=by)
+    result = run(script, "trainer.devices=2", f"exp_manager.name={error}", log)
     assert result.returncode == status, result.stderr
     assert result.stderr.count(message) == 1 and "Traceback" not in result.stderr, result.stderr
-    if by == "python" and status == 2:
+    if status == 2:
         alone = run(script, "trainer.devices=1", f"exp_manager.name={error}", log, "exp_manager.log_level=debug")
         assert alone.returncode == 2 and "Traceback" in alone.stderr and message in alone.stderr.splitlines()[-1]
 
