@@ -268,20 +268,7 @@ def test_ranks_of_one_machine_talk_over_loopback(monkeypatch: pytest.MonkeyPatch
     assert interfaces(MPIRUN_INFO) == [None, None]
 
 
-def _name_means(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
-    """Let this machine's name mean these addresses."""
-    real = socket.getaddrinfo
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
-
-    def look_up(host: str, *arguments: Any, **options: Any) -> Any:
-        return found if host == socket.gethostname() else real(host, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-
-
-def test_over_several_machines_gloo_listens_where_others_reach_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_over_several_machines_gloo_listens_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's /etc/hosts has 127.0.1.1 for the machine's own name, by which gloo goes. So does the work queue."""
 
     def interface(info: LaunchInfo, **given: str) -> str | None:
@@ -298,22 +285,12 @@ def test_over_several_machines_gloo_listens_where_others_reach_it(
         pytest.skip("this machine has no route to others")
     own = interface_of(address)
     over_two = LaunchInfo(0, 2, 0, 1, "environment", address, 1)
-    _name_means(monkeypatch, "127.0.1.1")
-    assert own is not None and interface(over_two) == own and f"gloo uses {own}" in caplog.text
+    assert own is not None and interface(over_two) == own
     assert interface(dataclasses.replace(over_two, master_addr="127.0.1.1")) == own  # as rank 0 sees its own name
     assert interface(over_two, GLOO_SOCKET_IFNAME="ib0") == "ib0"
     assert interface(ALONE) is None
-    _name_means(monkeypatch)
-    assert interface(over_two) == own
-    _name_means(monkeypatch, "192.0.2.1", "127.0.1.1")  # gloo takes the first that is the machine's
-    assert interface(over_two) == own
-    _name_means(monkeypatch, address, "127.0.1.1")
-    assert interface(over_two) is None
     monkeypatch.setattr(machine, "outgoing_address", lambda *_: "192.0.2.1")  # the default route's
-    assert interface(over_two) is None
-    _name_means(monkeypatch, "192.0.2.2")
-    assert interface(over_two, GLOO_SOCKET_IFNAME=own) == own
-    _name_means(monkeypatch, "127.0.1.1")
+    assert interface(over_two) == own
     monkeypatch.setattr(initialization, "outgoing_address", lambda *_: None)
     with pytest.raises(LaunchError, match="correct /etc/hosts, or set GLOO_SOCKET_IFNAME"):
         interface(over_two)
@@ -645,7 +622,6 @@ def test_ranks_of_two_machines_that_call_themselves_loopback(script: Path) -> No
             subprocess.run(["ip", "netns", "delete", f"{name}{number}"], capture_output=True, check=False)
     for number in (1, 2):
         assert f"sum 3 on rank {number - 1} of 2" in result.stdout, result.stderr
-        assert f"(see /etc/hosts): gloo uses link{number}" in result.stderr
 
 
 @pytest.mark.parametrize("by", LAUNCHERS)
@@ -729,30 +705,25 @@ def test_a_rank_that_exits_with_an_error_ends_the_job_with_its_status(script: Pa
     assert run(script, "trainer.devices=2", "exp_manager.name=exit").returncode == 7
 
 
-@pytest.mark.parametrize("by", ["python", pytest.param("mpirun", marks=needs_mpi)])
-def test_mistakes_in_the_config_are_one_message_and_no_traceback(script: Path, by: str) -> None:
-    result = run(script, "trainer.devices=2", "trainer.ppo.prot=1", by=by)
+def test_mistakes_in_the_config_are_one_message_and_no_traceback(script: Path) -> None:
+    result = run(script, "trainer.devices=2", "trainer.ppo.prot=1")
     assert result.returncode == 2
     assert result.stderr.count("trainer.ppo.prot; did you mean trainer.ppo.port") == 1
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("by", "error", "status", "message"),
-    [
-        ("python", "DataError", 2, "error: prompts.jsonl:3: wrong"),
-        ("python", "ServerUnavailableError", 1, "the critic is gone"),
-        pytest.param("mpirun", "ServerUnavailableError", 1, "the critic is gone", marks=needs_mpi),
-    ],
+    ("error", "status", "message"),
+    [("DataError", 2, "error: prompts.jsonl:3: wrong"), ("ServerUnavailableError", 1, "the critic is gone")],
 )
 def test_what_the_user_can_mend_is_one_message_and_no_traceback(
-    script: Path, by: str, error: str, status: int, message: str
+    script: Path, error: str, status: int, message: str
 ) -> None:
     log = f"exp_manager.explicit_log_dir={script.parent / 'log'}"
-    result = run(script, "trainer.devices=2", f"exp_manager.name={error}", log, by=by)
+    result = run(script, "trainer.devices=2", f"exp_manager.name={error}", log)
     assert result.returncode == status, result.stderr
     assert result.stderr.count(message) == 1 and "Traceback" not in result.stderr, result.stderr
-    if by == "python" and status == 2:
+    if status == 2:
         alone = run(script, "trainer.devices=1", f"exp_manager.name={error}", log, "exp_manager.log_level=debug")
         assert alone.returncode == 2 and "Traceback" in alone.stderr and message in alone.stderr.splitlines()[-1]
 

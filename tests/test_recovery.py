@@ -165,7 +165,7 @@ class CriticJob:
         rewards = SimpleNamespace(
             rewards=lambda tokens, lengths: lengths[:, None].float(), is_in_place=False, leave=lambda **_: None
         )
-        metrics = SimpleNamespace(log_metrics=lambda *_: None, log_scope=lambda *_: None)
+        metrics = SimpleNamespace(log_metrics=lambda *_: None)
         service = CriticService(self.critic, rewards, server.ledger, self.checkpoints, metrics, self.critic.reset)
         for path, state in list(self.checkpoints.trainer_states().items()):
             if self.checkpoints.is_whole(path):

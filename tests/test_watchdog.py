@@ -254,7 +254,7 @@ def test_a_wait_with_its_own_limit_may_take_as_long(clocks: Clocks, tmp_path: Pa
             dog._tick()
         assert not ended
     assert activity.current().bound == 0.0
-    clocks.now = 595.0
+    clocks.now = 585.0
     dog._tick()
     assert not ended
     clocks.now = 700.0

@@ -164,7 +164,7 @@ def start_run(cfg: DictConfig) -> Run:
         cfg.trainer.distributed_timeout_minutes,
     )
     log_dir = log_directory(cfg.exp_manager)
-    _hold(log_dir, cfg.exp_manager)
+    on_first_rank(lambda: hold_log_directory(log_dir, cfg.exp_manager.name))
     require_shared(log_dir)
     run_settings = settings_of_run(cfg)
     if "data" in cfg.model and dist.get_rank() == 0:  # whose settings are saved and compared
@@ -181,20 +181,6 @@ def start_run(cfg: DictConfig) -> Run:
         ),
         watchdog=start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
     )
-
-
-def _hold(log_dir: Path, exp_manager: DictConfig) -> None:
-    """`hold_log_directory` by rank 0; its ConfigError is one on all ranks. Collective."""
-
-    def hold() -> str | None:
-        try:
-            hold_log_directory(log_dir, exp_manager.name)
-        except ConfigError as error:
-            return str(error)
-        return None
-
-    if problem := on_first_rank(hold):
-        raise ConfigError(problem)
 
 
 def require_shared(log_dir: Path) -> None:
@@ -232,7 +218,7 @@ def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
     """
     log_dir = log_directory(exp_manager)
     if exp_manager.watchdog_minutes is not None:
-        _hold(log_dir, exp_manager)
+        on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
     return start_watchdog(exp_manager.watchdog_minutes, log_dir)
 
 

@@ -17,7 +17,6 @@ from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.detection import LOOPBACK, LaunchError, LaunchInfo, integer
 from nemo_style_aligner.parallel.ending import failures
 from nemo_style_aligner.parallel.machine import (
-    address_of_name,
     available_cores,
     free_port,
     interface_of,
@@ -178,25 +177,19 @@ def _name_interface_for_gloo(info: LaunchInfo, store: Store) -> None:
         return
     address = outgoing_address(str(info.master_addr))
     store.set(f"address/{info.rank}", address or "")
-    if os.environ.get("GLOO_SOCKET_IFNAME") or address_of_name():
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     if address is None:  # On rank 0's own machine its name may mean loopback, too: the way back from the others counts.
         others = (store.get(f"address/{rank}").decode() for rank in range(info.world_size))
         address = next(filter(None, map(outgoing_address, filter(None, others))), None)
     interface = interface_of(address) if address is not None else None
-    name = socket.gethostname()
     if interface is None:
         raise LaunchError(
-            f"the host name {name} resolves to no address that other machines reach, and there is no route to them: "
-            "correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the network interface that the ranks are to use"
+            f"{socket.gethostname()} has no route to the other machines: correct /etc/hosts, or set GLOO_SOCKET_IFNAME "
+            "to the network interface that the ranks are to use"
         )
     os.environ["GLOO_SOCKET_IFNAME"] = interface
-    if info.local_rank == 0:  # once per machine
-        _logger.warning(
-            "the host name %s resolves to no address that other machines reach (see /etc/hosts): gloo uses %s",
-            name,
-            interface,
-        )
+    _logger.info("gloo uses %s", interface)
 
 
 def _device_index(info: LaunchInfo, visible: int) -> int:

@@ -104,18 +104,17 @@ def ranks_on_this_machine() -> int:
 def own_address() -> str:
     """The address under which other machines reach this one: gloo's, so that there is one to get right.
 
-    That of the interface in ``GLOO_SOCKET_IFNAME``, else that of the host name, else that of the default route.
+    That of the interface in ``GLOO_SOCKET_IFNAME``, which `launch.initialize` sets, else that of the default route.
 
     Raises:
-        LaunchError: other machines can use none of them.
+        LaunchError: there is none.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if address := _address_of_interface(interface) or address_of_name() or outgoing_address():
+    if address := _address_of_interface(interface) or outgoing_address():
         return address
     raise LaunchError(
-        f"{socket.gethostname()} has no default route, and its name resolves to no address that other machines reach "
-        "(see /etc/hosts): set GLOO_SOCKET_IFNAME to the network interface that they reach, or an address in "
-        "trainer.ppo.batch_iterator.host"
+        f"{socket.gethostname()} has no default route: set GLOO_SOCKET_IFNAME to the network interface that other "
+        "machines reach, or an address in trainer.ppo.batch_iterator.host"
     )
 
 
@@ -126,20 +125,6 @@ def outgoing_address(target: str = "10.255.255.255") -> str | None:
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)  # sends nothing: a datagram socket only looks up the route
                 return _unless_loopback(probe.getsockname()[0])
-    return None
-
-
-def address_of_name() -> str | None:
-    """The address of its own that this machine's name resolves to; None if that is none, or loopback.
-
-    Debian's /etc/hosts has 127.0.1.1 for it. Of several addresses, the first that is this machine's counts, as in gloo.
-    """
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return _unless_loopback(str(address[0]))
     return None
 
 

@@ -77,8 +77,8 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._backstop: TextIO | None = None
-        self._own_progress = 0.0  # the last that others have been told of
-        self._others_progress = 0.0  # when the file was last touched, by its own clock
+        self._own_progress = 0.0
+        self._touched = 0.0  # when somebody last did that to the file, by its clock
         self._last = time.monotonic()  # when this rank, or another as far as it has seen, last made progress
 
     def start(self) -> None:
@@ -126,16 +126,17 @@ class Watchdog:
 
     def _look_for_progress(self) -> None:
         now, own = time.monotonic(), activity.current()
-        has_moved = own.progress != self._own_progress
-        if has_moved or now - own.progress < own.bound:  # a wait with a limit of its own is no standstill
-            self._own_progress, self._last = own.progress, own.progress if has_moved else now
-            self._touch(self._progress_file)
+        touched = self._touched
         with contextlib.suppress(OSError):
             touched = self._progress_file.stat().st_mtime
-            if touched != self._others_progress:
-                if not has_moved:
-                    self._last = now
-                self._others_progress = touched
+        has_moved, waits = own.progress != self._own_progress, now - own.progress < own.bound
+        if has_moved or waits:
+            self._last = now if waits else own.progress
+            if touched == self._touched:  # nobody else has told the others
+                self._touch(self._progress_file)
+        elif touched != self._touched:
+            self._last = now
+        self._own_progress, self._touched = own.progress, touched
 
     # ---- the report -------------------------------------------------------------------------
 

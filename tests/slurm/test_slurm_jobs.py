@@ -349,7 +349,6 @@ def test_a_wrong_port(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) ->
     assert state.name == "FAILED" and state.exit_code not in (0, 75), job.describe()
     assert "http://n1:9 was not ready within 5 s" in job.output("actor")
     assert "http://n1:9 was not ready within 5 s" in job.output()  # the end of the log, where the user looks first
-    assert "scancel: error" not in job.output("actor")  # ranks that fail end their own component's step
     assert not cluster.call("squeue", "--noheader")
 
 
