@@ -1,18 +1,20 @@
-"""The config that the command line of an entry script makes, by hydra; ``--help`` in place of hydra's own."""
+"""The config that the command line of an entry script makes: hydra's grammar of overrides, and its usual flags."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import hydra
 import yaml
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config import (
     CONF_DIR,
@@ -20,7 +22,6 @@ from nemo_style_aligner.config import (
     ConfigError,
     complete_config,
     config_file,
-    prepare_overrides,
     register_resolvers,
     required_keys,
 )
@@ -31,11 +32,14 @@ Any key of the config can be set on the command line (trainer.devices=2). These 
 
 {required}
 
-"--cfg job" shows the config that a command line makes. The keys, what they mean and their defaults, from
+"--cfg job" shows the config that a command line makes. "--config-path FOLDER --config-name NAME" take a config file of
+yours, which may leave keys out. The keys, what they mean and their defaults, from
 {path}:
 
 {content}"""
 """What ``--help`` says."""
+
+_TEMPLATES = ("prompt_template", "filename")  # last parts of the keys whose values have fields in braces
 
 
 class Composed(NamedTuple):
@@ -43,6 +47,11 @@ class Composed(NamedTuple):
 
     cfg: DictConfig
     notes: list[str]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help says what the command line can have")
 
 
 def compose(name: str, description: str) -> Composed | None:
@@ -56,24 +65,41 @@ def compose(name: str, description: str) -> Composed | None:
         ConfigError: the command line or a config file cannot be read; or the command line asks for several runs, or
             deletes keys without giving them anew.
     """
-    composed: list[DictConfig] = []
-
-    def take(cfg: DictConfig) -> None:
-        composed.append(cfg)
-
-    register_resolvers()
-    config_file(name)  # raises if there is none; hydra's error would not say what to do
-    if not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
+    config_file(name)  # raises if there is none
+    parser = _Parser(add_help=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=("job",))
+    parser.add_argument("-cp", "--config-path", type=os.path.abspath, default=str(CONF_DIR))
+    parser.add_argument("-cn", "--config-name", default=name)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args(sys.argv[1:])
+    if options.help:
         with _reader_may_leave():
-            print(_help(name, description))  # hydra's own has the bare values, without the comments
+            print(_help(name, description))
         return None
-    _refuse_multirun(sys.argv[1:])
-    arguments, notes = _without_removals(sys.argv[1:])
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors go to our hook instead of being printed at length
-    sys.argv[1:] = prepare_overrides(arguments)
-    try:
+    overrides, notes = _without_removals(options.overrides)
+    cfg = _by_hydra(options.config_name, overrides, Path(options.config_path))
+    if options.cfg:
         with _reader_may_leave():
-            hydra.main(config_path=str(CONF_DIR), config_name=name, version_base="1.3")(take)()
+            print(OmegaConf.to_yaml(cfg))
+        return None
+    return Composed(complete_config(cfg, name), notes)
+
+
+def config_with(name: str, overrides: Sequence[str]) -> DictConfig:
+    """The config of a job with these overrides (``key=value``), as on its command line.
+
+    Raises:
+        ConfigError: an override cannot be read.
+    """
+    return complete_config(_by_hydra(name, overrides, CONF_DIR), name)
+
+
+def _by_hydra(file: str, overrides: Sequence[str], folder: Path) -> DictConfig:
+    register_resolvers()
+    try:
+        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+            return hydra.compose(file, [*map(_prepared, overrides)])
     except (yaml.YAMLError, UnicodeDecodeError) as error:  # of a file that --config-name names
         raise ConfigError(f"a config file cannot be read: {error}") from error
     except OverrideParseException as error:
@@ -89,12 +115,36 @@ def compose(name: str, description: str) -> Composed | None:
         if several is None:
             cause = "" if error.__cause__ is None else f": {str(error.__cause__).splitlines()[0]}"
             raise ConfigError(f"hydra cannot make a config of this command line: {error}{cause}") from error
-        # Hydra would recommend its multirun.
+        # Hydra would recommend its multirun, which runs job after job in this process: ranks end with their job.
         raise ConfigError(
             f"{several[1]} gives several values: write a list as KEY=[A,B] and a text value in quotes, inside those of "
-            "the shell: 'KEY=\"A,B\"'. To try one value after the other, start a run for each"
+            "the shell: 'KEY=\"A,B\"'. To try one value after the other, start a run for each, in a log directory of "
+            "its own (exp_manager.explicit_log_dir)"
         ) from error
-    return Composed(complete_config(composed[0], name), notes) if composed else None
+
+
+def _prepared(override: str) -> str:
+    """An override as hydra should see it.
+
+    ``key=value`` and ``+key=value`` become ``++key=value``, so that hydra accepts keys that are not in the YAML file:
+    `check_config` knows more about them. The value is put in quotes if it is text that hydra's grammar does not accept.
+    Such are paths (with a name that has ``step=30`` in it, say) and templates (``{input} {output}``). NeMo-Aligner's
+    guides have interpolations with a backslash that a shell leaves there, ``"\\${multiply:1e-6,2}"``: its jobs compute
+    them all the same.
+    """
+    key, sign, value = override.lstrip("+").partition("=")
+    if not sign or not re.match(r"[A-Za-z_]", key):
+        return override
+    if escaped := re.fullmatch(r'"\\(\$\{.*\})"', value):
+        return f"++{key}={escaped[1]}"
+    quote = '"' if "'" in value else "'"
+    if quote in value or value.endswith("\\"):
+        return f"++{key}={value}"
+    is_template = key.rsplit(".", 1)[-1] in _TEMPLATES and "{" in value and value[0] not in "'\""
+    is_path = re.match(r"\.{0,2}/|~", value) and "${" not in value and "\\" not in value
+    if is_template or (is_path and not re.fullmatch(r"[A-Za-z0-9_/.@%+ -]*", value)):
+        return f"++{key}={quote}{value}{quote}"
+    return f"++{key}={value}"
 
 
 @contextlib.contextmanager
@@ -119,24 +169,8 @@ def _help(name: str, description: str) -> str:
     )
 
 
-def _refuse_multirun(arguments: Sequence[str]) -> None:
-    """Refuse hydra's multirun: it would run job after job in this process, but ranks meet once and end with their job.
-
-    Raises:
-        ConfigError: the command line asks for multirun.
-    """
-    for argument in arguments:
-        is_flag = argument == "-m" or (len(argument) > 2 and "--multirun".startswith(argument))  # argparse's shortened
-        if is_flag or re.fullmatch(r"\+{0,2}hydra\.mode=.*MULTIRUN.*", argument):
-            raise ConfigError(
-                f"{argument}: hydra's multirun does not work for jobs that have ranks. Start each run by itself, in a "
-                "log directory of its own: for lr in 1e-6 2e-6; do python SCRIPT model.optim.lr=$lr "
-                "exp_manager.explicit_log_dir=results/lr_$lr; done"
-            )
-
-
 def _without_removals(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line without what removes a section, and a line for the log on each of those.
+    """The overrides without those of hydra itself and what removes a section, and a line for the log on each of those.
 
     NeMo's scripts write ``~model.optim '++model.optim={name: sgd}'`` to replace a section, and ``exp_manager=null``
     to run without checkpoints.
@@ -150,7 +184,9 @@ def _without_removals(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if re.fullmatch(r"\+{0,2}exp_manager=(null|None|~)?", argument):
             kept += (f"exp_manager.{key}={value}" for key, value in WITHOUT_EXP_MANAGER.items())
             notes.append(f"{argument}: a job always has a log directory; exp_manager's other keys hold all the same")
-        elif re.match(r"~(?!hydra[./])[A-Za-z_]", argument):
+        elif re.match(r"[+~]*hydra[./]", argument):
+            notes.append(f"{argument} has no effect: exp_manager says what is written, and where")
+        elif re.match(r"~[A-Za-z_]", argument):
             key = argument[1:].partition("=")[0]
             if not any(_sets(later, key) for later in arguments[place + 1 :]):
                 raise ConfigError(

@@ -13,13 +13,11 @@ whatever the micro batch or the data-parallel size. No function returns NaN for 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
+from nemo_style_aligner.schema import KLEstimator
 from nemo_style_aligner.transfers import moved
-
-KLEstimator = Literal["abs", "k1", "k2", "k3"]
 
 
 def zero_where_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Config sections by two names: the package reads the PPO actor's, and some jobs call them otherwise in their YAML.
 
 `config` names them as the package does right after a config is composed. What a job says to its user goes through
-`said`, and what it keeps of its config through `given`, so that users read only the names of their job's YAML.
+`translated`, and what it keeps of its config through `given`, so that users read only the names of their job's YAML.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.schema import JOBS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,36 +34,28 @@ class SectionNames:
         """The opposite of `read`."""
         return _renamed(cfg, self.own)
 
-    def said(self, text: str) -> str:
+    def translated(self, text: str) -> str:
         """A text for the job's user, with the names of its YAML."""
         return _words(self.own).sub(lambda found: self.own[found[0]], text) if self.own else text
 
 
-NO_OTHERS = SectionNames({})
-
-_NAMES: Mapping[str, SectionNames] = {
-    "gpt_reinforce_actor": SectionNames(
-        {"trainer.ppo": "trainer.reinforce", "model.ppo": "model.reinforce", "remote_critic_rm": "remote_rm"}
-    )
-}
-
-_current = NO_OTHERS  # of the job that this process is a rank of
+_current = SectionNames({})  # of the job that this process is a rank of
 
 
 def names_of(job: str) -> SectionNames:
     """The names of the job whose YAML file this is (without its ending)."""
-    return _NAMES.get(job, NO_OTHERS)
+    return SectionNames(JOBS[job].names)
 
 
 def speak_as(job: str) -> None:
-    """From now on `said` and `given` use the names of this job: this process is one of its ranks, or starts them."""
+    """From now on `translated` and `given` use the names of this job: this process is a rank of it, or starts them."""
     global _current
     _current = names_of(job)
 
 
-def said(text: str) -> str:
-    """A text for this job's user; see `SectionNames.said`."""
-    return _current.said(text)
+def translated(text: str) -> str:
+    """A text for this job's user; see `SectionNames.translated`."""
+    return _current.translated(text)
 
 
 def given(cfg: DictConfig) -> DictConfig:

@@ -1048,7 +1048,5 @@ def test_settings_are_read_from_exp_manager() -> None:
     assert settings.filename == "megatron_gpt--{val_rewards:.3f}-{step}"
     assert (settings.monitor, settings.mode, settings.nemo_name) == ("val_rewards", "max", "megatron_gpt_ppo_actor")
     assert not settings.resume_ignore_no_checkpoint
-    with pytest.raises(ValueError, match="choose min or max"):
-        CheckpointSettings.from_config({"checkpoint_callback_params": {"mode": "best"}})
     with pytest.raises(ValueError, match="save_best_model=True with save_top_k=0"):
         CheckpointSettings.from_config({"checkpoint_callback_params": {"save_best_model": True, "save_top_k": 0}})

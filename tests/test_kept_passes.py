@@ -21,10 +21,11 @@ from nemo_style_aligner.models.critic import Critic, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.kept_passes import KeepChoice, Part, activation_bytes, keep_passes
+from nemo_style_aligner.models.kept_passes import Part, activation_bytes, keep_passes
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, Sequences
+from nemo_style_aligner.schema import KeepChoice
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

@@ -734,14 +734,6 @@ def test_the_number_of_ranks_must_be_what_the_config_says(script: Path) -> None:
     assert "2 ranks were started (environment), but trainer.devices=4 x trainer.num_nodes=1 asks for 4" in result.stderr
 
 
-@pytest.mark.parametrize("how", ["-m", "hydra.mode=MULTIRUN"])
-def test_several_runs_are_not_started_by_hydra(script: Path, how: str) -> None:
-    result = run(script, how, "model.optim.lr=1e-6,2e-6", "trainer.devices=1")
-    assert result.returncode == 2 and f"error: {how}: hydra's multirun" in result.stderr
-    assert "Start each run by itself" in result.stderr and "sum 1" not in result.stdout
-    assert [path.name for path in script.parent.iterdir()] == ["script.py"]
-
-
 def test_a_value_that_hydra_cannot_read_is_named_with_what_to_do(script: Path) -> None:
     result = run(script, "exp_manager.name={step} b", "trainer.devices=1")
     assert result.returncode == 2 and "Traceback" not in result.stderr

@@ -19,12 +19,13 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.kept_passes import KeepChoice, keep_passes
+from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
 from nemo_style_aligner.models.policy_losses import LossSettings
 from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.schema import KeepChoice
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

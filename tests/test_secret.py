@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.algorithms import service_setup
-from nemo_style_aligner.algorithms.place_checks import secret_problems
+from nemo_style_aligner.algorithms.path_checks import secret_problems
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.servers import secret
 from nemo_style_aligner.servers.http_server import token_check

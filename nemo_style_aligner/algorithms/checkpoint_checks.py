@@ -6,10 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
-
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.algorithms.job_view import JobView
 from nemo_style_aligner.checkpoints.directory import DAMAGED, LAST, checkpoint_name
@@ -24,40 +20,23 @@ def ranking_problems(view: JobView) -> Iterator[str]:
     if name is not None and not _is_measured(view, str(name)):
         yield f"{params}.monitor={name}: this job measures no such thing; choose one of {', '.join(_measured(view))}"
     key = f"{params}.save_best_model"
-    # What cannot be read is reported by other checks.
-    with contextlib.suppress(OmegaConfBaseException, ValueError, TypeError):
-        if view.get(key) is True and (reason := _why_best_is_unknown(view.cfg, *_intervals(view.cfg))) is not None:
-            yield f"{key}=True: {reason}"
-
-
-def _job_section(cfg: DictConfig) -> str:
-    return next(name for name in ("sft", "rm", "ppo") if name in cfg.trainer)
-
-
-def _intervals(cfg: DictConfig) -> tuple[Any, Any]:
-    """``save_interval`` and ``val_check_interval``, the latter 0 where there is nothing to validate on."""
-    section = cfg.trainer[_job_section(cfg)]
-    return section.save_interval or 0, (section.val_check_interval or 0) if _has_validation_data(cfg) else 0
-
-
-def _why_best_is_unknown(cfg: DictConfig, save_interval: Any, val_check_interval: Any) -> str | None:
-    """`CheckpointSettings.why_best_is_unknown` of a job; None where that depends on the length of the run."""
-    if not isinstance(save_interval, int) or not isinstance(val_check_interval, int):
-        return None
-    settings = CheckpointSettings.from_config(cfg.exp_manager)
-    return settings.why_best_is_unknown(f"trainer.{_job_section(cfg)}", save_interval, val_check_interval)
-
-
-def _has_validation_data(cfg: DictConfig) -> bool:
-    data = cfg.model.data
-    if "data_prefix" not in data:
-        return bool(data.validation_ds.file_path)
-    return isinstance(data.data_prefix, DictConfig) and bool(data.data_prefix.get("validation"))
+    if not view.get(key):
+        return
+    section = next(f"trainer.{name}" for name in ("sft", "rm", "ppo") if view.has(f"trainer.{name}"))
+    save_interval, val_check_interval = (view.get(f"{section}.{name}_interval") or 0 for name in ("save", "val_check"))
+    if not any(view.get(f"model.data.{files}") for files in ("validation_ds.file_path", "data_prefix.validation")):
+        val_check_interval = 0
+    # Shares of a run are a number of steps when its length is known.
+    if isinstance(save_interval, int) and isinstance(val_check_interval, int):
+        with contextlib.suppress(ValueError):  # reported by other checks
+            settings = CheckpointSettings.from_config(view.cfg.exp_manager)
+            if (reason := settings.why_best_is_unknown(section, save_interval, val_check_interval)) is not None:
+                yield f"{key}=True: {reason}"
 
 
 def _measured(view: JobView) -> tuple[str, ...]:
     """What checkpoints can be ranked by and named after; ``*`` stands for any text."""
-    if view.name == "gpt_ppo_critic":
+    if not view.has("exp_manager.checkpoint_callback_params.save_best_model"):  # the critic's service
         return ("step",)
     known = ("step", "epoch", "consumed_samples", "val_*", "train_*")
     return (*known, "ppo_optimization_step", "reinforce_optimization_step") if view.is_actor else known
@@ -67,30 +46,15 @@ def _is_measured(view: JobView, name: str) -> bool:
     return any(re.fullmatch(pattern.replace("*", ".+"), monitored_name(name)) for pattern in _measured(view))
 
 
-def ranking_doubts(cfg: DictConfig) -> Iterator[str]:
-    """Settings of validation and ranking that work, but hardly as intended; of a job with data."""
-    params, intervals = cfg.exp_manager.checkpoint_callback_params, _intervals(cfg)
-    is_ranked = params.monitor and params.save_top_k and all(intervals) and not params.save_best_model
-    if is_ranked and (reason := _why_best_is_unknown(cfg, *intervals)) is not None:
-        yield f"save_top_k={params.save_top_k}: {reason}"
-    name, mode = str(params.monitor), params.mode
-    if re.search("loss|kl" if mode == "max" else "accuracy|rewards", name):
-        kept = "largest" if mode == "max" else "smallest"
-        yield f"monitor={name} with mode={mode} takes the {kept} value for the best: is that what you want?"
-
-
 def archive_name_problems(name: str) -> Iterator[str]:
     """A problem of ``exp_manager.name``."""
     if not name.strip() or any(len(os.fsencode(part)) > _LONGEST_NAME for part in name.split("/")):
         yield f"exp_manager.name={name!r}: the archive NAME.nemo needs a name, of at most {_LONGEST_NAME} bytes"
 
 
-def checkpoint_name_problems(view: JobView, template: Any) -> Iterator[str]:
+def checkpoint_name_problems(view: JobView, template: str) -> Iterator[str]:
     """Problems of ``checkpoint_callback_params.filename``."""
     key = "exp_manager.checkpoint_callback_params.filename"
-    if not isinstance(template, str):
-        yield f"{key}={template}: must be text"
-        return
     fields = [name.split(":")[0] for name in re.findall(r"\{([^{}]+)\}", template)]
     monitor = str(view.get("exp_manager.checkpoint_callback_params.monitor"))  # `_monitor` checks it; it may be null
     if unknown := [field for field in fields if field != monitor and not _is_measured(view, field)]:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config import load_defaults
 from nemo_style_aligner.models.restore import read_base_config
+from nemo_style_aligner.schema import fields_of_job
 
 TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
 GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
@@ -39,31 +39,31 @@ class JobView:
     rank: int = 0
 
     def get(self, key: str) -> Any:
-        """The value of a key; None if it is not set or cannot be computed (another check reports the latter)."""
-        try:
-            return OmegaConf.select(self.cfg, key)
-        except OmegaConfBaseException:
-            return None
+        """The value of a key; None if it is not set."""
+        return OmegaConf.select(self.cfg, key)
 
-    def said(self, *keys: str) -> str:
+    def has(self, key: str) -> bool:
+        """Whether it is a key or a section of this job."""
+        return key in fields_of_job(self.name)
+
+    def show(self, *keys: str) -> str:
         """``key=value`` of each key, for messages."""
         return ", ".join(f"{key}={self.get(key)}" for key in keys)
 
     @property
     def is_actor(self) -> bool:
         """Whether the job trains a policy by reinforcement learning, whatever the algorithm."""
-        return "remote_critic_rm" in self.cfg
+        return self.has("remote_critic_rm")
 
     @property
-    def responses(self) -> int | None:
-        """Responses of a step; None if the config does not say."""
-        prompts, of_each = map(self.get, RESPONSES)
-        return prompts * of_each if isinstance(prompts, int) and isinstance(of_each, int) else None
+    def responses(self) -> int:
+        """Responses of a step of an actor."""
+        return int(self.get(RESPONSES[0])) * int(self.get(RESPONSES[1]))
 
     @property
-    def responses_said(self) -> str:
+    def shown_responses(self) -> str:
         """What makes `responses` as many, for messages."""
-        return self.said(*(RESPONSES if self.get(RESPONSES[1]) != 1 else RESPONSES[:1]))
+        return self.show(*(RESPONSES if self.get(RESPONSES[1]) != 1 else RESPONSES[:1]))
 
     @property
     def rollout_ranks(self) -> int:

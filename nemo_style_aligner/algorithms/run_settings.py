@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +12,9 @@ from nemo_style_aligner.checkpoints.manifest import describe_file
 from nemo_style_aligner.checkpoints.nemo_archive import archive_identity
 from nemo_style_aligner.data.datasets import data_source, load_data_prefix
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.schema import may_change
 
-_MAY_DIFFER = (
-    # what is written, shown and measured, and when
-    *(
-        "name",
-        "exp_manager.*",
-        "trainer.*.val_check_interval",
-        "trainer.*.save_interval",
-        "trainer.*.limit_val_batches",
-    ),
-    *("trainer.ppo.num_table_rows", "model.ppo.num_val_samples", "trainer.rm.val_random_sampler"),
-    *("model.data.validation_ds.*", "model.data.data_prefix.validation", "model.data.data_prefix.test"),
-    # on which machines, and how the work is divided among them
-    *("trainer.num_nodes", "trainer.devices", "trainer.ppo.rollout_devices", "trainer.distributed_timeout_minutes"),
-    *("model.*_parallel_size", "model.sequence_parallel", "model.*micro_batch*", "model.activations_checkpoint_*"),
-    *("model.*offload_adam_states", "model.*keep_activations", "model.rm_placement", "model.optim.overlap_grad_sync"),
-    *("trainer.ppo.reference_policy_placement", "trainer.ppo.generation.*", "trainer.ppo.trt_llm.*"),
-    *("trainer.ppo.reward_functions.*",),
-    # addresses, limits, secrets
-    *("remote_critic_rm.*", "trainer.ppo.batch_iterator.*", "trainer.ppo.connections.*", "trainer.ppo.max_body_bytes"),
-    *("trainer.ppo.port", "trainer.ppo.host", "trainer.ppo.token", "trainer.ppo.known_as"),
-    *("trainer.ppo.max_outstanding_requests",),
-    *("trainer.ppo.*_seconds", "trainer.ppo.max_queue_delay_microseconds", "trainer.ppo.inference_micro_batch_size"),
-    *("trainer.ppo.strip_sequence_length_to_multiple", "trainer.*.on_nonfinite", "trainer.*.max_consecutive_skips"),
-)  # patterns of keys; whatever their values, a run computes the same, rounding and sampled numbers aside
-
+_NOT_TRAINED_ON = ("model.data.data_prefix.validation", "model.data.data_prefix.test")
 
 _JOBS = (
     ("trainer.sft.", "an SFT job"),
@@ -56,10 +32,12 @@ def job_of(settings: Mapping[str, str]) -> str | None:
 def settings_of_run(cfg: DictConfig) -> dict[str, str]:
     """The config values that all starts of a run should share, by dotted key; a run's checkpoints keep them.
 
-    Interpolations are not resolved, so that a key that follows another is not reported beside it. Secrets are left out.
+    These are all but those that the schema marks as free, secrets among them.
+    Interpolations are not resolved, so that a key that follows another is not reported beside it.
     """
     container: Any = OmegaConf.to_container(cfg, resolve=False)
-    return {key: str(value) for key, value in _leaves(container) if not any(fnmatchcase(key, p) for p in _MAY_DIFFER)}
+    leaves = {key: str(value) for key, value in _leaves(container) if key not in _NOT_TRAINED_ON}
+    return {key: value for key, value in leaves.items() if not may_change(key)}
 
 
 def digests_of_data(data: DictConfig) -> dict[str, str]:

@@ -48,12 +48,6 @@ class CheckpointSettings:
     resume_from_checkpoint: str | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"exp_manager.checkpoint_callback_params.mode={self.mode!r}: choose min or max")
-        if self.save_top_k < -1:
-            raise ValueError(f"exp_manager.checkpoint_callback_params.save_top_k={self.save_top_k}: -1 keeps all")
-        if self.save_last_n < 1:
-            raise ValueError("exp_manager.checkpoint_callback_params.save_last_n must be at least 1")
         if self.save_best_model and self.save_top_k == 0:
             raise ValueError(
                 "exp_manager.checkpoint_callback_params.save_best_model=True with save_top_k=0: the best is not kept; "

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nemo_style_aligner.data.chat_rendering import Segment
 from nemo_style_aligner.data.chats import is_conversation, read_conversation
@@ -25,13 +25,11 @@ from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
 from nemo_style_aligner.data.texts import CONTEXT_KEYS, TextDataset, TextEncoder, report_dropped
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.schema import TruncationMethod
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import unescaped
 
 logger = logging.getLogger(__name__)
-
-TruncationMethod = Literal["left", "right"]
-"""The end that is cut off."""
 
 _SEPARATOR = 0  # as in NeMo-Aligner, whichever token that is
 

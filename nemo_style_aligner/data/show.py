@@ -96,19 +96,9 @@ def _job_of(path: Path) -> str:
 
 def _config(name: str, options: argparse.Namespace) -> DictConfig:
     """The job's config with the keys given, and this file as its training data."""
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
+    from nemo_style_aligner.command_line import config_with
+    from nemo_style_aligner.config import check_config
 
-    from nemo_style_aligner.config import (
-        CONF_DIR,
-        ConfigError,
-        check_config,
-        complete_config,
-        prepare_overrides,
-        register_resolvers,
-    )
-
-    register_resolvers()
     file = "'" + str(options.file.absolute()).replace("'", "\\'") + "'"
     given = {
         "gpt_sft": [f"model.data.{part}.file_path={file}" for part in ("train_ds", "validation_ds")],
@@ -117,14 +107,7 @@ def _config(name: str, options: argparse.Namespace) -> DictConfig:
     }[name]
     if name == "gpt_sft":
         given.append("model.restore_from_path=unused")
-    overrides = [
-        argument for argument in prepare_overrides([*given, *options.keys]) if not argument.startswith("hydra")
-    ]
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONF_DIR)):
-            cfg = complete_config(compose(config_name=name, overrides=overrides), name)
-    except HydraException as error:
-        raise ConfigError(f"{' '.join(options.keys)} cannot be read: {error}") from error
+    cfg = config_with(name, [*given, *options.keys])
     check_config(cfg, name)
     return cfg
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
 
 import torch
 
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import device
-
-Placement = Literal["auto", "swap", "resident"]
+from nemo_style_aligner.schema import Placement
 
 _RESIDENT_SHARE = 1 / 16  # of a device's memory that `auto` spends on a second set of weights
 

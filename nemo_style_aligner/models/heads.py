@@ -10,6 +10,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_style_aligner.schema import MOST_ATTRIBUTES
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.transfers import moved
 
@@ -20,10 +21,6 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
-
-
-MOST_ATTRIBUTES = 1000
-"""Outputs that a head may have."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,9 @@ from nemo_style_aligner.models.products import widened
 from nemo_style_aligner.parallel.allocator import keep_freed_memory, unused_memory
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
+from nemo_style_aligner.schema import KeepChoice
 
 logger = logging.getLogger(__name__)
-
-KeepChoice = Literal["auto", "always", "never"]
 
 _SHARE = 0.5
 """Share of the free memory for kept activations. On a CPU, actor and critic take from the same memory."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from nemo_style_aligner.errors import NonFiniteError
+from nemo_style_aligner.schema import Action
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
-
-Action = Literal["stop", "skip"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.functional import KLEstimator, kl_penalty, segment_mean, sequence_ratios, spread
+from nemo_style_aligner.functional import kl_penalty, segment_mean, sequence_ratios, spread
+from nemo_style_aligner.schema import KLEstimator
 from nemo_style_aligner.transfers import moved
 
 _TAKEN = {

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.schema import LARGEST_PORT
 
 Launcher = Literal["mpirun", "slurm", "torchrun", "environment", "supervisor", "python"]
 
@@ -18,7 +19,6 @@ SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 # Step ids from here on are Slurm's own: the batch script, an interactive shell.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
-LARGEST_PORT = 65535
 LOOPBACK = "127.0.0.1"
 
 # Where ranks meet if the launcher chooses no port: below the range from which the system takes its own.

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rl.rewards import Reward, when_all
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.values import ValueBatch
+from nemo_style_aligner.schema import TrainedCritic
 from nemo_style_aligner.servers.client import CriticClient, Scores, SequenceConflictError
 from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
 from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TrainedCritic = Literal["refuse", "keep"]
 # The critic keeps what belongs to the actor's newest two checkpoints, and goes back to an earlier one if it is damaged.
 _KEPT_SAVES = 3
 

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_style_aligner.models.critic import RewardModel
-from nemo_style_aligner.models.frozen import FrozenModel, Placement
+from nemo_style_aligner.models.frozen import FrozenModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching, shares
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import all_gather_rows, current_layout, device, exchange_rows
 from nemo_style_aligner.rl.rewards import Reward, Rewards
 from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.schema import Placement
 from nemo_style_aligner.servers.reward_client import SequencesToScore
 
 

@@ -28,8 +28,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.parallel.detection import LARGEST_PORT
 from nemo_style_aligner.parallel.ending import fail_job
+from nemo_style_aligner.schema import LARGEST_PORT
 from nemo_style_aligner.servers.protocol import JSON_TYPE, ProtocolError
 from nemo_style_aligner.servers.request_log import NOTES_KEY, REQUEST_ID_HEADER, RequestLog, request_id
 from nemo_style_aligner.servers.signing import (

@@ -7,13 +7,13 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from nemo_style_aligner.section_names import said
+from nemo_style_aligner.schema import LogFormat, LogLevel
+from nemo_style_aligner.section_names import translated
 
-LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
-LOG_LEVELS = ("debug", "info", "warning")
+LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
 
 _TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
 _PACKAGE = __name__.split(".")[0]
@@ -58,7 +58,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its newline, and the traceback if there is one."""
-        return said(super().format(record))
+        return translated(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line's first part, as `logging.Formatter`'s."""
@@ -85,8 +85,8 @@ class JsonFormatter(logging.Formatter):
             "rank": self._rank,
             "level": record.levelname,
             "logger": record.name,
-            "message": said(record.getMessage()),
+            "message": translated(record.getMessage()),
         }
         if record.exc_info:
-            line["exception"] = said(self.formatException(record.exc_info))
+            line["exception"] = translated(self.formatException(record.exc_info))
         return json.dumps({**getattr(record, _FIELDS, {}), **line}, default=str)

@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from attack.conftest import ROUNDS
 from nemo_style_aligner import trusted_paths
 from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
-from nemo_style_aligner.algorithms.place_checks import log_directory_problems
+from nemo_style_aligner.algorithms.path_checks import log_directory_problems
 from nemo_style_aligner.config import ConfigError
 from nemo_style_aligner.native.compilation import NativeUnavailable, compilation_key, find_compiler, find_or_compile
 from nemo_style_aligner.parallel.stop_signals import REQUEUE_FILE, write_requeue_file

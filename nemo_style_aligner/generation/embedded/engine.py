@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +29,11 @@ from nemo_style_aligner.generation.engine import (
 from nemo_style_aligner.generation.sampling import SamplingRows, request_key
 from nemo_style_aligner.generation.shard import TensorParallel
 from nemo_style_aligner.native.compilation import NativeUnavailable
+from nemo_style_aligner.schema import StepChoice
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.transfers import moved
 
 logger = logging.getLogger(__name__)
-
-StepChoice = Literal["auto", "native", "torch"]
 
 # Prompt tokens in a pass that also decodes. Such a pass runs without a graph: on a GPU a few large ones cost less.
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}

@@ -1,4 +1,4 @@
-"""Checks of what a config names on this machine: data, log directory, checkpoint, secret.
+"""Checks of the paths that a config names on this machine: data, log directory, checkpoint, secret.
 
 Every rank that will use them runs them before the job starts. They create nothing and open no file that may be large.
 Each function yields one line per problem.
@@ -42,22 +42,14 @@ from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER
 from nemo_style_aligner.trusted_paths import why_untrusted
 
 
-def data_prefix_problems(data_prefix: object) -> Iterator[str]:
-    """Problems of ``model.data.data_prefix``, which must name training data."""
-    try:
-        load_data_prefix(data_prefix)
-    except DataError as error:
-        yield str(error)
-
-
-def sft_data_problems(data: DictConfig) -> Iterator[str]:
-    """Problems of the files that ``model.data`` of SFT names; validation may have none."""
-    for part in ("train_ds", "validation_ds"):
-        files = data[part].file_path
-        if not files and part == "validation_ds":
-            continue
+def data_problems(data: DictConfig) -> Iterator[str]:
+    """Problems of the files that ``model.data`` names: some to train on, for SFT perhaps none to validate."""
+    for name in ("data_prefix",) if "data_prefix" in data else ("train_ds", "validation_ds"):
         try:
-            data_source(files, f"model.data.{part}.file_path")
+            if name == "data_prefix":
+                load_data_prefix(data.data_prefix)
+            elif data[name].file_path or name == "train_ds":
+                data_source(data[name].file_path, f"model.data.{name}.file_path")
         except DataError as error:
             yield str(error)
 
@@ -65,23 +57,23 @@ def sft_data_problems(data: DictConfig) -> Iterator[str]:
 def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
     """Problems if the log directory, or the watchdog's in it, is no folder to write to, and cannot be made one."""
     keys = [name for name in ("explicit_log_dir", "exp_dir") if exp_manager.get(name)] or ["explicit_log_dir"]
-    said = f"exp_manager.{keys[0]}={exp_manager.get(keys[0])}"
+    given = f"exp_manager.{keys[0]}={exp_manager.get(keys[0])}"
     try:
         log_dir = log_directory(exp_manager).absolute()
     except RuntimeError as error:  # `~` or `~user` has no home directory
-        yield f"{said}: {error}"
+        yield f"{given}: {error}"
         return
     if (reason := why_unwritable(log_dir)) is not None:
         yield (
-            f"{said}: the log directory {log_dir} cannot be written to ({reason}): give a folder that you may write to"
+            f"{given}: the log directory {log_dir} cannot be written to ({reason}): give a folder that you may write to"
         )
     elif (reason := why_untrusted(log_dir)) is not None:
-        yield f"{said}: {untrusted_log_directory(log_dir, reason)}"
+        yield f"{given}: {untrusted_log_directory(log_dir, reason)}"
     yield from _problems_in_place_of(log_dir / WATCHDOG_FOLDER, "the watchdog cannot write")
     try:
         str(log_dir).encode()
     except UnicodeEncodeError:
-        yield f"{said}: TensorBoard cannot write to {log_dir}, whose name is not UTF-8: give another folder"
+        yield f"{given}: TensorBoard cannot write to {log_dir}, whose name is not UTF-8: give another folder"
 
 
 def checkpoint_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
@@ -90,21 +82,18 @@ def checkpoint_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
         yield from _problems_in_place_of(_checkpoint_directory(exp_manager), "checkpoints cannot be written")
 
 
-def missing_checkpoint_problems(exp_manager: DictConfig) -> Iterator[str]:
-    """A problem if there must be a checkpoint and there is nothing. What there is is judged when it is loaded."""
-    resumes = exp_manager.get("resume_if_exists") is not False and not exp_manager.get("resume_from_checkpoint")
-    if not resumes or exp_manager.get("resume_ignore_no_checkpoint") is not False:
-        return
-    with contextlib.suppress(OSError, RuntimeError):  # which other checks and the job itself report
-        directory = _checkpoint_directory(exp_manager)
-        if not os.path.isdir(directory) or not os.listdir(directory):
-            yield no_checkpoint(directory)
-
-
 def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
-    """A problem if ``resume_from_checkpoint`` is no checkpoint, and the newest here is not of a run resumed from it."""
+    """A problem if there must be a checkpoint and there is nothing. What there is is judged when it is loaded.
+
+    Or if ``resume_from_checkpoint`` is no checkpoint, and the newest here is not of a run resumed from it.
+    """
     named = exp_manager.get("resume_from_checkpoint")
     if not named:
+        with contextlib.suppress(OSError, RuntimeError):  # which other checks and the job itself report
+            directory = _checkpoint_directory(exp_manager)
+            is_empty = not os.path.isdir(directory) or not os.listdir(directory)
+            if is_empty and exp_manager.resume_if_exists and not exp_manager.resume_ignore_no_checkpoint:
+                yield no_checkpoint(directory)
         return
     path = Path(os.path.expanduser(str(named)))
     wanted = present_name(path) / MANIFEST
