@@ -100,7 +100,7 @@ def test_activations_need_the_memory_that_the_documentation_says(
 def test_attention_keeps_what_is_counted(
     compiled: bool, normed: bool, num_groups: int, num_sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With norms of queries and keys, and with torch's attention, which also keeps what it joins of several sequences."""
+    """With norms of queries and keys; torch's attention also keeps what it joins of several sequences."""
     if not compiled:
         monkeypatch.setattr(layer_kernels, "best_kernels", lambda: None)
     shape = SHAPE | {"kv_channels": 64, "num_query_groups": num_groups, "qk_layernorm": normed}
