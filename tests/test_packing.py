@@ -100,7 +100,7 @@ def test_activations_need_the_memory_that_the_documentation_says(
 def test_attention_keeps_what_is_counted(
     compiled: bool, normed: bool, num_groups: int, num_sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With norms of queries and keys, and with torch's attention, which keeps less of a row of one sequence."""
+    """With norms of queries and keys; torch's attention also keeps what it joins of several sequences."""
     if not compiled:
         monkeypatch.setattr(layer_kernels, "best_kernels", lambda: None)
     shape = SHAPE | {"kv_channels": 64, "num_query_groups": num_groups, "qk_layernorm": normed}
@@ -108,7 +108,8 @@ def test_attention_keeps_what_is_counted(
     assert uses_torch_attention(dtype) is not compiled
     counted = activation_bytes(architecture, dtype.itemsize, torch_attention=not compiled) / architecture.num_layers
     # Beside what is counted: statistics of norms and softmaxes, a number or two per head.
-    assert 0.7 * counted < saved_bytes(architecture, dtype, None, num_sequences) < 1.03 * counted
+    most = 1.03 if compiled or num_sequences == 1 else 1.25
+    assert 0.7 * counted < saved_bytes(architecture, dtype, None, num_sequences) < most * counted
 
 
 def saved_bytes(

@@ -143,7 +143,8 @@ class CausalAttention(MegatronModule):
             boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
             return varlen_attention(query, key, value, boundaries, longest, self.scale).flatten(1)[:, None]
         sequences = zip(*(x.unsqueeze(1).split(packed.lengths) for x in (query, key, value)), strict=True)
-        return torch.cat([self._attend(*sequence) for sequence in sequences])
+        attended = [self._attend(*sequence) for sequence in sequences]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         s, b, heads, _ = query.shape

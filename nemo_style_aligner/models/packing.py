@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 from collections.abc import Sequence
 
 import torch
@@ -215,18 +216,29 @@ _EVEN = 1.005
 def divide_evenly(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     """Divide items over parts so that the largest of the parts' sums of weights is small.
 
-    The largest items first, each to the part with the least so far. That leaves parts of few items apart, where
-    exchanges bring them closer. Depends on nothing but its arguments. Returns each part's items, in order; parts may be
-    empty.
+    By Karmarkar and Karp's largest differencing. It leaves parts of few items apart, where exchanges bring them closer.
+    Depends on nothing but its arguments. Returns each part's items, in order; parts may be empty.
     """
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    sums = [0] * num_parts
-    for item in sorted(range(len(weights)), key=lambda item: (-weights[item], item)):
-        least = min(range(num_parts), key=sums.__getitem__)
-        parts[least].append(item)
-        sums[least] += weights[item]
+    parts = _largest_differencing(weights, num_parts)
     _exchange(weights, parts)
     return [sorted(part) for part in parts]
+
+
+def _largest_differencing(weights: Sequence[int], num_parts: int) -> list[list[int]]:
+    # A state is (sums, largest first; their items). The two states whose sums differ most are merged, the large sums of
+    # one with the small sums of the other, so that their differences cancel.
+    empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - 1)]
+    heap = [(-weight, index, [(weight, [index]), *empty]) for index, weight in enumerate(weights)]
+    heapq.heapify(heap)
+    if not heap:
+        return [[] for _ in range(num_parts)]
+    while len(heap) > 1:
+        _, tie, first = heapq.heappop(heap)
+        _, other_tie, second = heapq.heappop(heap)
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: (-part[0], part[1]))
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(tie, other_tie), merged))
+    return [items for _, items in heap[0][2]]
 
 
 def _exchange(weights: Sequence[int], parts: list[list[int]]) -> None:
