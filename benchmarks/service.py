@@ -118,7 +118,7 @@ def serve(args: argparse.Namespace, rendezvous: str, answers: Any) -> None:
     server = ModelServer(
         critic_endpoints(ModelLimits(args.length, SHAPES[args.shape].vocab_size), combined=True),
         HttpSettings(port=0, max_outstanding_requests=2 * max(args.clients)),
-        DispatchSettings((args.batch_rows,), args.delay),
+        DispatchSettings(args.batch_rows, args.delay),
     )
     answers.put(server.port)
     backend.passes.clear()

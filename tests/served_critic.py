@@ -57,14 +57,14 @@ class CountingBackend:
 
 
 @contextlib.contextmanager
-def serve(backend, *, endpoints=None, preferred=(8,), delay_us=20000, http=None, **dispatch):
+def serve(backend, *, endpoints=None, max_rows=8, delay_us=20000, http=None, **dispatch):
     endpoints = endpoints or critic_endpoints(
         ModelLimits(64, VOCAB), combined=True, tokenize=lambda text: [*text.encode()]
     )
     server = ModelServer(
         endpoints,
         HttpSettings(**({"port": 0} | (http or {}))),
-        DispatchSettings(preferred, delay_us, **dispatch),
+        DispatchSettings(max_rows, delay_us, **dispatch),
     )
     server.outcome = None
 

@@ -121,7 +121,7 @@ def test_a_service_listens_as_its_config_says(
         infer_timeout_s=8.0, command_timeout_s=11.0 if is_critic else 3600.0,
         connections=ConnectionLimits(**CONNECTIONS),  # type: ignore[arg-type]
     )  # fmt: skip
-    assert made.dispatch == DispatchSettings((6, 12), 9, 16, max_sequence_length=99)
+    assert made.dispatch == DispatchSettings(12, 9, 16, max_sequence_length=99)
     first = made.endpoints[0]
     assert first.name == ("critic_infer" if is_critic else "judge")
     assert {output: list(spec.dims) for output, spec in first.outputs.items()} == (

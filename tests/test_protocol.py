@@ -79,12 +79,6 @@ def test_nested_and_flat_json_data_are_the_same() -> None:
     same(nested.inputs["x"].array, flat.inputs["x"].array)
 
 
-def test_bf16_is_read_as_float32() -> None:
-    values = np.array([1.0, -2.5, 3.140625], np.float32)
-    body, length = raw("BF16", [3], (values.view("<u4") >> 16).astype("<u2").tobytes())
-    same(decode_infer_request(body, length).inputs["x"].array, values)
-
-
 def test_each_output_comes_in_the_form_asked_for() -> None:
     outputs = [{"name": "a", "parameters": {"binary_data": True}}, {"name": "b"}]
     request = decode_infer_request(request_body(one(), outputs=outputs))

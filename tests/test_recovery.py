@@ -159,7 +159,7 @@ class CriticJob:
 
     def start(self) -> None:
         server = ModelServer(
-            critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=self.port), DispatchSettings((8,), 0)
+            critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=self.port), DispatchSettings(8, 0)
         )
         self.server, self.critic = server, ToyCritic()
         rewards = SimpleNamespace(
@@ -539,7 +539,7 @@ def test_a_separate_reward_model_that_is_lost_is_simply_asked_again(caplog: pyte
         is_critic = which == "critic"
         endpoints = critic_endpoints(ModelLimits(), combined=False) if is_critic else reward_endpoint(ModelLimits())
         model = Model("values" if is_critic else "rewards")
-        servers[which] = ModelServer(endpoints, HttpSettings(port=ports[which]), DispatchSettings((8,), 0))
+        servers[which] = ModelServer(endpoints, HttpSettings(port=ports[which]), DispatchSettings(8, 0))
         threads[which] = threading.Thread(target=servers[which].run, args=(model,))
         threads[which].start()
 

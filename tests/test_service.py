@@ -48,7 +48,7 @@ from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedE
 from nemo_style_aligner.servers.http_server import PlaceTakenError
 from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, SaveJob, TrainJob
 from nemo_style_aligner.servers.metrics import ServiceMetrics
-from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer, preferred_batch_rows
+from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError
 from nemo_style_aligner.servers.routes import HttpSettings, create_app
 
@@ -141,7 +141,7 @@ def test_concurrent_clients_of_different_lengths_get_their_own_answers() -> None
     for _ in range(60):
         rows, width = int(generator.integers(1, 5)), int(generator.integers(1, 30))
         cases.append((generator.integers(0, VOCAB, (rows, width)), generator.integers(1, width + 1, rows)))
-    settings = {"preferred": (4, 16), "strip_sequence_length_to_multiple": 4}
+    settings = {"max_rows": 16, "strip_sequence_length_to_multiple": 4}
     with serve(backend, **settings) as server, critic_client(server.number, max_parallel=16) as client:
         futures = [client.infer_async(torch.tensor(tokens), torch.tensor(lengths)) for tokens, lengths in cases]
         for future, (tokens, lengths) in zip(futures, cases, strict=True):
@@ -182,11 +182,6 @@ def test_client_pads_to_length_and_cuts_back() -> None:
         assert scores.values.shape == (1, 4)
         scores = client.infer_async(torch.ones(1, 33, dtype=torch.int64), torch.tensor([33])).result(20)
         assert scores.values.shape == (1, 32)  # longer than what shorter ones are padded to
-
-
-def test_preferred_batch_rows_from_the_config() -> None:
-    assert preferred_batch_rows(4, 2) == (8,)
-    assert preferred_batch_rows([1, 4], 2) == (2, 8)
 
 
 # ------------------------------------------------------------------ bad requests and limits
@@ -456,7 +451,7 @@ def test_training_keeps_its_place_among_inference() -> None:
     save = {"inputs": [tensor("dummy_var", [0])]}
     steps = [("critic_infer", one)] * 3 + [("critic_train", train_body())] + [("critic_infer", one)] * 2
     steps += [("critic_save", save), ("critic_infer", one)]
-    with serve(backend, preferred=(8,), delay_us=1000) as server, concurrent.futures.ThreadPoolExecutor(16) as pool:
+    with serve(backend, max_rows=8, delay_us=1000) as server, concurrent.futures.ThreadPoolExecutor(16) as pool:
         backend.gate.clear()
         held = [pool.submit(post, server, "critic_infer", one)]
         wait_for(lambda: order == ["infer 1"])
@@ -718,7 +713,7 @@ def test_several_attributes() -> None:
 
 def test_listens_before_the_model_is_there_and_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "nemo_style_aligner.servers.request_log")
-    server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings((8,)))
+    server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings(8))
     server.url = f"http://127.0.0.1:{server.port}"
     try:
         assert get(server, "/v2/health/live").status_code == 200
@@ -749,7 +744,7 @@ def test_a_port_in_use_is_named() -> None:
         http = HttpSettings(port=port, section="trainer.ppo")
         keys = r"with trainer\.ppo\.port, or .* with trainer\.ppo\.host"
         with pytest.raises(OSError, match=rf"{port}.*choose a free port {keys}"):
-            ModelServer(critic_endpoints(ModelLimits(), combined=True), http, DispatchSettings((8,)))
+            ModelServer(critic_endpoints(ModelLimits(), combined=True), http, DispatchSettings(8))
 
 
 @pytest.mark.parametrize(
@@ -758,7 +753,7 @@ def test_a_port_in_use_is_named() -> None:
 )
 def test_a_place_where_nothing_can_listen_is_an_error(host: str, port: int, message: str) -> None:
     with pytest.raises(PlaceTakenError, match=message):
-        ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port, host), DispatchSettings((8,)))
+        ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port, host), DispatchSettings(8))
 
 
 def test_an_absent_server_is_named_with_the_elapsed_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -789,7 +784,7 @@ def test_a_failing_model_answers_500_and_ends_the_service() -> None:
 
 def test_stop_finishes_what_was_taken() -> None:
     backend = CountingBackend()
-    with serve(backend, preferred=(1,)) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with serve(backend, max_rows=1) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
         backend.gate.clear()
         held = [pool.submit(post, server, "critic_infer", infer_body([[1, 2]], [2])) for _ in range(5)]
         wait_for(lambda: "outstanding_requests 5.0" in get(server, "/metrics").text)
@@ -804,7 +799,7 @@ def test_stop_finishes_what_was_taken() -> None:
 def server_with(*jobs: Job, **settings: float) -> ModelServer:
     """A server, not begun, for which these jobs wait."""
     server = ModelServer(
-        critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings((8,), 0, **settings)
+        critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings(8, 0, **settings)
     )
     server.queue.set_state(QueueState.SERVING)
     for job in jobs:
@@ -921,7 +916,7 @@ RANK_SCRIPT = """
 
     server = ModelServer(
         critic_endpoints(ModelLimits(64, 1000), combined=True), HttpSettings(port=0),
-        DispatchSettings((8,), heartbeat_seconds=0.5))
+        DispatchSettings(8, heartbeat_seconds=0.5))
     if rank == 0:
         print(f"port {server.port}", flush=True)
     server.run(Backend())

@@ -186,7 +186,7 @@ def test_large_requests_and_answers() -> None:
     rows, width = 1000, 2500  # 20 MB of tokens in binary form, and 10 MB of values; with JSON more of both
     limits = ModelLimits(width, VOCAB)
     with (
-        serve(CountingBackend(), endpoints=critic_endpoints(limits, combined=True), preferred=(rows,)) as server,
+        serve(CountingBackend(), endpoints=critic_endpoints(limits, combined=True), max_rows=rows) as server,
         critic_client(server.number) as client,
     ):
         tokens = torch.ones(rows, width, dtype=torch.int64)
@@ -239,7 +239,7 @@ def test_a_row_of_nan_spoils_no_other_request() -> None:
             return answer
 
     backend = Sick()
-    with serve(backend, preferred=(8,), delay_us=200000) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with serve(backend, max_rows=8, delay_us=200000) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
         bodies = [infer_body([[7 if k == 3 else 1, 2]], [2]) for k in range(8)]
         answers = list(pool.map(lambda body: post(server, "critic_infer", body), bodies))
         assert answers[3].status_code == 500 and "NaN" in answers[3].json()["error"]
@@ -253,7 +253,7 @@ def test_a_request_given_up_in_the_batch_or_in_the_queue_spoils_no_other() -> No
     backend = CountingBackend()
     # Long enough for a busy machine to see the first one in its batch.
     impatient = infer_body([[1, 2]], [2], parameters={"timeout": 3_000_000})
-    with serve(backend, preferred=(4,), delay_us=1000) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with serve(backend, max_rows=4, delay_us=1000) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
         backend.gate.clear()
         first = pool.submit(post, server, "critic_infer", impatient)
         wait_for(lambda: "outstanding_requests 1.0" in get(server, "/metrics").text)
@@ -265,25 +265,22 @@ def test_a_request_given_up_in_the_batch_or_in_the_queue_spoils_no_other() -> No
     assert sum(rows for rows, _ in backend.batches) == 4  # the one given up in the queue was not computed
 
 
-def test_a_preferred_size_does_not_wait_and_the_largest_is_not_exceeded() -> None:
-    """With a delay of a minute, only batches of a preferred size leave at once."""
+def test_a_full_batch_does_not_wait_and_the_largest_is_not_exceeded() -> None:
+    """With a delay of a minute, only full batches leave at once."""
     backend = CountingBackend()
-    settings = {"preferred": (2, 4), "delay_us": 60_000_000}
-    with serve(backend, **settings) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
-        pair = [pool.submit(post, server, "critic_infer", ONE) for _ in range(2)]
-        for future in pair:
-            outputs(future.result(20))
+    settings = {"max_rows": 4, "delay_us": 60_000_000}
+    with serve(backend, **settings) as server, concurrent.futures.ThreadPoolExecutor(16) as pool:
         outputs(post(server, "critic_infer", infer_body([[1, 2]] * 4, [2] * 4)))
         outputs(post(server, "critic_infer", infer_body([[1, 2]] * 9, [2] * 9)))  # larger than any: taken alone
         backend.gate.clear()
-        held = pool.submit(post, server, "critic_infer", infer_body([[1, 2]] * 2, [2] * 2))
+        held = pool.submit(post, server, "critic_infer", infer_body([[1, 2]] * 4, [2] * 4))
         wait_for(lambda: "outstanding_requests 1.0" in get(server, "/metrics").text)
-        rest = [pool.submit(post, server, "critic_infer", ONE) for _ in range(6)]
-        wait_for(lambda: "outstanding_requests 7.0" in get(server, "/metrics").text)
+        rest = [pool.submit(post, server, "critic_infer", ONE) for _ in range(8)]
+        wait_for(lambda: "outstanding_requests 9.0" in get(server, "/metrics").text)
         backend.gate.set()
         for future in [held, *rest]:
             outputs(future.result(20))
-    assert [rows for rows, _ in backend.batches] == [2, 4, 9, 2, 4, 2]
+    assert [rows for rows, _ in backend.batches] == [4, 9, 4, 4, 4]
 
 
 # ------------------------------------------------------------------ shutdown
@@ -300,7 +297,7 @@ SERVICE = """
             time.sleep(0.05)
             return super().infer(tokens, lengths)
 
-    server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings((2,)))
+    server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings(2))
     print(f"port {server.port}", flush=True)
     server.run(Slow())
 """

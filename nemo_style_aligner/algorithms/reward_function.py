@@ -108,7 +108,7 @@ class RewardFunctionService:
         try:
             while self._queue.state is not QueueState.DRAINING or self._queue.waiting:
                 # One row: requests are not merged, so that an error fails one request only.
-                for job in self._queue.take(_POLL_SECONDS, 1, (1,), 0.0):
+                for job in self._queue.take(_POLL_SECONDS, 1, 0.0):
                     self._do(job)
         except BaseException as error:
             if self._is_closed:  # it was time to end, whatever this thread still waited for

@@ -21,12 +21,7 @@ from nemo_style_aligner.parallel.initialization import bind_address
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.servers.http_server import ConnectionLimits
-from nemo_style_aligner.servers.model_server import (
-    DispatchSettings,
-    ModelServer,
-    ScoringBackend,
-    preferred_batch_rows,
-)
+from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer, ScoringBackend
 from nemo_style_aligner.servers.routes import HttpSettings
 from nemo_style_aligner.servers.secret import resolve_token
 
@@ -128,8 +123,9 @@ def _limits(base: BaseModel) -> ModelLimits:
 
 
 def _dispatch(section: DictConfig, layout: ParallelLayout, limits: ModelLimits) -> DispatchSettings:
+    sizes = section.inference_micro_batch_size  # NeMo-Aligner's configs may list several
     return DispatchSettings(
-        preferred_batch_rows=preferred_batch_rows(section.inference_micro_batch_size, layout.dp_size),
+        max_batch_rows=(sizes if isinstance(sizes, int) else max(sizes)) * layout.dp_size,
         max_queue_delay_microseconds=int(section.max_queue_delay_microseconds),
         strip_sequence_length_to_multiple=section.strip_sequence_length_to_multiple,
         max_sequence_length=limits.max_sequence_length,

@@ -116,9 +116,9 @@ class Endpoint(abc.ABC):
         for name in request.inputs:
             if name not in self.inputs:
                 raise self._refuse(f"unknown input '{name}', known inputs are {', '.join(self.inputs)}")
-        for output in request.outputs or ():
-            if output.name not in self.outputs:
-                raise self._refuse(f"unknown output '{output.name}', known outputs are {', '.join(self.outputs)}")
+        for name in request.outputs or ():
+            if name not in self.outputs:
+                raise self._refuse(f"unknown output '{name}', known outputs are {', '.join(self.outputs)}")
         arrays: dict[str, np.ndarray] = {}
         for spec in self.inputs.values():
             tensor = request.inputs.get(spec.name)

@@ -54,13 +54,7 @@ _NEW_SECONDS = 0.5  # in which the first request of a connection is likely to co
 _POLL_SECONDS = 0.1  # how soon `WsgiServer.stop` is noticed
 _QUIET_SECONDS = 0.1  # since the last answer, before the port closes: its client may send a request again at once
 _LINGER_SECONDS = 1.0  # limit of that wait, if requests keep coming; and for reading what a refused client still sends
-_EXHAUSTED = {
-    errno.EMFILE: "raise the limit of open files (`ulimit -n`, now {limit}) before starting the job",
-    errno.ENFILE: "the processes of this machine have reached its limit of open files: raise it (`sysctl fs.file-max`)",
-    errno.ENOBUFS: "this machine is short of memory",
-    errno.ENOMEM: "this machine is short of memory",
-    errno.EAGAIN: "no more threads may be started here: raise the limit (`ulimit -u`, or the container's)",
-}
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _EXHAUSTED_SECONDS = 0.5  # until the next try to accept a connection
 _EXHAUSTED_LOG_SECONDS = 60.0
 
@@ -234,7 +228,7 @@ class WsgiServer:
             return False
         except OSError as error:
             if error.errno in _EXHAUSTED:
-                self._pause(error.errno, str(error.strerror))
+                self._pause(str(error.strerror))
                 return False
             if error.errno == errno.ECONNABORTED:  # the client is gone
                 return True
@@ -246,7 +240,7 @@ class WsgiServer:
         except RuntimeError as error:
             self.forget(connection)
             accepted.close()
-            self._pause(errno.EAGAIN, str(error))
+            self._pause(str(error))
         return True
 
     def _make_room(self, new: _Connection) -> None:
@@ -270,17 +264,15 @@ class WsgiServer:
             self.forget(gone)
             gone.cut()
 
-    def _pause(self, number: int, reason: str) -> None:
+    def _pause(self, reason: str) -> None:
         now = time.monotonic()
         if now >= self._next_word:
             self._next_word = now + _EXHAUSTED_LOG_SECONDS
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             logger.error(
-                "%s cannot accept connections (%s), %d are open; new ones wait: %s",
-                self._name,
-                reason,
-                self.num_connections,
-                _EXHAUSTED[number].format(limit=limit),
+                "%s cannot accept connections (%s), %d are open; new ones wait: the machine is short of memory, or the "
+                "limit of open files (`ulimit -n`, now %d) or of threads (`ulimit -u`) is too low",
+                *(self._name, reason, self.num_connections, limit),
             )
         time.sleep(_EXHAUSTED_SECONDS)
 
@@ -347,22 +339,16 @@ class _Request:
         """Without the query; as WSGI has it."""
         return urllib.parse.unquote_to_bytes(self.target.partition("?")[0]).decode("latin-1")
 
-    @property
-    def body_size(self) -> int:
-        """As its header says."""
-        return int(self.fields.get("CONTENT_LENGTH", 0))
-
 
 class _Connection:
     """One client's connection, served by a thread of its own.
 
     Attributes:
-        client: its address.
         idle_since: since when no request is under way, by the monotonic clock; None: one is.
     """
 
     def __init__(self, server: WsgiServer, connection: socket.socket, client: str) -> None:
-        self.client = client
+        self._client = client
         self.idle_since: float | None = time.monotonic()
         self._opened = time.monotonic()
         self._server = server
@@ -403,7 +389,7 @@ class _Connection:
                     return
         except TimeoutError:
             if request.is_known and self._doing:
-                logger.warning("cut off %s, which was too slow while it was %s", self.client, self._doing)
+                logger.warning("cut off %s, which was too slow while it was %s", self._client, self._doing)
         except OSError:
             pass  # the client is gone
         finally:
@@ -424,7 +410,7 @@ class _Connection:
             status, fields, body = _refusal(error)
         name = request.notes.pop("request_id", None) or request_id(request.fields.get("X_REQUEST_ID", ""))
         details = {"request_id": name, "method": request.method, "path": request.path, "status": int(status[:3])}
-        details |= {"ms": round(1000 * (time.monotonic() - started), 1), "client": self.client, **request.notes}
+        details |= {"ms": round(1000 * (time.monotonic() - started), 1), "client": self._client, **request.notes}
         self._server.log.answered(details, is_known=request.is_known)
         self._send_answer(request, status, [*fields, (REQUEST_ID_HEADER, name)], body)
         if not request.is_complete:
@@ -496,15 +482,12 @@ class _Connection:
             self._server.note_known(self)
 
     def _wrong_signature(self) -> ProtocolError:
-        # Without a secret it can only be damaged.
-        status = 503 if self._server.token is None else 401
-        return ProtocolError(
-            status, "the request's signature is wrong: it was damaged on its way, or not made for here and now"
-        )
+        message = "the request's signature is wrong: it was damaged on its way, or not made for here and now"
+        return ProtocolError(503 if self._server.token is None else 401, message)  # without a secret: only damaged
 
     def _receive_body(self, request: _Request) -> None:
         """Receive what belongs to the request, and drop what follows it: nobody asks again before the answer."""
-        server, size = self._server, request.body_size
+        server, size = self._server, int(request.fields.get("CONTENT_LENGTH", 0))
         if not request.is_known and size > server.limits.max_body_without_token:
             raise _without_token("a body of this size is read only with")
         if size > server.max_body_bytes:
@@ -527,20 +510,16 @@ class _Connection:
     # ---- answering --------------------------------------------------------------------------
 
     def _answer(self, request: _Request) -> Answer:
-        if request.is_known:
-            return self._ask_application(request)
-        if not self._server.is_open(request.path):
-            raise _without_token("authorization is needed: send")
-        with self._server.stranger_turn:  # no crowd of them keeps the others waiting
-            return self._ask_application(request)
-
-    def _ask_application(self, request: _Request) -> Answer:
         """The application's answer, or 500: whatever happens in it, each request gets one."""
+        if not request.is_known and not self._server.is_open(request.path):
+            raise _without_token("authorization is needed: send")
         answer: list[Any] = []
         try:
-            parts = self._server.app(
-                self._environment(request), lambda status, fields, exc_info=None: answer.extend((status, fields))
-            )
+            # Strangers wait for each other, so that no crowd of them keeps the others waiting.
+            with contextlib.nullcontext() if request.is_known else self._server.stranger_turn:
+                parts = self._server.app(
+                    self._environment(request), lambda status, fields, exc_info=None: answer.extend((status, fields))
+                )
             try:
                 return answer[0], answer[1], b"".join(parts)
             finally:
@@ -560,7 +539,7 @@ class _Connection:
             "SERVER_NAME": self._server.host,
             "SERVER_PORT": str(self._server.port),
             "SERVER_PROTOCOL": "HTTP/1.1",
-            "REMOTE_ADDR": self.client,
+            "REMOTE_ADDR": self._client,
             "wsgi.version": (1, 0),
             "wsgi.url_scheme": "http",
             "wsgi.input": io.BytesIO(request.body),

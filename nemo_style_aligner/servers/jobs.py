@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -162,13 +162,12 @@ class JobQueue:
         with self._changed:
             self._outstanding -= 1
 
-    def take(self, timeout_s: float, max_rows: int, preferred_rows: Collection[int], max_delay_s: float) -> list[Job]:
+    def take(self, timeout_s: float, max_rows: int, max_delay_s: float) -> list[Job]:
         """Take the next job, merged with the inference jobs right behind it; empty after ``timeout_s`` without any.
 
         Inference jobs are merged up to ``max_rows`` rows, and no further than the next job of another kind, so that
-        this keeps its place. While the rows are fewer, and their number is not one of ``preferred_rows`` either, `take`
-        waits for more until the first job is ``max_delay_s`` old. A job with more than ``max_rows`` rows is taken
-        alone.
+        this keeps its place. While the rows are fewer, `take` waits for more until the first job is ``max_delay_s``
+        old. A job with more than ``max_rows`` rows is taken alone.
         """
         with self._changed:
             first = self._pop(timeout_s)
@@ -189,7 +188,7 @@ class JobQueue:
                         rows += head.rows
                     continue
                 remaining = first.arrived + max_delay_s - time.monotonic()
-                if rows in preferred_rows or remaining <= 0 or self._state is not QueueState.SERVING:
+                if remaining <= 0 or self._state is not QueueState.SERVING:
                     break
                 self._changed.wait(remaining)
             return taken

@@ -93,23 +93,12 @@ class RankFailedError(RuntimeError):
 class DispatchSettings:
     """How inference requests are merged, and the dispatcher's times. Rows are those of all data-parallel ranks."""
 
-    preferred_batch_rows: tuple[int, ...]
+    max_batch_rows: int
     max_queue_delay_microseconds: int = 2000
     strip_sequence_length_to_multiple: int | None = None
     max_sequence_length: int | None = None  # lengths are not rounded up beyond it
     heartbeat_seconds: float = 5.0
     drain_seconds: float = 60.0  # after a stop request; jobs not begun by then are refused
-
-    @property
-    def max_batch_rows(self) -> int:
-        """The largest of the preferred sizes."""
-        return max(self.preferred_batch_rows)
-
-
-def preferred_batch_rows(inference_micro_batch_size: int | Sequence[int], data_parallel_size: int) -> tuple[int, ...]:
-    """The preferred batch sizes in rows, from the config's ``inference_micro_batch_size`` (one or a list)."""
-    sizes = inference_micro_batch_size
-    return tuple(size * data_parallel_size for size in ([sizes] if isinstance(sizes, int) else sizes))
 
 
 @dataclasses.dataclass
@@ -230,12 +219,8 @@ class ModelServer:
     def _work(self) -> None:
         """Wait briefly for the next jobs, and do them."""
         settings = self._settings
-        jobs = self.queue.take(
-            _POLL_SECONDS,
-            settings.max_batch_rows,
-            settings.preferred_batch_rows,
-            settings.max_queue_delay_microseconds / 1e6,
-        )
+        delay_s = settings.max_queue_delay_microseconds / 1e6
+        jobs = self.queue.take(_POLL_SECONDS, settings.max_batch_rows, delay_s)
         if not jobs:
             return
         now = time.monotonic()

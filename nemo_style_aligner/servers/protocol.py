@@ -24,8 +24,7 @@ MAX_DIMENSIONS = 8
 MAX_DIMENSION_SIZE = 2**31 - 1
 MAX_ELEMENTS = 2**40
 
-# Wire datatype -> numpy dtype (little endian, as the protocol says). BF16 has no numpy dtype: its
-# arrays are float32 here. BYTES arrays are object arrays of `bytes`.
+# Wire datatype -> numpy dtype (little endian, as the protocol says). BYTES arrays are object arrays of `bytes`.
 NUMPY_DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype("?"),
     "UINT8": np.dtype("u1"),
@@ -37,13 +36,12 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "INT32": np.dtype("<i4"),
     "INT64": np.dtype("<i8"),
     "FP16": np.dtype("<f2"),
-    "BF16": np.dtype("<f4"),
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
     "BYTES": np.dtype("O"),
 }
 _DATATYPE_OF_KIND: dict[str, str] = {
-    dtype.newbyteorder("=").str: name for name, dtype in NUMPY_DTYPES.items() if name not in ("BF16", "BYTES")
+    dtype.newbyteorder("=").str: name for name, dtype in NUMPY_DTYPES.items() if name != "BYTES"
 }
 
 
@@ -74,21 +72,16 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class RequestedOutput:
-    """An output the caller asks for, and whether its data is to come as raw bytes."""
-
-    name: str
-    binary: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class InferRequest:
-    """A decoded inference request. ``outputs`` is None when the caller did not choose any."""
+    """A decoded inference request.
+
+    ``outputs``: those that the caller has chosen, and whether their data are to come as raw bytes; None if it did not.
+    """
 
     inputs: dict[str, Tensor]
     id: str = ""
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
-    outputs: tuple[RequestedOutput, ...] | None = None
+    outputs: dict[str, bool] | None = None
     binary_outputs: bool = False  # whether outputs come as raw bytes if the caller did not choose any
 
 
@@ -129,12 +122,12 @@ def decode_infer_request(body: bytes, header_length: str | int | None = None) ->
     return InferRequest(inputs, request_id, parameters, _requested_outputs(head, binary_outputs), binary_outputs)
 
 
-def _requested_outputs(head: Mapping[str, Any], default_binary: bool) -> tuple[RequestedOutput, ...] | None:
+def _requested_outputs(head: Mapping[str, Any], default_binary: bool) -> dict[str, bool] | None:
     entries = head.get("outputs")
     if entries is None:
         return None
     _require(isinstance(entries, list), "'outputs' must be a list")
-    chosen: dict[str, RequestedOutput] = {}
+    chosen: dict[str, bool] = {}
     for entry in entries:
         _require(isinstance(entry, dict), "each of 'outputs' must be an object")
         name = entry.get("name")
@@ -143,8 +136,8 @@ def _requested_outputs(head: Mapping[str, Any], default_binary: bool) -> tuple[R
         parameters = _parameters(entry, f"output '{name}'")
         for unsupported in ("classification", "shared_memory_region"):
             _require(unsupported not in parameters, f"output '{name}': '{unsupported}' is not supported")
-        chosen[name] = RequestedOutput(name, _flag(parameters, "binary_data", default_binary))
-    return tuple(chosen.values()) or None
+        chosen[name] = _flag(parameters, "binary_data", default_binary)
+    return chosen or None
 
 
 # ------------------------------------------------------------------ responses
@@ -160,12 +153,12 @@ def encode_infer_response(
 
     Only the outputs the caller chose are sent (all of them when it chose none).
     """
-    wanted = request.outputs or tuple(RequestedOutput(name, request.binary_outputs) for name in outputs)
+    wanted = request.outputs or dict.fromkeys(outputs, request.binary_outputs)
     head: dict[str, Any] = {"model_name": model_name, "model_version": model_version, "outputs": []}
     if request.id:
         head["id"] = request.id
-    tensors = [Tensor(want.name, datatype_of(outputs[want.name]), outputs[want.name]) for want in wanted]
-    return _encode(head, "outputs", tensors, [want.binary for want in wanted])
+    tensors = [Tensor(name, datatype_of(outputs[name]), outputs[name]) for name in wanted]
+    return _encode(head, "outputs", tensors, list(wanted.values()))
 
 
 def decode_infer_response(body: bytes, header_length: str | int | None = None) -> dict[str, Tensor]:
@@ -297,17 +290,12 @@ def _from_bytes(name: str, datatype: str, shape: tuple[int, ...], blob: memoryvi
     count = math.prod(shape)
     if datatype == "BYTES":
         return _object_array(_split_strings(name, count, blob), shape)
-    item_size = 2 if datatype == "BF16" else NUMPY_DTYPES[datatype].itemsize
+    item_size = NUMPY_DTYPES[datatype].itemsize
     _require(
         count * item_size == len(blob),
         f"tensor '{name}': shape {list(shape)} of {datatype} needs {count * item_size} bytes, got {len(blob)}",
     )
-    if datatype == "BF16":  # the upper half of a float32
-        array = (np.frombuffer(blob, "<u2").astype("<u4") << 16).view("<f4")
-    elif datatype == "BOOL":
-        array = np.frombuffer(blob, "u1") != 0
-    else:
-        array = np.frombuffer(blob, NUMPY_DTYPES[datatype])
+    array = np.frombuffer(blob, "u1") != 0 if datatype == "BOOL" else np.frombuffer(blob, NUMPY_DTYPES[datatype])
     return array.reshape(shape)
 
 

@@ -39,7 +39,7 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     root.setLevel(max(level, logging.INFO))
     logging.getLogger(_PACKAGE).setLevel(level if level < root.level else logging.NOTSET)
     # These packages report every request and every kernel at INFO.
-    for noisy in ("urllib3", "werkzeug", "waitress", "filelock", "megatron", "torch", "transformers", "httpx"):
+    for noisy in ("urllib3", "werkzeug", "filelock", "megatron", "torch", "transformers", "httpx"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
 
 
