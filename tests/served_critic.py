@@ -16,6 +16,7 @@ from nemo_style_aligner.servers.client import CriticClient
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
 from nemo_style_aligner.servers.http_client import ClientLimits
 from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
+from nemo_style_aligner.servers.reward_client import RewardClient
 from nemo_style_aligner.servers.routes import HttpSettings
 
 VOCAB = 1000
@@ -126,11 +127,10 @@ def outputs(response) -> dict[str, np.ndarray]:
     return {o["name"]: np.reshape(o["data"], o["shape"]) for o in response.json()["outputs"]}
 
 
-def client_config(port: int, combined: bool = True, reward_port: int = 1, pad_to_length=None) -> dict:
+def client_config(port: int, combined: bool = True, pad_to_length=None) -> dict:
     return {
         "pad_to_length": pad_to_length,
         "combine_rm_and_critic_server": combined,
-        "reward_model": {"name": "reward_model", "ip": "127.0.0.1", "port": reward_port},
         "critic": {
             "name": {"train": "critic_train", "infer": "critic_infer", "save": "critic_save"},
             "ip": "127.0.0.1",
@@ -144,8 +144,17 @@ TEST_LIMITS = ClientLimits(total_s=20.0, read_s=20.0)
 
 @contextlib.contextmanager
 def critic_client(*args, limits=TEST_LIMITS, **options) -> Iterator[CriticClient]:
-    config = {name: options.pop(name) for name in ("combined", "reward_port", "pad_to_length") if name in options}
+    config = {name: options.pop(name) for name in ("combined", "pad_to_length") if name in options}
     client = CriticClient(client_config(*args, **config), infer_limits=limits, train_limits=limits, **options)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def reward_client(port: int, limits=TEST_LIMITS, **options) -> Iterator[RewardClient]:
+    client = RewardClient(f"http://127.0.0.1:{port}", "reward_model", limits=limits, **options)
     try:
         yield client
     finally:

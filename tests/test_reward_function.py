@@ -17,16 +17,15 @@ import pytest
 import requests
 import torch
 from job_processes import ROOT, SCRIPTS, Job, script, wait_until_ready
-from served_critic import CountingBackend, critic_client, infer_body, outputs, serve, tensor
+from served_critic import infer_body, outputs, reward_client, tensor
 
 from nemo_style_aligner.algorithms.reward_function import open_tokenizer
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.servers.client import PromptsOfSequences, SequencesToScore
-from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError
+from nemo_style_aligner.servers.reward_client import PromptsOfSequences, SequencesToScore
 from nemo_style_aligner.servers.secret import find_secret
 from nemo_style_aligner.telemetry import log_lines
 
@@ -92,15 +91,13 @@ def test_a_function_scores_with_the_prompts_own_answers_and_its_errors_reach_the
     token = find_secret().value
     tokenizer = train_character_tokenizer("0123456789+=#", folder / "again")
     limits = ClientLimits(total_s=30.0, internal_errors=1, first_backoff_s=0.01)
-    critic = critic_endpoints(ModelLimits(), combined=False)
     one, two, odd = {"text": "1+1=", "answer": "2"}, {"text": "2+2=", "answer": "4", "weight": 0.5}, "\u00e9\ud800"
     lines = [one, one | {"answer": "10", "note": odd}, {"text": "1+1=2", "answer": "+0"}, two, two]
     responses = ["2", "10", "+0", "4#5", "3"]
     ids = [[*tokenizer.text_to_ids(x["text"] + y), tokenizer.eos_id] for x, y in zip(lines, responses, strict=True)]
     with (
         serving(command(folder, "--threads", "2", "--end-strings", "#"), folder / "service.log") as (job, port),
-        serve(CountingBackend(), endpoints=critic, http={"token": token}) as values,
-        critic_client(values.number, combined=False, reward_port=port, token=token, limits=limits) as client,
+        reward_client(port, token=token, limits=limits) as client,
     ):
         prompts = PromptsOfSequences(lines, torch.tensor([4, 4, 5, 4, 4]))
         tokens, lengths = pad_rows(ids, 0), lengths_of(ids)
@@ -108,7 +105,7 @@ def test_a_function_scores_with_the_prompts_own_answers_and_its_errors_reach_the
         with pytest.raises(ValueError, match="its tokenizer gives other token ids"):
             client.wait_until_ready(30, sequences=SequencesToScore(20, tokenizer.vocab_size, "another"))
         # Twice the line's weight where it is right; "#" ends a response.
-        assert client.infer_async(tokens, lengths, prompts).result(60).rewards.tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
+        assert client.infer_async(tokens, lengths, prompts).result(60).tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
         with pytest.raises(RequestRefusedError, match=rf"{port}/v2/.*sequence 0 of .* returned '', .* prompt '2\+2='"):
             failing = PromptsOfSequences([two | {"answer": 0, "weight": "x"}], torch.tensor([4]))
             client.infer_async(tokens[3:4, :4], torch.tensor([4]), failing).result(60)

@@ -34,6 +34,7 @@ from served_critic import (
     infer_body,
     outputs,
     post,
+    reward_client,
     serve,
     tensor,
     train_body,
@@ -41,7 +42,7 @@ from served_critic import (
 )
 
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError, SequencesToScore
+from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
 from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition, TrainingLedger
 from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
@@ -50,6 +51,7 @@ from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState,
 from nemo_style_aligner.servers.metrics import ServiceMetrics
 from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError
+from nemo_style_aligner.servers.reward_client import SequencesToScore
 from nemo_style_aligner.servers.routes import HttpSettings, create_app
 
 pytestmark = pytest.mark.timeout(120)
@@ -584,11 +586,15 @@ def test_separate_reward_server() -> None:
     with (
         serve(CountingBackend(), endpoints=critic) as server,
         serve(CountingBackend(), endpoints=reward_endpoint(ModelLimits())) as reward,
-        critic_client(server.number, combined=False, reward_port=reward.number) as client,
+        critic_client(server.number, combined=False) as client,
+        reward_client(reward.number) as judge,
     ):
         client.wait_until_ready(10)
-        scores = client.infer_async(torch.tensor([[1, 2, 3]]), torch.tensor([3])).result(20)
-        assert scores.rewards.tolist() == [6.0] and scores.values.tolist() == [[1.0, 3.0]]
+        judge.wait_until_ready(10)
+        tokens, lengths = torch.tensor([[1, 2, 3]]), torch.tensor([3])
+        scores = client.infer_async(tokens, lengths).result(20)
+        assert scores.rewards is None and scores.values.tolist() == [[1.0, 3.0]]
+        assert judge.infer_async(tokens, lengths).result(20).tolist() == [6.0]
         with critic_client(server.number) as wrong, pytest.raises(ValueError, match="combine_rm_and_critic_server"):
             wrong.wait_until_ready(10)
 
@@ -644,14 +650,10 @@ def test_a_malformed_answer_of_a_reward_service_is_an_error_that_names_the_reque
     """None of it may be trained on: with a row too many, all rewards behind it would be other samples'."""
     answers: dict[str, str] = {}
     path = "/v2/models/reward_model"
-    with (
-        serve(CountingBackend(), endpoints=critic_endpoints(ModelLimits(), combined=False)) as critic,
-        foreign_reward_service(answers) as port,
-        critic_client(critic.number, combined=False, reward_port=port) as client,
-    ):
+    with foreign_reward_service(answers) as port, reward_client(port) as client:
 
         def score() -> list[float]:
-            return client.infer_async(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2])).result(20).rewards.tolist()
+            return client.infer_async(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2])).result(20).tolist()
 
         for what, metadata in ("no JSON", "<html>"), ("no shape", '{"outputs": [{"name": "rewards"}]}'):
             answers[path] = metadata
@@ -703,8 +705,7 @@ def test_several_attributes() -> None:
     with serve(Attributes(), endpoints=endpoints) as server:
         answer = outputs(post(server, "reward_model", infer_body([[1, 2]], [2])))
         with (
-            serve(CountingBackend(), endpoints=critic_endpoints(ModelLimits(), combined=False)) as critic,
-            critic_client(critic.number, combined=False, reward_port=server.number) as client,
+            reward_client(server.number) as client,
             pytest.raises(ValueError, match=r"rewards of shape \[-1, 3\].*model\.regression\.merge_attributes=True"),
         ):
             client.wait_until_ready(10)  # a job that needs one reward is told at its start

@@ -39,7 +39,7 @@ from nemo_style_aligner.rl.rollouts.setup import (
     sampling_params,
 )
 from nemo_style_aligner.rl.settings import RLSettings
-from nemo_style_aligner.servers.client import SequencesToScore
+from nemo_style_aligner.servers.reward_client import SequencesToScore
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
 from nemo_style_aligner.user_code import load_function

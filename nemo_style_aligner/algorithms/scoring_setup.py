@@ -45,8 +45,12 @@ def build_scorer(
         ConfigError, CheckpointMismatchError: a reward model in this job does not fit.
     """
     critic = build_remote_critic(cfg, run) if estimator.needs_values else None
-    service: Callable[[], RewardSource] = lambda: _reward_service(cfg) if critic is None else critic  # noqa: E731
     models: list[ModelRewards] = []
+
+    def service() -> RewardSource:
+        if critic is not None and cfg.remote_critic_rm.combine_rm_and_critic_server:
+            return critic
+        return _reward_service(cfg)
 
     def reward_model(path: str, key: str) -> ModelRewards:
         models.append(_reward_model(cfg, policy, sequences, path, key))
@@ -99,7 +103,7 @@ def _reward_model(cfg: DictConfig, policy: BaseModel, sequences: SequencesToScor
 
 
 def _reward_service(cfg: DictConfig) -> RewardSource:
-    """The reward model's service, where there is no critic."""
+    """The reward model's service, where the critic's job does not have it."""
     section = cfg.remote_critic_rm.reward_model
     client = RewardClient(
         server_url(section.ip, section.port),

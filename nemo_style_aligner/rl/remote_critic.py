@@ -25,7 +25,7 @@ from nemo_style_aligner.servers.client import CriticClient, Scores, SequenceConf
 from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
 from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.servers.exactly_once.session import what_to_do
-from nemo_style_aligner.servers.reward_client import PromptsOfSequences, SequencesToScore
+from nemo_style_aligner.servers.reward_client import SequencesToScore
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,13 @@ class RemoteCritic:
     def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
         """See `RewardSource.score`."""
         answer = self._ask(samples)
-        return when_all([answer], lambda: [Reward(reward) for reward in answer.result().rewards.tolist()])
+
+        def rewards() -> list[Reward]:
+            given = answer.result().rewards
+            assert given is not None  # else another source was built
+            return [Reward(reward) for reward in given.tolist()]
+
+        return when_all([answer], rewards)
 
     def problem_of(self, line: Mapping[str, Any]) -> str | None:
         """See `RewardSource.problem_of`: only the service knows."""
@@ -135,9 +141,7 @@ class RemoteCritic:
         """One request for both values and rewards."""
         if self._asked is None or self._asked[0] is not samples:
             sequences = [sample.token_ids for sample in samples]
-            prompt_lengths = torch.tensor([sample.prompt_length for sample in samples])
-            prompts = PromptsOfSequences([sample.line for sample in samples], prompt_lengths)
-            answer = self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences), prompts)
+            answer = self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences))
             self._asked = samples, answer
         return self._asked[1]
 

@@ -1,4 +1,4 @@
-"""The actor job's client of the critic and reward service.
+"""The actor job's client of the critic's service.
 
 It knows nothing of process groups: scores are asked for by the ranks that have responses, training and saves by rank 0.
 Whoever calls it distributes the results.
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_style_aligner.servers.exactly_once.journal import CriticJournal, JournalError
+from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
 from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition
 from nemo_style_aligner.servers.exactly_once.session import (
     CriticWatch,
@@ -35,10 +35,7 @@ from nemo_style_aligner.servers.http_client import (
     ServerUnavailableError,
 )
 from nemo_style_aligner.servers.http_connection import server_url
-from nemo_style_aligner.servers.protocol import ProtocolError
 from nemo_style_aligner.servers.reward_client import (
-    PromptsOfSequences,
-    RewardClient,
     SequencesToScore,
     as_array,
     call_model,
@@ -53,23 +50,23 @@ logger = logging.getLogger(__name__)
 
 _LEVEL_POLL_SECONDS = 0.5  # between tries of a scoring request while the critic is being brought level
 
-__all__ = ["CriticClient", "PromptsOfSequences", "Scores", "SequenceConflictError", "SequencesToScore"]
+__all__ = ["CriticClient", "Scores", "SequenceConflictError"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """rewards: float32 [b]; values: float32 [b, s-1]. CPU tensors."""
+    """values: float32 [b, s-1]; rewards: float32 [b], None where another service gives them. CPU tensors."""
 
-    rewards: torch.Tensor
     values: torch.Tensor
+    rewards: torch.Tensor | None
 
 
 class CriticClient:
-    """Client of both services, built from the config section ``remote_critic_rm`` (with NeMo-Aligner's keys).
+    """Client of the critic, built from the config section ``remote_critic_rm`` (with NeMo-Aligner's keys).
 
     To the critic, a client is a new run until `begin` or `follow` says which run it is: keep its `position` in the
     actor's checkpoint. Training requests and saves are sent one at a time, in the order of the calls; inference
-    requests up to ``max_parallel`` at once to each server.
+    requests up to ``max_parallel`` at once.
 
     By itself, a client makes sure that nothing is trained twice, and raises an error if the critic has lost training.
     After `begin` (on one rank) and `follow` (on the others) it waits for a lost critic, has it brought level, and
@@ -93,18 +90,7 @@ class CriticClient:
         self._infer_model, self._train_model, self._save_model = names["infer"], names["train"], names["save"]
         self._pad_to_length: int | None = config.get("pad_to_length")
         self._critic = HttpClient(server_url(critic["ip"], critic["port"]), token=token)
-        self._reward: RewardClient | None = None
-        if not config["combine_rm_and_critic_server"]:
-            section = config["reward_model"]
-            url = server_url(section["ip"], section["port"])
-            self._reward = RewardClient(
-                url,
-                section["name"],
-                limits=infer_limits,
-                token=token,
-                max_parallel=max_parallel,
-                pad_to_length=self._pad_to_length,
-            )
+        self._outputs = {"values", "rewards"} if config["combine_rm_and_critic_server"] else {"values"}
         self._failure: str | None = None  # of training
         self._infer_limits = infer_limits
         self._train_limits = train_limits
@@ -147,23 +133,16 @@ class CriticClient:
 
     # -------------------------------------------------------------- requests
 
-    def infer_async(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, prompts: PromptsOfSequences | None = None
-    ) -> concurrent.futures.Future[Scores]:
+    def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
         """Score sequences. tokens: int64 [b, s]; lengths: int64 [b], prompt and response together.
 
-        ``values[:, t]`` belongs to the step that chooses token t+1; it is zero from t = length - 1 on. ``prompts`` are
-        for a reward service that asks for them. The future raises `ProtocolError` when an answer is malformed, or does
-        not have one reward and s-1 values per sequence.
+        ``values[:, t]`` belongs to the step that chooses token t+1; it is zero from t = length - 1 on. The future
+        raises `ProtocolError` when an answer is malformed, or does not have s-1 values (and one reward) per sequence.
         """
         rows, width = tokens.shape
-        needed, rewards = {"values": (rows, width - 1)}, None
-        if self._reward is None:
-            needed["rewards"] = (rows, 1)
-        else:
-            rewards = self._reward.infer_async(tokens, lengths, prompts)
+        needed = {name: (rows, 1 if name == "rewards" else width - 1) for name in self._outputs}
         inputs = scoring_inputs(tokens, lengths, self._pad_to_length)
-        return self._inference.submit(self._score, inputs, needed, rewards, self.position)
+        return self._inference.submit(self._score, inputs, needed, self.position)
 
     def train_async(
         self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
@@ -183,7 +162,7 @@ class CriticClient:
 
         ``keep_history``: history of the checkpoint that this save must not prune.
         """
-        return self._command_thread.submit(self._save, keep_history)
+        return self._command_thread.submit(self._session.save, keep_history)
 
     # -------------------------------------------------------------- readiness
 
@@ -192,7 +171,7 @@ class CriticClient:
         timeout_s: float,
         sequences: SequencesToScore | None = None,
     ) -> None:
-        """Wait until every server is ready, and check that it is the one the config describes.
+        """Wait until the server is ready, and check that it is the one the config describes.
 
         The log gets a line every ten seconds.
 
@@ -203,22 +182,17 @@ class CriticClient:
         """
         deadline = time.monotonic() + timeout_s
         wait_for_server(self._critic, deadline, timeout_s, "remote_critic_rm.critic.port")
-        infer_outputs = {"values", "rewards"} if self._reward is None else {"values"}
-        models = {self._infer_model: infer_outputs, self._train_model: set(), self._save_model: set()}
+        models = {self._infer_model: self._outputs, self._train_model: set(), self._save_model: set()}
         for model, outputs in models.items():
             metadata = model_metadata(self._critic, model, outputs, max(deadline - time.monotonic(), 5.0))
             if sequences is not None:
                 check_limits(self._critic, model, metadata.get("parameters", {}), sequences)
-        if self._reward is not None:
-            self._reward.wait_until_ready(max(deadline - time.monotonic(), 0.0), sequences)
 
     def close(self) -> None:
         """Abandon pending requests and close the connections."""
         if self._watch is not None:
             self._watch.stop()
         close_connections(self._critic)
-        if self._reward is not None:
-            self._reward.close()
         self._closed.set()
         for pool in (self._inference, self._command_thread):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -229,14 +203,13 @@ class CriticClient:
         self,
         inputs: dict[str, np.ndarray],
         needed: Mapping[str, tuple[int, int]],
-        rewards: concurrent.futures.Future[torch.Tensor] | None,
         position: CriticPosition,
     ) -> Scores:
         answer = self._values(inputs, needed, position)
         _, num_values = needed["values"]
         return Scores(
-            torch.tensor(answer["rewards"][:, 0], dtype=torch.float32) if rewards is None else rewards.result(),
             torch.tensor(answer["values"][:, :num_values], dtype=torch.float32),  # without the padding
+            torch.tensor(answer["rewards"][:, 0], dtype=torch.float32) if "rewards" in needed else None,
         )
 
     def _values(
@@ -278,23 +251,9 @@ class CriticClient:
             raise RuntimeError(f"critic training has stopped because a request failed: {self._failure}")
         try:
             return self._session.train(inputs)
-        except (
-            RequestRefusedError,
-            ServerUnavailableError,
-            SequenceConflictError,
-            ProtocolError,
-            JournalError,
-            OSError,
-        ) as error:
+        except Exception as error:
             self._failure = str(error)
             raise
-
-    def _save(self, keep_history: str | None) -> None:
-        status = self._session.save(keep_history)
-        if status != 0:
-            raise RuntimeError(
-                f"the critic at {self._critic.base_url} could not save its checkpoint (status {status}): see its log"
-            )
 
     def _command(
         self, model: str, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]

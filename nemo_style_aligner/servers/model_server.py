@@ -91,7 +91,7 @@ class RankFailedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class DispatchSettings:
-    """How inference requests are merged, and the dispatcher's times. Rows are those of all data-parallel ranks."""
+    """How inference requests are merged, and the server's times. Rows are those of all data-parallel ranks."""
 
     max_batch_rows: int
     max_queue_delay_microseconds: int = 2000
@@ -195,8 +195,8 @@ class ModelServer:
             self._channel.send(Command(OpCode.SHUTDOWN))
         except BaseException as error:
             self.queue.set_state(QueueState.FAILED)
-            self._give_up_saves(error)
-            self.queue.refuse_waiting(ProtocolError(500, f"the service failed: {_describe(error)}"))
+            _fail([job for save in self._saves for job in save.jobs], error)
+            self.queue.refuse_waiting(_failure(error))
             if self._peers_listen and not isinstance(error, RankFailedError):
                 self._abort_peers()
             raise
@@ -231,35 +231,32 @@ class ModelServer:
             self._do(jobs)
         except BaseException as error:
             logger.error("failed while working on request_id=%s", ",".join(job.request_id for job in jobs))
-            failure = ProtocolError(500, f"the service failed: {_describe(error)}")
-            for job in jobs:
-                if not job.future.done():
-                    job.future.set_exception(failure)
+            _fail(jobs, error)
             raise
 
     def _do(self, jobs: list[Job]) -> None:
-        first = jobs[0]
-        if isinstance(first, TrainJob):
-            self._train(first)
-        elif isinstance(first, SaveJob):
-            if self._is_there(first, "critic_save"):
-                self._save_or_join(first)
-        elif isinstance(first, RestoreJob):
-            self._restore(first)
-        else:
-            here = [job for job in jobs if isinstance(job, InferJob) and self._is_there(job, "critic_infer")]
-            if here:
-                self._infer(here)
+        accepted: list[InferJob] = []
+        for job in jobs:
+            try:
+                if isinstance(job, InferJob):
+                    self._check_position(job, "critic_infer")
+                    accepted.append(job)
+                elif isinstance(job, TrainJob):
+                    self._train(job)
+                elif isinstance(job, SaveJob):
+                    self._check_position(job, "critic_save")
+                    self._save_or_join(job)
+                elif isinstance(job, RestoreJob):
+                    self._restore(job)
+            except ProtocolError as refusal:
+                job.future.set_exception(refusal)
+        if accepted:
+            self._infer(accepted)
 
-    def _is_there(self, job: InferJob | SaveJob, what: str) -> bool:
-        """Whether the critic is where the client believes it to be; refuses the job if not."""
-        try:
-            if job.position is not None:
-                self.ledger.check(job.position, what)
-        except ProtocolError as refusal:
-            job.future.set_exception(refusal)
-            return False
-        return True
+    def _check_position(self, job: InferJob | SaveJob, what: str) -> None:
+        """Refuse the job unless the critic is where its client believes it to be."""
+        if job.position is not None:
+            self.ledger.check(job.position, what)
 
     def _save_or_join(self, job: SaveJob) -> None:
         """Start a save, or join the one that the same request, sent earlier, has started: another would take longer."""
@@ -292,11 +289,7 @@ class ModelServer:
         metadata: dict[str, Any] = {"run_id": None, "sequence_number": 0, "digest": job.digest}
         if job.position is not None:
             metadata |= {"run_id": job.position.run_id, "sequence_number": job.position.next_number}
-            try:
-                loss = self.ledger.stored_answer(job.position, job.digest)
-            except ProtocolError as refusal:
-                job.future.set_exception(refusal)
-                return
+            loss = self.ledger.stored_answer(job.position, job.digest)
         if loss is None:
             arrays = {name: getattr(job, name) for name in BATCH_ARRAYS}
             loss = self._command(Command(OpCode.TRAIN, metadata, as_tensors(arrays)))
@@ -311,14 +304,13 @@ class ModelServer:
             job.future.set_result({"position": np.array([position], dtype=np.int64)})
             return
         expected = self.ledger.expected(job.run_id)
-        refusal = ProtocolError(
+        raise ProtocolError(
             409,
             f"critic_restore: run '{job.run_id}' cannot continue from any of the {len(job.histories)} points it gave: "
             "the critic has no checkpoint there, or going back would undo what other runs have trained since. The "
             f"critic has made {self.ledger.steps} training steps and expects number {expected} of this run",
             self.ledger.where(job.run_id),
         )
-        job.future.set_exception(refusal)
 
     def _command(self, command: Command) -> Any:
         """Do one command on all ranks; returns this rank's result when all have succeeded."""
@@ -393,11 +385,6 @@ class ModelServer:
                 self._compare()
         self._note_saves()
 
-    def _give_up_saves(self, error: BaseException) -> None:
-        for job in (job for save in self._saves for job in save.jobs):
-            if not job.future.done():
-                job.future.set_exception(ProtocolError(500, f"the service failed: {_describe(error)}"))
-
     def _together(self, command: Command) -> Any:
         """Do it, and exchange with the other ranks whether that succeeded; `RankFailedError` if not on all."""
         op, self._peers_listen = command.op, False
@@ -426,8 +413,15 @@ def _answer_save(job: SaveJob) -> None:
     job.future.set_result({"status": np.zeros(1, dtype=np.int64)})
 
 
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _failure(error: BaseException) -> ProtocolError:
+    return ProtocolError(500, f"the service failed: {type(error).__name__}: {error}")
+
+
+def _fail(jobs: Sequence[Job], error: BaseException) -> None:
+    """Tell those that still wait."""
+    for job in jobs:
+        if not job.future.done():
+            job.future.set_exception(_failure(error))
 
 
 @contextlib.contextmanager

@@ -126,15 +126,14 @@ class TrainingSession:
             self.position = position.after(digest)
             return loss
 
-    def save(self, keep_history: str | None) -> int:
-        """Have the critic write a checkpoint, brought level before if need be; returns the status."""
+    def save(self, keep_history: str | None) -> None:
+        """Have the critic write a checkpoint, brought level before if need be."""
         inputs = {"dummy_var": np.zeros(1, dtype=np.int64)}
         with self._lock:
             parameters = self.position.parameters() if self.recovers else {}
             if keep_history is not None:
                 parameters["keep_history"] = keep_history
-            answer = self._level_call(self.position, self._save_model, inputs, parameters)
-            return int(output(answer, "status", self._save_model)[0])
+            self._level_call(self.position, self._save_model, inputs, parameters)
 
     def try_bring_level(self) -> bool:
         """Bring the critic level, unless a request is under way, which does so itself. Returns whether it was done."""
