@@ -204,7 +204,7 @@ class Connections(Section):
     min_bytes_per_second: Annotated[int, Positive.__metadata__[0]] = 65536  # see receive_seconds
     first_request_seconds: Seconds = 30  # for a new connection to send anything
     idle_seconds: Seconds = 600  # between two requests
-    max_connections: Count = 4096  # fewer if the limit on open files is lower; a quarter for clients without the secret
+    max_connections: Count = 4096  # fewer if the limit on open files is lower; 128 for clients without the secret
     # Bytes; a larger body is read only if the request's header has the shared secret.
     max_body_without_token: CountFrom0 = 65536
 
@@ -223,7 +223,7 @@ class Service(Section):
     max_outstanding_requests: Free[Threads] = 128  # more at the same time are answered 429 (try again later)
     infer_timeout_seconds: Free[Seconds] = 600  # an inference request that waits longer is answered 504
     connections: Free[Connections]  # limits on clients, before a request is accepted
-    # Preferred batch size per rank, or a list of sizes.
+    # Largest batch per rank; of a list of sizes the largest counts.
     inference_micro_batch_size: Free[Annotated[int | list[int], Range(1)]] = of("${model.forward_micro_batch_size}")
     # Longest wait of a request for others to share its batch.
     max_queue_delay_microseconds: Free[Annotated[int, Range(0, 10**6 * _LONGEST_SECONDS)]] = 2000
@@ -670,9 +670,6 @@ class RemoteCritic(Section):
     # What a new run (no checkpoint and no critic_journal in the log directory) does if its critic has already been
     # trained: refuse it (an error), or keep its weights.
     trained_critic: TrainedCritic = "refuse"
-    # Limit on <log directory>/critic_journal, which keeps the critic's training batches since its last saves, to be
-    # sent again to a critic that has lost them. When it is full, the oldest are deleted, with a warning.
-    journal_max_gibibytes: Number = 200
     # Shared secret of the services and of the work queue; must match the services'. auto: $NEMO_STYLE_ALIGNER_TOKEN,
     # the file $NEMO_STYLE_ALIGNER_TOKEN_FILE, or this user's own in ~/.nemo_style_aligner; none: no authentication; any
     # other word is the secret itself.
@@ -848,7 +845,7 @@ JOBS: Mapping[str, Job] = {
         without=(
             "trainer.ppo.critic_warmup_steps",
             "trainer.ppo.gae_lambda",
-            *(f"remote_critic_rm.{name}" for name in ("critic", "trained_critic", "journal_max_gibibytes")),
+            *(f"remote_critic_rm.{name}" for name in ("critic", "trained_critic")),
             "remote_critic_rm.combine_rm_and_critic_server",
             "remote_critic_rm.timeouts.training_seconds",
         ),

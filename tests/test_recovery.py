@@ -62,7 +62,6 @@ from nemo_style_aligner.telemetry import activity
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_rank")]  # `RemoteCritic` is collective
 LIMITS = ClientLimits(total_s=20.0, read_s=20.0, away_s=20.0, internal_errors=3, max_backoff_s=0.2)
-GIB = 2**30
 
 
 class Checkpoints:
@@ -214,7 +213,7 @@ def actor(
     client = CriticClient(
         client_config(job.port), infer_limits=limits, train_limits=limits, on_lost=options.get("on_lost")
     )
-    critic = RemoteCritic(client, CriticJournal(folder, GIB), options.get("trained_critic", "refuse"))
+    critic = RemoteCritic(client, CriticJournal(folder), options.get("trained_critic", "refuse"))
     try:
         client.wait_until_ready(20)
         if state is not None:
@@ -675,7 +674,7 @@ def test_a_critic_that_is_lost_every_time_is_given_up(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(training_session, "activity", SimpleNamespace(progress=lambda: progress.append(len(calls))))
     session = training_session.TrainingSession(call, "train", "save", CriticPosition("run", 1, "initial"), "here")
-    session.begin(CriticJournal(tmp_path, GIB), session.position)
+    session.begin(CriticJournal(tmp_path), session.position)
     for _ in range(2):
         losses.update(train=10, save=10)
         session.save(None)
@@ -785,7 +784,7 @@ def test_batches_that_cannot_be_read_now_are_not_deleted(
     assert job.critic.trained == [1, 2, 3]
     cut = tmp_path / "00000002.safetensors"
     cut.write_bytes(cut.read_bytes()[:50])
-    again = CriticJournal(tmp_path, GIB)
+    again = CriticJournal(tmp_path)
     again.scan()
     again.rewind(critic.client.position)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -802,15 +801,15 @@ def test_a_journal_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.
     leftover.touch()
     monkeypatch.setattr(Path, "unlink", denied)
     with pytest.raises(NotWrittenError, match=rf"{leftover} cannot be deleted \(Permission denied\)"):
-        CriticJournal(tmp_path, GIB).scan()
+        CriticJournal(tmp_path).scan()
     for call in ("open", "read_text", "exists", "stat"):
         monkeypatch.setattr(Path, call, denied)
     monkeypatch.setattr(manifest, "_READ_PAUSES", ())
     with pytest.raises(JournalError, match=r"run\.json cannot be read now .*Permission denied"):
-        CriticJournal(tmp_path, GIB).run_start()
+        CriticJournal(tmp_path).run_start()
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     with pytest.raises(NotWrittenError, match=r"run\.json of .* \(Permission denied\).* Mend that and start"):
-        CriticJournal(tmp_path, GIB).begin_run(CriticPosition("run", 1, "initial"))
+        CriticJournal(tmp_path).begin_run(CriticPosition("run", 1, "initial"))
 
 
 def test_a_full_disk_is_an_error_before_the_batch_is_sent(
@@ -830,23 +829,9 @@ def test_a_full_disk_is_an_error_before_the_batch_is_sent(
         assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001.safetensors", "run.json"]
 
 
-def test_a_journal_that_is_too_large_drops_the_oldest(tmp_path: Path) -> None:
-    arrays = {"tokens": np.ones((1, 1000), dtype=np.int64)}
-    arrays |= {name: np.ones((1, 999), dtype=np.float32) for name in ("returns", "prev_values", "mask")}
-    journal, position = CriticJournal(tmp_path, max_bytes=50_000), CriticPosition("run", 1, "initial")
-    for _ in range(4):
-        journal.write(position, arrays, batch_digest(arrays))
-        position = position.after(batch_digest(arrays))
-    assert [point.next_number for point in journal.positions(position)] == [3, 4, 5]
-    again = CriticJournal(tmp_path, GIB)
-    again.scan()
-    assert again.positions(position) == journal.positions(position)
-    np.testing.assert_array_equal(again.read(4)["tokens"], arrays["tokens"])
-
-
 def test_batches_of_another_history_lead_nowhere(tmp_path: Path) -> None:
     arrays = {name: np.zeros((1, 1), np.float32) for name in BATCH_ARRAYS}
-    journal, start = CriticJournal(tmp_path, GIB), CriticPosition("run", 1, "initial")
+    journal, start = CriticJournal(tmp_path), CriticPosition("run", 1, "initial")
     journal.write(start, arrays, batch_digest(arrays))
     reached, other = start.after(batch_digest(arrays)), CriticPosition("run", 2, "other")
     assert journal.positions(reached) == [start, reached] and journal.positions(other) == [other]

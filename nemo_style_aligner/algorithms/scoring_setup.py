@@ -118,7 +118,7 @@ def _reward_service(cfg: DictConfig) -> RewardSource:
 def build_remote_critic(cfg: DictConfig, run: Run) -> RemoteCritic:
     """The critic in its own job."""
     section = cfg.remote_critic_rm
-    journal = CriticJournal(run.log_dir / "critic_journal", int(section.journal_max_gibibytes * 2**30))
+    journal = CriticJournal(run.log_dir / "critic_journal")
     client = build_critic_client(cfg)
     return RemoteCritic(client, journal if dist.get_rank() == 0 else None, section.trained_critic)
 

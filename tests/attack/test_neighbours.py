@@ -316,7 +316,7 @@ def write_everything(log_dir: Path) -> list[str]:
         metrics.close()
 
     def keep() -> None:
-        CriticJournal(log_dir / "critic_journal", 2**30).begin_run(CriticPosition("run", 1, "initial"))
+        CriticJournal(log_dir / "critic_journal").begin_run(CriticPosition("run", 1, "initial"))
 
     for part in (lambda: hold(log_dir), lambda: write_requeue_file(log_dir, "why"), watch, log, keep):
         try:
@@ -456,7 +456,7 @@ def test_a_journal_lies_in_no_folder_of_others(mode: int, ground: Path, attack_c
     log_dir.chmod(0o755)
 
     def keep() -> None:
-        CriticJournal(log_dir / "critic_journal", 2**30).begin_run(CriticPosition("run", 1, "initial"))
+        CriticJournal(log_dir / "critic_journal").begin_run(CriticPosition("run", 1, "initial"))
 
     with pytest.raises(RuntimeError, match="would not be safe from others"):
         as_user(VICTIM, keep)

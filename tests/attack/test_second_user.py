@@ -158,7 +158,7 @@ def test_who_takes_the_port_of_a_critic_that_is_away_learns_nothing(folder: Path
 
 def test_the_journal_is_closed(folder: Path, attack_count: Callable[..., None]) -> None:
     """It holds prompts and responses, and what a critic is trained on again."""
-    journal = CriticJournal(folder / "log" / "critic_journal", 2**30)
+    journal = CriticJournal(folder / "log" / "critic_journal")
     position = CriticPosition("run", 1, "initial")
     batch = {name: np.ones((2, 4)) for name in ("tokens", "returns", "prev_values", "mask")}
     journal.begin_run(position)

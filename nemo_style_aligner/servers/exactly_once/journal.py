@@ -53,12 +53,10 @@ class CriticJournal:
 
     Args:
         directory: created at the first write.
-        max_bytes: what the batches may occupy; beyond it the oldest are deleted, with a warning.
     """
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
-        self.max_bytes = max_bytes
         self._entries: dict[int, _Entry] = {}
 
     # ---- the run ----------------------------------------------------------------------------
@@ -101,7 +99,6 @@ class CriticJournal:
         content = save(dict(arrays), metadata)
         self._write_file(path, content)
         self._entries[position.next_number] = _Entry(path, position, digest, len(content))
-        self._limit_size()
 
     def read(self, number: int) -> dict[str, np.ndarray]:
         """The batch with this number.
@@ -181,18 +178,6 @@ class CriticJournal:
     def _describe(self) -> str:
         numbers = sorted(self._entries)
         return f"batches {numbers[0]} to {numbers[-1]}" if numbers else "no batches"
-
-    def _limit_size(self) -> None:
-        while self._num_bytes > self.max_bytes and len(self._entries) > 1:
-            oldest = min(self._entries)
-            logger.warning(
-                "the critic journal %s is larger than remote_critic_rm.journal_max_gibibytes allows: deleting "
-                "batch %d. If the critic loses its training since its last save, it may not be possible to bring it up "
-                "to date; save more often (trainer.ppo.save_interval) or raise the limit",
-                self.directory,
-                oldest,
-            )
-            self._drop(oldest)
 
     def _drop(self, number: int) -> None:
         _delete(self._entries.pop(number).path)
