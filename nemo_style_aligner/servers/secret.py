@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import secrets
@@ -51,7 +52,10 @@ class Secret:
     source: str
 
 
-_told_sources: set[str] = set()  # logged already: a job with work queue and critic asks three times
+@functools.cache
+def _tell(source: str) -> None:
+    """Once: a job with work queue and critic asks three times."""
+    logger.info("shared secret from %s", source)
 
 
 def resolve_token(configured: str | None, key: str) -> str | None:
@@ -63,10 +67,7 @@ def resolve_token(configured: str | None, key: str) -> str | None:
         logger.warning("%s=none: no authentication, whoever reaches the port can read, train and save", key)
         return None
     secret = find_secret(str(configured), key)
-    logger.log(
-        logging.DEBUG if secret.source in _told_sources else logging.INFO, "shared secret from %s", secret.source
-    )
-    _told_sources.add(secret.source)
+    _tell(secret.source)
     return secret.value
 
 
