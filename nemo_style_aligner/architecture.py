@@ -42,6 +42,13 @@ _POSITIVE = (
     *MULTIPLIERS,
 )
 
+# Fields that are keys of NeMo's config; and its names of others.
+_OF_NEMO = (
+    *(*_SIZES, "kv_channels", "max_position_embeddings", "normalization", "bias", "qkv_bias", "qk_layernorm"),
+    *("layernorm_epsilon", "rotary_base", "rotary_percentage", "init_method_std"),
+)
+_TIED, _FAMILY = "share_embeddings_and_output_weights", "hf_model_type"
+
 _LEEWAY = 4  # how many times as many weights a model may seem to have as there are
 
 # The most that is built: beyond it a file is mistaken or hostile, which is found before memory is taken.
@@ -197,34 +204,25 @@ class ModelArchitecture:
         act, gated = _NEMO_ACTIVATIONS[activation]
         if act == "gelu" and _is_by_tanh(cfg, gated):
             act = "gelu-tanh"
-        heads, layers = _whole(cfg, "num_attention_heads"), _whole(cfg, "num_layers")
+        sizes: dict[str, Any] = {key: _whole(cfg, key) for key in (*_SIZES, "kv_channels")}
+        sizes["ffn_hidden_size"] = sizes["ffn_hidden_size"] or 4 * sizes["hidden_size"]
+        sizes["num_query_groups"] = sizes["num_query_groups"] or sizes["num_attention_heads"]
+        numbers: dict[str, Any] = {key: _number(cfg, key) for key in _POSITIVE if cfg.get(key) is not None}
         qkv_bias = "add_qkv_bias" if cfg.get("qkv_bias") is None else "qkv_bias"  # megatron's name and NeMo's
-        multipliers = {key: _number(cfg, key, 1.0) for key in MULTIPLIERS if cfg.get(key) is not None}
         return cls(
-            num_layers=layers,
-            hidden_size=_whole(cfg, "hidden_size"),
-            ffn_hidden_size=_whole(cfg, "ffn_hidden_size") or 4 * _whole(cfg, "hidden_size"),
-            num_attention_heads=heads,
-            num_query_groups=_whole(cfg, "num_query_groups") or heads,
-            vocab_size=_whole(cfg, "vocab_size"),
-            kv_channels=_whole(cfg, "kv_channels"),
+            **sizes,
+            **numbers,
             max_position_embeddings=_whole(cfg, "max_position_embeddings") or _whole(cfg, "encoder_seq_length") or 4096,
             normalization=normalization,
-            layernorm_epsilon=_number(cfg, "layernorm_epsilon", 1e-5),
             activation=act,
             gated=gated,
             bias=_flag(cfg, "bias"),
             qkv_bias=_flag(cfg, qkv_bias),
             qk_layernorm=_flag(cfg, "qk_layernorm"),
-            tied_embeddings=_flag(cfg, "share_embeddings_and_output_weights"),
-            rotary_base=_number(cfg, "rotary_base", 10000.0),
-            rotary_percentage=_number(cfg, "rotary_percentage", 1.0),
+            tied_embeddings=_flag(cfg, _TIED),
             rope_scaling=RopeScaling.from_nemo_config(_rope_keys(cfg)),
-            no_rope_layers=_no_rope_layers(cfg.get("no_rope_freq"), layers),
-            softmax_scale=None if cfg.get("softmax_scale") is None else _number(cfg, "softmax_scale", 1.0),
-            **multipliers,
-            init_method_std=_number(cfg, "init_method_std", 0.02),
-            family=str(cfg.get("hf_model_type", "llama")),
+            no_rope_layers=_no_rope_layers(cfg.get("no_rope_freq"), sizes["num_layers"]),
+            family=str(cfg.get(_FAMILY, "llama")),
         )
 
     def to_nemo_config(self) -> dict[str, Any]:
@@ -232,27 +230,11 @@ class ModelArchitecture:
         is_tanh = self.activation == "gelu-tanh"
         kind = ("gelu" if is_tanh else self.activation, self.gated)
         activation = next(name for name, of in _NEMO_ACTIVATIONS.items() if of == kind)
-        config: dict[str, Any] = {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_query_groups": self.num_query_groups,
-            "kv_channels": self.kv_channels,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_position_embeddings,
-            "normalization": self.normalization,
-            "layernorm_epsilon": self.layernorm_epsilon,
+        config: dict[str, Any] = {key: getattr(self, key) for key in _OF_NEMO} | {
             "activation": activation,
-            "bias": self.bias,
-            "qkv_bias": self.qkv_bias,
-            "qk_layernorm": self.qk_layernorm,
-            "share_embeddings_and_output_weights": self.tied_embeddings,
+            _TIED: self.tied_embeddings,
             "position_embedding_type": "rope",
-            "rotary_base": self.rotary_base,
-            "rotary_percentage": self.rotary_percentage,
-            "init_method_std": self.init_method_std,
-            "hf_model_type": self.family,
+            _FAMILY: self.family,
         }
         if self.rope_scaling is not None:
             config |= self.rope_scaling.to_nemo_config()
@@ -398,9 +380,9 @@ def _no_rope_layers(frequency: Any, num_layers: int) -> tuple[int, ...]:
 # ---- values of a model_config.yaml ------------------------------------------------------------------
 
 
-def _number(cfg: Mapping[str, Any], key: str, default: float) -> float:
-    """A key's number; ``default`` where it is missing. YAML takes 1e-5 for text."""
-    value = cfg.get(key, default)
+def _number(cfg: Mapping[str, Any], key: str) -> float:
+    """A key's number. YAML takes 1e-5 for text."""
+    value = cfg[key]
     try:
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             return float(value)
@@ -411,7 +393,7 @@ def _number(cfg: Mapping[str, Any], key: str, default: float) -> float:
 
 def _whole(cfg: Mapping[str, Any], key: str) -> int:
     """A key's whole number; 0 where it is missing or null."""
-    number = 0.0 if cfg.get(key) is None else _number(cfg, key, 0.0)
+    number = 0.0 if cfg.get(key) is None else _number(cfg, key)
     if not number.is_integer():
         raise ValueError(f"model.{key}={repr(cfg[key])[:80]}: must be a whole number")
     return int(number)
@@ -441,9 +423,7 @@ _ROPE_NUMBERS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_con
 def _rope_keys(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of rotary scaling in NeMo 1's words. NeMo 2 and Megatron-Bridge have a flag, ``rope_scaling``."""
     numbers = {
-        key: _number(cfg, key, 0.0)
-        for key in (*_ROPE_NUMBERS, "seq_len_interpolation_factor")
-        if cfg.get(key) is not None
+        key: _number(cfg, key) for key in (*_ROPE_NUMBERS, "seq_len_interpolation_factor") if cfg.get(key) is not None
     }
     keys: dict[str, Any] = {**cfg, **numbers, "scale_positional_embedding": _flag(cfg, "scale_positional_embedding")}
     if isinstance(cfg.get("rope_scaling"), bool):

@@ -686,52 +686,6 @@ def full_tmpfs(folder: Path) -> dict[str, Any]:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def killed_at_random(folder: Path) -> dict[str, Any]:
-    """Both ranks killed by the kernel at random instants, one in each quarter of a save's duration; then resumed."""
-    job = Job(dp=2)
-    before = folder / "before"
-
-    def prepare(model: MegatronModel, optimizer: Optimizer) -> Any:
-        train(model, optimizer, 1)
-        m = manager(before)
-        save(m, model, optimizer, 1)
-        first = fingerprint(model, optimizer)
-        m.resume(model, optimizer)  # to the random streams that were saved: the fingerprint has drawn from them
-        train(model, optimizer, 1)
-        start = time.monotonic()
-        save(manager(folder / "timed"), model, optimizer, 2)
-        return first, fingerprint(model, optimizer), time.monotonic() - start
-
-    def save_and_die(model: MegatronModel, optimizer: Optimizer, directory: Path, delay: float) -> None:
-        m = manager(directory)
-        m.resume(model, optimizer)
-        train(model, optimizer, 1)
-        dist.barrier()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, delay)  # as abrupt as SIGKILL: no handler, no cleaning up
-        save(m, model, optimizer, 2)
-        time.sleep(60)
-
-    def look(model: MegatronModel, optimizer: Optimizer, directories: list[Path]) -> Any:
-        outcomes = []
-        for directory in directories:
-            left = sorted(p.name for p in directory.iterdir())
-            m = manager(directory)
-            state = m.resume(model, optimizer)
-            outcomes.append(
-                (state and state["step"], fingerprint(model, optimizer), left, sorted(os.listdir(directory)))
-            )
-        return outcomes
-
-    first, second, seconds = job.run(prepare)
-    draw = random.Random(7)
-    directories = []
-    for trial in range(3):
-        directories.append(shutil.copytree(before, folder / f"trial_{trial}"))
-        job.run(save_and_die, directories[-1], (trial + draw.random()) / 3 * seconds, expect_death=True)
-    return {"first": first, "second": second, "outcomes": job.run(look, directories)}
-
-
 def not_trusted(folder: Path) -> dict[str, Any]:
     """What the disk gives back is not what was written; every checkpoint damaged; archives cut and changed."""
 
@@ -1024,7 +978,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
 
 SCENARIOS = (
     *(archives, reward_model, exact_resume, layout_change, killed, behind, offloaded, damaged, full_disk),
-    *(shared_out, pruning, resuming, nonfinite, killed_at_random, not_trusted),
+    *(shared_out, pruning, resuming, nonfinite, not_trusted),
 )
 
 

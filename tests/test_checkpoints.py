@@ -674,15 +674,6 @@ def test_a_disk_that_is_really_full(multirank: dict[str, Any]) -> None:
     assert result["with room again"] == ["megatron_gpt-step=1", "megatron_gpt-step=2-last"]
 
 
-def test_a_save_killed_at_random_instants_loses_nothing(multirank: dict[str, Any]) -> None:
-    result = multirank["killed_at_random"]
-    whole = {1: result["first"], 2: result["second"]}
-    assert len(result["outcomes"]) == 3
-    for step, fingerprint, left, names in result["outcomes"]:
-        assert fingerprint == whole[step], (step, left)
-        assert not any(name.endswith((".unfinished", ".damaged")) for name in names), names
-
-
 def test_older_checkpoints_stay_until_the_new_one_was_read_back(multirank: dict[str, Any]) -> None:
     error, names = multirank["not_trusted"]["bad disk"]
     assert "__0_0.distcp: its contents have changed" in error and "what was read back from disk" in error

@@ -36,9 +36,8 @@ from nemo_style_aligner.generation.trtllm.sidecar_engine import buckets
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rl.rollouts.setup import choose_engine
-from nemo_style_aligner.weights.checked import checked
 from nemo_style_aligner.weights.huggingface import write_checkpoint
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.weights.layout import checked_stream, hf_tensors, weight_layout
 
 # ---- which TensorRT-LLM ---------------------------------------------------------------------------
 
@@ -220,10 +219,10 @@ def test_handles_are_those_that_every_version_of_torch_reads(monkeypatch: pytest
 def test_a_checked_stream_is_lazy_and_complete() -> None:
     expected = {name: tensor.shape for name, tensor in hf_tensors(weight_layout(architecture())).items()}
     weights = weights_of(hf_model())
-    assert [name for name, _ in checked(weights.items(), expected)] == list(weights)
+    assert [name for name, _ in checked_stream(weights.items(), expected)] == list(weights)
     missing = [(name, tensor) for name, tensor in weights.items() if "mlp" not in name]
     with pytest.raises(ValueError, match=r"lacks .*mlp.* and 4 more"):
-        list(checked(missing, expected))
+        list(checked_stream(missing, expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "nemotron"])
@@ -232,7 +231,7 @@ def test_what_the_sidecar_gets_is_a_hugging_face_model(family: str, tmp_path: Pa
     a, model = architecture(family), hf_model(family)
     handed_over: dict[str, torch.Tensor] = {}
     shapes = {name: tensor.shape for name, tensor in hf_tensors(weight_layout(a)).items()}
-    for bucket in buckets(checked(weights_of(model).items(), shapes), most_bytes=20_000):
+    for bucket in buckets(checked_stream(weights_of(model).items(), shapes), most_bytes=20_000):
         handed_over |= dict(bucket)
     write_checkpoint(tmp_path / "model", a, handed_over.items())
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "model").float().eval()

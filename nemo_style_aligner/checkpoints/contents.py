@@ -27,7 +27,6 @@ from nemo_style_aligner.checkpoints.manifest import Manifest, describe_files, re
 from nemo_style_aligner.checkpoints.optimizer_state import load_optimizer, optimizer_counters, optimizer_parts
 from nemo_style_aligner.checkpoints.random_states import encoded_random_states, load_random_states
 from nemo_style_aligner.checkpoints.sharded_tensors import (
-    MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     Part,
     load_sharded_tensors,
@@ -69,10 +68,6 @@ class Contents:
     random_states: str
     trainer_state: str
     size: int
-
-    def model(self) -> list[Part]:
-        """The model's part of the tensors."""
-        return [part for part in self.tensors if part.key.startswith(MODEL_PREFIX)]
 
     def copied(self) -> Contents:
         """The same with copies of the live tensors, which stay as they are while training goes on."""

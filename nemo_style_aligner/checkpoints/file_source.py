@@ -7,16 +7,14 @@ a link is read.
 
 from __future__ import annotations
 
-import bz2
 import contextlib
 import gzip
-import lzma
 import tarfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, cast
 
 from nemo_style_aligner.errors import LFS_POINTER, NotWrittenError, UserError, is_lfs_pointer
 from nemo_style_aligner.parsing import read_bytes
@@ -28,12 +26,6 @@ MOST_BESIDE_WEIGHTS = 512 << 20
 # Of a tar, while its list of files is made. A header has 512 bytes, or three times as many for a long name.
 _MOST_HEADER_BYTES = 8 << 20
 _LEAST_EXPANDED, _MOST_EXPANSION = 64 << 20, 10  # weights hardly become smaller when they are compressed
-
-_COMPRESSED: dict[bytes, Callable[[Path], Any]] = {
-    b"\x1f\x8b": gzip.GzipFile,
-    b"BZh": bz2.BZ2File,
-    b"\xfd7zXZ": lzma.LZMAFile,
-}
 
 
 class DamagedCheckpointError(UserError, ValueError):
@@ -165,7 +157,7 @@ class _BoundedStream:
 
 
 class TarSource(FileSource):
-    """A checkpoint inside a tar file. Compressed ones work, but slowly. Not thread-safe.
+    """A checkpoint inside a tar file. Those compressed by gzip work, but slowly. Not thread-safe.
 
     A member with a dangerous name or that is no regular file (a link, a device) cannot be reached.
     """
@@ -179,7 +171,7 @@ class TarSource(FileSource):
             self._tar = tarfile.TarFile(fileobj=_BoundedStream(self._stream, size))  # type: ignore[arg-type]
             self._members = self._regular_files()
             self._check_end()
-        except (tarfile.TarError, EOFError, OSError, ArithmeticError, ValueError, zlib.error, lzma.LZMAError) as error:
+        except (tarfile.TarError, EOFError, OSError, ArithmeticError, ValueError, zlib.error) as error:
             self._stream.close()
             if isinstance(error, OSError) and error.errno is not None:  # without: of the decompression
                 raise
@@ -232,9 +224,8 @@ def _open_tar(location: Path) -> tuple[IO[bytes], int]:
         raise ArchiveError(f"{location} is a GGUF file, not an archive: convert it with convert_gguf_to_nemo.py")
     if is_lfs_pointer(location):
         raise ArchiveError(f"{location} {LFS_POINTER}")
-    for magic, opened in _COMPRESSED.items():
-        if start.startswith(magic):
-            return opened(location), max(_LEAST_EXPANDED, _MOST_EXPANSION * size)
+    if start.startswith(b"\x1f\x8b"):
+        return cast(IO[bytes], gzip.GzipFile(location)), max(_LEAST_EXPANDED, _MOST_EXPANSION * size)
     return location.open("rb"), size
 
 

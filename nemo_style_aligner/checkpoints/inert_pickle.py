@@ -40,11 +40,6 @@ class StandIn:
             vars(self).update(state)
 
 
-def stand_ins(*names: str) -> dict[str, Any]:
-    """A table for `read_pickle`, in which each of ``names`` stands for itself."""
-    return dict.fromkeys(names)
-
-
 def is_a(value: Any, name: str) -> bool:
     """Whether ``value`` stands in the place of what the name, such as ``torch.Size``, would have made."""
     return isinstance(value, StandIn) and type(value).__name__ == name

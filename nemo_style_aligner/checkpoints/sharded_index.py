@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, safe_name
-from nemo_style_aligner.checkpoints.inert_pickle import MAX_BYTES, is_a, one_line, read_pickle, stand_ins
+from nemo_style_aligner.checkpoints.inert_pickle import MAX_BYTES, is_a, one_line, read_pickle
 from nemo_style_aligner.checkpoints.manifest import read_patiently
 from nemo_style_aligner.checkpoints.torch_file import DTYPES
 
@@ -63,20 +63,21 @@ _TABLE: dict[str, Any] = {
     "collections.OrderedDict": dict,
     "builtins.set": list,
     "builtins.frozenset": list,
-    **stand_ins(
-        *(_TENSOR, _OBJECT, "torch.serialization._get_layout", f"{_FILES}._StorageInfo", f"{_FILES}._StoragePrefix"),
-        *(f"{_METADATA}.{name}" for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
-        *(f"{_METADATA}.TensorProperties", f"{_METADATA}._MEM_FORMAT_ENCODING"),
-        # megatron-core adds the plans of all ranks.
-        *(f"{_PLANNER}.{name}" for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem")),
-        *(f"{_PLANNER}.WriteItemType", f"{_MEGATRON}.MCoreMetadata", f"{_MEGATRON}.MCoreSavePlan"),
-        *("builtins.getattr", "builtins.slice"),  # Python 3.11.0 to 3.11.3 pickle members of enumerations by the first
-        *(
-            f"{module}.{name}"
-            for module in ("pathlib", "pathlib._local")
-            for name in ("Path", "PosixPath", "PurePosixPath")
-        ),
-    ),
+    **dict.fromkeys(
+        (
+            *(_TENSOR, _OBJECT, "torch.serialization._get_layout"),
+            *(f"{_FILES}._StorageInfo", f"{_FILES}._StoragePrefix"),
+            *(f"{_METADATA}.{name}" for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
+            *(f"{_METADATA}.TensorProperties", f"{_METADATA}._MEM_FORMAT_ENCODING"),
+            # megatron-core adds the plans of all ranks.
+            *(f"{_PLANNER}.{name}" for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem")),
+            *(f"{_PLANNER}.WriteItemType", f"{_MEGATRON}.MCoreMetadata", f"{_MEGATRON}.MCoreSavePlan"),
+            # Python 3.11.0 to 3.11.3 pickle members of enumerations by the first.
+            *("builtins.getattr", "builtins.slice"),
+            *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
+            *(f"pathlib._local.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),  # of Python 3.13
+        )
+    ),  # stand-ins
 }
 _LIMIT = 1 << 48  # elements or bytes
 _MAX_NAME = 500  # characters of a key or file name

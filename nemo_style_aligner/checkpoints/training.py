@@ -39,7 +39,7 @@ from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import Manifest, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import write_nemo
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_tensors import Part, model_parts
+from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, Part, model_parts
 from nemo_style_aligner.checkpoints.sharded_writing import bytes_of_snapshot, own_parts
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.errors import NotWrittenError, UserError
@@ -72,26 +72,6 @@ class NemoExport:
 
     model_config: Mapping[str, Any]
     tokenizer: Tokenizer | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Save:
-    """A checkpoint to be written.
-
-    Attributes:
-        target: its path once it is complete.
-        manifest: without its files.
-        contents: what is in it; copies, if it is written in the background while training changes the state.
-        is_archived: whether the .nemo archive is written after it.
-        protected, before_publishing: see `CheckpointManager.save`.
-    """
-
-    target: Path
-    manifest: Manifest
-    contents: Contents
-    is_archived: bool
-    protected: Collection[Path]
-    before_publishing: MayPublish | None
 
 
 class NoCheckpointError(UserError, FileNotFoundError):
@@ -192,17 +172,11 @@ class CheckpointManager:
                 "is fixed"
             ) from error
         in_background = self.settings.async_save and self._has_memory_for(contents)
-        save = _Save(
-            target,
-            Manifest(sequence, step, _finite(values.get(monitor or "")), {}, self._resumed_from, monitor),
-            contents.copied() if in_background else contents,
-            self.settings.always_save_nemo,
-            protected,
-            before_publishing,
-        )
-        on_end = on_end or (lambda _: None)
-        written = self._writer.run(functools.partial(self._write, save), started, on_end, in_background=in_background)
-        self._current, self._is_archived = target, save.is_archived
+        manifest = Manifest(sequence, step, _finite(values.get(monitor or "")), {}, self._resumed_from, monitor)
+        contents = contents.copied() if in_background else contents
+        write = functools.partial(self._write, target, manifest, contents, protected, before_publishing)
+        written = self._writer.run(write, started, on_end or (lambda _: None), in_background=in_background)
+        self._current, self._is_archived = target, self.settings.always_save_nemo
         return written
 
     def finish(self) -> None:
@@ -238,37 +212,49 @@ class CheckpointManager:
         self._is_short_of_memory = not suffices
         return not all_reduce_max(int(not suffices))
 
-    def _write(self, save: _Save, group: dist.ProcessGroup | None, is_whole: Callable[[], None]) -> None:
+    def _write(
+        self,
+        target: Path,
+        manifest: Manifest,
+        contents: Contents,
+        protected: Collection[Path],
+        before_publishing: MayPublish | None,
+        group: dist.ProcessGroup | None,
+        is_whole: Callable[[], None],
+    ) -> None:
         """Write, verify, rename, prune, archive. Collective in ``group``, in any thread.
 
         Args:
+            target: the checkpoint's path once it is complete.
+            manifest: without its files.
+            protected, before_publishing: see `save`.
             is_whole: called once the checkpoint is complete, before the archive is written.
         """
-        with self._given_up_on_failure(save, group):
-            write_contents(save.contents, save.manifest, staging_of(save.target), group)
-        if may_publish := save.before_publishing:
+        with self._given_up_on_failure(target, contents.size, group):
+            write_contents(contents, manifest, staging_of(target), group)
+        if before_publishing is not None:
             # Polled, so that no rank waits in one collective for long, however long it takes.
             # For the watchdog it is progress that all of them are there: the wait has a limit of its own.
-            while not on_first_rank(functools.partial(may_publish, _PUBLISH_POLL_SECONDS), group):
+            while not on_first_rank(functools.partial(before_publishing, _PUBLISH_POLL_SECONDS), group):
                 activity.progress()
-        with self._given_up_on_failure(save, group):
-            on_first_rank(lambda: self._files.publish(save.target, save.protected), group)
+        with self._given_up_on_failure(target, contents.size, group):
+            on_first_rank(lambda: self._files.publish(target, protected), group)
         is_whole()
-        if save.is_archived:
-            self._export(save.contents.model(), group)
+        if self.settings.always_save_nemo:
+            self._export([part for part in contents.tensors if part.key.startswith(MODEL_PREFIX)], group)
 
     @contextlib.contextmanager
-    def _given_up_on_failure(self, save: _Save, group: dist.ProcessGroup | None) -> Iterator[None]:
+    def _given_up_on_failure(self, target: Path, size: int, group: dist.ProcessGroup | None) -> Iterator[None]:
         """If the body fails, delete what was written, and say so with the cause. Collective in ``group``."""
         try:
             yield
         except (OSError, ValueError, TypeError) as error:
-            free = on_first_rank(lambda: self._files.give_up(save.target), group)
+            free = on_first_rank(lambda: self._files.give_up(target), group)
             if isinstance(error, OSError):
                 raise NotWrittenError(
-                    f"saving the checkpoint {save.target} failed: {error}. It needs a little more than "
-                    f"{save.contents.size:,} bytes; {free:,} bytes are free now that its partial files are deleted. "
-                    "The earlier checkpoints are intact; start again once the cause is fixed"
+                    f"saving the checkpoint {target} failed: {error}. It needs a little more than {size:,} bytes; "
+                    f"{free:,} bytes are free now that its partial files are deleted. The earlier checkpoints are "
+                    "intact; start again once the cause is fixed"
                 ) from error
             raise
 

@@ -66,17 +66,6 @@ FAMILIES: dict[str, Family] = {
     "granite": Family("Granite", attention_bias_key=True, mlp_bias_key=True, multipliers=True),
 }
 
-_POST_NORMS = "norms after attention and MLP"
-_WINDOWS = "layers with sliding windows and a rotary base of their own"
-_NOT_BUILT = {
-    "olmo2": f"{_POST_NORMS} in place of before them, and norms over all heads of q and k together",
-    "gemma2": f"{_POST_NORMS}, sliding windows and capped logits",
-    "gemma3": f"{_POST_NORMS}, {_WINDOWS}, and images",
-    "gemma3_text": f"{_POST_NORMS}, and {_WINDOWS}",
-}
-"""What models of other families need that layers here do not have."""
-
-
 _OF_OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -179,9 +168,7 @@ def _family_name(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     name = "mistral" if model_type == "ministral" else model_type
     if name not in FAMILIES:
-        missing = _NOT_BUILT.get(str(model_type))
-        why = f": its models have {missing}" if missing else ""
-        raise ValueError(f"model_type {model_type!r} is not one of {', '.join(FAMILIES)}{why}")
+        raise ValueError(f"model_type {model_type!r} is not one of {', '.join(FAMILIES)}")
     return str(name)
 
 

@@ -1,8 +1,8 @@
 """The layout table: which Hugging Face tensors each Megatron parameter is made of, and how ranks split it.
 
-No other module knows the layout. A parameter of the Megatron model consists of pieces of Hugging Face tensors,
-laid end to end along one dimension and then cut evenly over the tensor-parallel ranks. So one description, a
-list of `Segment`s, covers every case:
+Import, export, refits and checks of files follow it. A parameter of the Megatron model consists of pieces of Hugging
+Face tensors, laid end to end along one dimension and then cut evenly over the tensor-parallel ranks. So one
+description, a list of `Segment`s, covers every case:
 
 - plain column- or row-parallel: one segment;
 - the vocabulary: the embedding's rows, then padding;
@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.wording import some_of
+
+if TYPE_CHECKING:
+    import torch
 
 Order = Literal["plain", "vocabulary", "query groups", "gated"]
 
@@ -210,6 +213,40 @@ def check_shapes(
             raise ValueError(f"the weights have {name}, which the model has no place for")
         if shape != expected[name].shape:
             raise ValueError(f"{name} has shape {list(shape)}, the model needs {list(expected[name].shape)}")
+
+
+def checked_stream(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    why_unexpected: Callable[[str], str] = lambda name: "the model does not have it",
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass a stream of (Hugging Face name, full tensor) through, and check it.
+
+    Args:
+        weights: the stream.
+        shapes: of every tensor that is expected.
+        why_unexpected: says, for the error, why a name is not among them.
+
+    Raises:
+        ValueError: a tensor is unknown, given twice or misshapen, or, at the end, missing; the message names it.
+    """
+    seen: set[str] = set()
+    for name, tensor in weights:
+        shape = shapes.get(name)
+        if shape is None:
+            raise ValueError(f"the weight stream has {name}: {why_unexpected(name)}")
+        if name in seen:
+            raise ValueError(f"the weight stream has {name} twice")
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(
+                f"the weight stream has {name} of shape {tuple(tensor.shape)}, expected {tuple(shape)}: give full, "
+                "unsharded and unpadded tensors of the same model"
+            )
+        seen.add(name)
+        yield name, tensor
+    missing = [name for name in shapes if name not in seen]
+    if missing:
+        raise ValueError(f"the weight stream lacks {some_of(missing)}")
 
 
 def _layer(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:

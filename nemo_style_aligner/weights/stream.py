@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.weights.layout import (
     EMBEDDING,
@@ -26,9 +28,10 @@ from nemo_style_aligner.weights.layout import (
     Piece,
     check_shapes,
     hf_tensors,
+    weight_layout,
 )
-from nemo_style_aligner.weights.sharded_model import is_head, layout_table, local_parameters
 from nemo_style_aligner.weights.shared_buckets import SharedBuckets, shared_buckets
+from nemo_style_aligner.wording import some_of
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 _ALIGNMENT = 64  # bytes, of tensors in shared memory
 _COMPARED_ROWS = 1024
+_HEAD_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class WeightSource(Protocol):
@@ -74,8 +78,8 @@ def export_weights(
             through shared memory, which they keep; the size given above is then that of all of them together.
     """
     layout = model.layout
-    entries, head_dtype = layout_table(model)
-    parameters = local_parameters(model, entries)
+    entries, head_dtype = _layout_table(model)
+    parameters = _local_parameters(model, entries)
     entries = tuple(entry for entry in entries if not all(part.name in without for part in entry.parts))
     if layout.tp_size == layout.pp_size == 1:
         scratch: dict[int, torch.Tensor] | None = {} if transient else None
@@ -106,9 +110,9 @@ def lendable_weights(model: MegatronModel, rank: int, size: int) -> dict[tuple[s
     layout = model.layout
     if layout.pp_size > 1 or (layout.tp_rank, layout.tp_size) != (rank, size):
         return {}
-    entries, _ = layout_table(model)
+    entries, _ = _layout_table(model)
     found = {}
-    for entry, parameter in local_parameters(model, entries).items():
+    for entry, parameter in _local_parameters(model, entries).items():
         length = entry.parts[0].shape[0] if entry.order == "vocabulary" and size == 1 else len(parameter)
         found[tuple(part.name for part in entry.parts)] = parameter.detach()[:length]
     return found
@@ -142,7 +146,7 @@ def _buckets(
     for entry in entries:
         if entry.is_copy:
             continue
-        dtype = head_dtype if is_head(entry) else model.config.params_dtype
+        dtype = head_dtype if _is_head(entry) else model.config.params_dtype
         stage = entry.stage(model.architecture.num_layers, pp_size)
         nbytes = math.prod(entry.shard_shape(tp_size)) * tp_size * dtype.itemsize
         if bucket is None or (bucket.stage, bucket.dtype) != (stage, dtype) or size + nbytes > bucket_bytes:
@@ -248,14 +252,14 @@ def import_weights(model: MegatronModel, source: WeightSource, progress: Callabl
         ValueError: a tensor is missing, superfluous, of the wrong shape or not finite, or the model is tied and the
             source has an output layer that differs from the embedding; the message names it.
     """
-    entries, _ = layout_table(model)
+    entries, _ = _layout_table(model)
     present, head = source.shapes(), hf_tensors(entries).get("score.weight")
     is_tied = model.architecture.tied_embeddings
     check_shapes(model.architecture, present, head.shape[0] if head else 0)
     if is_tied and OUTPUT in present and not model.has_reward_head:
         _check_tie(present, source)
     places: dict[str, list[tuple[torch.Tensor, int, Piece]]] = {}
-    for entry, parameter in local_parameters(model, entries).items():
+    for entry, parameter in _local_parameters(model, entries).items():
         dim, rank = (0, 0) if entry.split_dim is None else (entry.split_dim, model.layout.tp_rank)
         is_absent = entry.optional and entry.parts[0].name not in present
         for part in () if is_absent else entry.parts:
@@ -293,3 +297,108 @@ def _check_tie(shapes: Mapping[str, tuple[int, ...]], source: WeightSource) -> N
             f"embedding and output layer are tied, but {OUTPUT} differs from {EMBEDDING}: it was trained "
             "separately (PEFT's modules_to_save does that). Set tie_word_embeddings=false in config.json"
         )
+
+
+# ---- to ranks that only generate ---------------------------------------------------------------
+
+Broadcast = Callable[[torch.Tensor], None]
+
+
+def send_weights(
+    stream: Iterable[tuple[str, torch.Tensor]],
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    broadcast: Broadcast,
+) -> None:
+    """Send the stream of `export_weights` to the ranks that call `receive_weights`, tensor by tensor.
+
+    Both sides know the layout table, so nothing but the tensors' bytes goes over the wire.
+
+    Args:
+        dtype: of the tensors.
+        broadcast: sends a tensor.
+
+    Raises:
+        ValueError: the stream is not the architecture's.
+    """
+    tensors = iter(stream)
+    for expected in hf_tensors(weight_layout(architecture)).values():
+        name, tensor = next(tensors, ("nothing", torch.empty(0)))
+        if (name, tuple(tensor.shape)) != expected:
+            raise ValueError(f"the weights have {name} {list(tensor.shape)} in the place of {expected.name}")
+        broadcast(tensor.to(dtype).contiguous())
+    if (extra := next(tensors, None)) is not None:
+        raise ValueError(f"the weights have {extra[0]}, which the model has no place for")
+
+
+def receive_weights(
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    broadcast: Broadcast,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `send_weights` sends, as the stream that an engine's `refit` takes; tensors on this rank's device."""
+    for name, shape in hf_tensors(weight_layout(architecture)).values():
+        tensor = torch.empty(shape, dtype=dtype, device=device())
+        broadcast(tensor)
+        yield name, tensor
+
+
+# ---- a sharded model ---------------------------------------------------------------------------
+
+
+def _layout_table(model: MegatronModel) -> tuple[tuple[LayoutEntry, ...], torch.dtype]:
+    """The model's layout table and the dtype of its head. Collective over pipeline stages for a reward model."""
+    attributes, head_dtype = _head_facts(model) if model.has_reward_head else (0, model.config.params_dtype)
+    entries = weight_layout(model.architecture, padded_vocab_size=model.gpt.vocab_size, num_attributes=attributes)
+    return entries, head_dtype
+
+
+def _is_head(entry: LayoutEntry) -> bool:
+    """Whether the entry belongs to a reward head, which has a dtype of its own."""
+    return entry.megatron_names[0].startswith("rm_head.")
+
+
+def _local_parameters(model: MegatronModel, entries: tuple[LayoutEntry, ...]) -> dict[LayoutEntry, torch.nn.Parameter]:
+    """The table's entries that this rank holds, with their parameters.
+
+    Raises:
+        ValueError: the model has a parameter that the table does not know, lacks one or has another shape.
+    """
+    layout, num_layers = model.layout, model.architecture.num_layers
+    first_layer = layout.pp_rank * (num_layers // layout.pp_size)
+    named = {_global_name(name, first_layer): parameter for name, parameter in model.named_parameters()}
+    found: dict[LayoutEntry, torch.nn.Parameter] = {}
+    for entry in entries:
+        name = next((name for name in entry.megatron_names if name in named), None)
+        if name is None:
+            if entry.stage(num_layers, layout.pp_size) == layout.pp_rank and not entry.is_copy:
+                raise ValueError(f"the model has no parameter {' or '.join(entry.megatron_names)}")
+            continue
+        parameter = named.pop(name)
+        if tuple(parameter.shape) != entry.shard_shape(layout.tp_size):
+            raise ValueError(
+                f"{name} has shape {list(parameter.shape)} on this rank, the layout table says "
+                f"{list(entry.shard_shape(layout.tp_size))}"
+            )
+        found[entry] = parameter
+    if named:
+        raise ValueError(f"the layout table has no entry for the model's {some_of(sorted(named))}")
+    return found
+
+
+def _global_name(name: str, first_layer: int) -> str:
+    """``name`` with the layer's number in the whole model: each pipeline stage counts its layers from 0."""
+    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", name)
+
+
+def _head_facts(model: MegatronModel) -> tuple[int, torch.dtype]:
+    """The reward head's outputs and dtype, which only the last stage knows."""
+    facts = torch.zeros(2, dtype=torch.int64, device=device())
+    if model.layout.is_last_stage:
+        weight = model.gpt.rm_head.weight
+        facts = torch.tensor([weight.shape[0], _HEAD_DTYPES.index(weight.dtype)], dtype=torch.int64, device=device())
+    if model.layout.pp_size > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(facts, src=dist.get_global_rank(group, model.layout.pp_size - 1), group=group)
+    attributes, dtype = facts.tolist()
+    return attributes, _HEAD_DTYPES[dtype]

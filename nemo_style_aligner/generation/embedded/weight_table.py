@@ -13,8 +13,7 @@ import torch
 
 from nemo_style_aligner.generation.engine import WeightStream
 from nemo_style_aligner.generation.shard import ModelShard
-from nemo_style_aligner.weights.checked import checked
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.weights.layout import checked_stream, hf_tensors, weight_layout
 
 Write = Callable[[torch.Tensor], object]
 """Stores this rank's part of one tensor, of any float dtype and any strides, in the layout of the step."""
@@ -60,7 +59,7 @@ class WeightTable:
         Raises:
             ValueError: a tensor is missing, unknown, given twice or of the wrong shape. The content is then undefined.
         """
-        for name, tensor in checked(stream, self.shapes, self._why_unexpected):
+        for name, tensor in checked_stream(stream, self.shapes, self._why_unexpected):
             self._writes[name](self._shard.take(name, tensor.detach()))
         if self._copy is not None:
             self._copy()

@@ -28,9 +28,8 @@ from nemo_style_aligner.generation.engine import (
 from nemo_style_aligner.generation.sampling import request_key
 from nemo_style_aligner.generation.shard import EngineGroup
 from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError
-from nemo_style_aligner.weights.checked import checked
 from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_config, hf_family
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.weights.layout import checked_stream, hf_tensors, weight_layout
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ class SidecarEngine(GenerationEngine):
     def _refit(self, weights: WeightStream) -> None:
         """Send all buckets, then end the refit. A bucket lives until every worker has read it."""
         uuid = self._settings.device_uuids[self._group.tensor_parallel.rank]
-        for bucket in buckets(checked(weights, self._shapes), self._settings.bucket_bytes):
+        for bucket in buckets(checked_stream(weights, self._shapes), self._settings.bucket_bytes):
             copies = [(name, tensor.detach().clone()) for name, tensor in bucket]  # see `ipc_handles`
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # another process reads them

@@ -29,8 +29,7 @@ from nemo_style_aligner.parallel.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator, Take
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.weights.push import receive_weights, send_weights
-from nemo_style_aligner.weights.stream import export_weights
+from nemo_style_aligner.weights.stream import export_weights, receive_weights, send_weights
 
 logger = logging.getLogger(__name__)
 
