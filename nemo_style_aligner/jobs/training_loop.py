@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from omegaconf import DictConfig
@@ -107,7 +108,8 @@ class TrainingLoop(abc.ABC):
                 "exp_manager.explicit_log_dir; to continue this one raise max_epochs or max_steps",
                 self.step,
             )
-        with self.checkpoints.last_chance(), Progress(total, self.title, rank, initial=self.step) as progress:
+        progress = Progress(total, self.title, rank, initial=self.step)
+        with self._telling_who_interrupts(), self.checkpoints.last_chance(), progress:
             try:
                 self.warm_up()
                 if self._is_validation_due:
@@ -130,9 +132,6 @@ class TrainingLoop(abc.ABC):
                 self.save_unless_saved()
                 self.finish_save()
                 self.run_control.stop_early(self.step, reason)
-            except KeyboardInterrupt:
-                warn_for_all_ranks(logger, "interrupted %s", self._where_interrupted())
-                raise
             else:
                 self.export()
         self.log_phases()
@@ -149,10 +148,17 @@ class TrainingLoop(abc.ABC):
         text += f"; max_epochs={settings.max_epochs} ends the run after {counted(settings.max_steps, 'steps')}"
         return text if settings.step_limit == sys.maxsize else f"{text}, before max_steps={settings.step_limit}"
 
-    def _where_interrupted(self) -> str:
-        newest = self.checkpoints.newest()
-        saved = f"the newest checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
-        return f"after {counted(self.step, 'steps')}; {saved}. SIGUSR1 in place of Ctrl-C saves before the job ends"
+    @contextlib.contextmanager
+    def _telling_who_interrupts(self) -> Iterator[None]:
+        """Log what is done, and what of it is on disk, when Ctrl-C ends the body."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            newest = self.checkpoints.newest()
+            saved = f"the newest checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
+            done = f"{counted(self.step, 'steps')}; {saved}. SIGUSR1 in place of Ctrl-C saves before the job ends"
+            warn_for_all_ranks(logger, "interrupted after %s", done)
+            raise
 
     # ---- what a subclass brings -------------------------------------------------------------
 

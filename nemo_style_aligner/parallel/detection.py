@@ -121,7 +121,10 @@ def _from_mpirun(env: Mapping[str, str]) -> LaunchInfo:
     rank, size, local_rank, local_size = (
         integer(env, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
-    address = LOOPBACK
+    # Each mpirun has a name of its own, as jobs may run side by side: in containers of one machine that share a network
+    # and a host name, too, where its server's port differs.
+    servers = [value for name, value in env.items() if name.startswith("PMIX_SERVER_URI")]
+    address, name = LOOPBACK, max(servers, default=env.get("PMIX_NAMESPACE", ""))
     if local_size < size:
         nodelist = env.get("SLURM_JOB_NODELIST")  # of the allocation; mpirun fills its nodes in their order
         named = env.get("MASTER_ADDR") or (first_host(nodelist) if nodelist else None)
@@ -130,9 +133,8 @@ def _from_mpirun(env: Mapping[str, str]) -> LaunchInfo:
                 "mpirun has started ranks on several machines, which do not know where rank 0 is: name its machine in "
                 "MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)"
             )
-        address = named
-    # Each mpirun has a name of its own, as jobs may run side by side.
-    port = _FIRST_PORT + zlib.crc32(env.get("PMIX_NAMESPACE", "").encode()) % _PORTS
+        address, name = named, env.get("PMIX_NAMESPACE", "")
+    port = _FIRST_PORT + zlib.crc32(name.encode()) % _PORTS
     return LaunchInfo(rank, size, local_rank, local_size, "mpirun", address, master_port(env, port))
 
 

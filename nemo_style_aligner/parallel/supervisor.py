@@ -66,9 +66,8 @@ def rank_environment(env: Mapping[str, str], rank: int, num_ranks: int, port: in
     child = {name: value for name, value in env.items() if not name.startswith(_OTHER_LAUNCHERS)}
     child |= LaunchInfo(rank, num_ranks, rank, num_ranks, "supervisor", LOOPBACK, port).environment()
     child[SUPERVISOR_PID] = str(os.getpid())
-    # Ranks share the cores; threads that spin while they wait would take them from the ranks that work.
+    # Ranks share the cores.
     child.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // num_ranks)))
-    child.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return child
 
 
