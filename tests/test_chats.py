@@ -565,9 +565,9 @@ def test_what_changes_is_named(caplog: pytest.LogCaptureFixture) -> None:
         assert not caplog.text
         new = base.followed_by(TextFormat("text", None, ("<|x|>",), False, True))
     assert new == TextFormat("text", None, ("<|im_end|>", "<|x|>"), False, True)
-    changed, first = caplog.messages
-    assert 'conversations "template" -> "text"; add_bos true -> false' in changed
-    assert 'responses end with ["<|x|>"]; append_eod true' in first
+    (said,) = caplog.messages
+    assert 'conversations "template" -> "text"; responses end with ["<|im_end|>"] -> ["<|im_end|>", "<|x|>"]' in said
+    assert "add_bos true -> false; append_eod null -> true" in said
     assert joined([TextFormat("text", add_bos=True), TextFormat("template", add_bos=False)], "a").chat == "template"
     assert "a: some files' texts begin with the BOS token, others do not" in caplog.text
     with pytest.raises(

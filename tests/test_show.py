@@ -40,7 +40,7 @@ def test_what_is_learnt_is_marked(model: Path, tmp_path: Path, capsys: pytest.Ca
     out = said(capsys, tmp_path / "sft.jsonl", "--model", model, "--count", 5)
     assert "user: 1+1?<|endoftext|>\nassistant: ⟦2<|endoftext|>⟧" in out
     assert "Q\\x1b[2J⟦ A<|endoftext|>⟧" in out  # nothing of a file reaches a terminal as a command
-    assert "--- in all: 2 examples" in out and "texts whose end generation knows: 2 of 2" in out
+    assert "--- in all: 2 texts" in out and "texts whose end generation knows: 2 of 2" in out
     # Keys of the job's config count as in the job.
     out = said(capsys, tmp_path / "sft.jsonl", "--model", model, "model.data.train_ds.add_eos=False", "--example=2")
     assert "⟦ A⟧" in out and "texts whose end generation knows: 1 of 2" in out

@@ -248,7 +248,7 @@ def test_one_process_of_a_machine_tokenizes_and_the_others_wait(cache: Path, fol
     dying.kill()  # one of the others takes its place
     dying.communicate()
     outputs, logs = zip(*(other.communicate(timeout=240) for other in others), strict=True)
-    assert outputs[0] == outputs[1] and "in all: 594 examples" in outputs[0], logs
+    assert outputs[0] == outputs[1] and "in all: 594 texts" in outputs[0], logs
     assert sorted("tokenized before" in log for log in logs) == [False, True]
     assert [entry.suffix for entry in cache.iterdir()] == [""]
 

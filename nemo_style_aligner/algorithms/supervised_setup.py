@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from nemo_style_aligner.data.datasets import (
 from nemo_style_aligner.data.examples import FIRST_EXAMPLE, for_log
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
-from nemo_style_aligner.data.text_format import ChatPromptTokens, TextFormat, joined
+from nemo_style_aligner.data.text_format import ChatPromptTokens, TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -151,17 +150,11 @@ def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: 
 
 def sft_dataset(cfg: DictConfig, part: str, tokenizer: Tokenizer) -> tuple[Dataset[SFTItem], TextFormat]:
     """The samples of ``model.data.<part>``, and how their texts are written."""
-    data, key = cfg.model.data, f"model.data.{part}.file_path"
+    data = cfg.model.data
     markup = None if tokenizer.chat_template else ChatPromptTokens(**data.chat_prompt_tokens)
     options = SFTFormat.from_config(cfg.model, part, markup)
-    written: list[TextFormat] = []
-
-    def make(paths: Sequence[Path]) -> SFTDataset:
-        made = SFTDataset(paths, tokenizer, options)
-        written.append(made.written)
-        return made
-
-    return data_source(data[part].file_path, key).build(make), joined(written, key)
+    source = data_source(data[part].file_path, f"model.data.{part}.file_path")
+    return source.build(lambda paths: SFTDataset(paths, tokenizer, options))
 
 
 def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
@@ -202,19 +195,12 @@ def reward_dataset(
     """The pairs or labelled texts of a part of ``model.data.data_prefix``, and how their texts are written."""
     data = cfg.model.data
     length, append_eod, add_bos = int(data.seq_length), bool(data.append_eod), data.add_bos
-    written: list[TextFormat] = []
-
-    def make(paths: Sequence[Path]) -> Dataset[Any]:
-        made: RegressionDataset | ComparisonDataset
-        if cfg.model.reward_model_type == "regression":
-            ignored = float(cfg.model.regression.loss_mask_val)
-            made = RegressionDataset(paths, tokenizer, length, append_eod, num_attributes, add_bos, ignored)
-        else:
-            made = ComparisonDataset(paths, tokenizer, length, append_eod, add_bos)
-        written.append(made.written)
-        return made
-
-    return source.build(make), joined(written, "model.data.data_prefix.train")
+    if cfg.model.reward_model_type == "regression":
+        ignored = float(cfg.model.regression.loss_mask_val)
+        return source.build(
+            lambda paths: RegressionDataset(paths, tokenizer, length, append_eod, num_attributes, add_bos, ignored)
+        )
+    return source.build(lambda paths: ComparisonDataset(paths, tokenizer, length, append_eod, add_bos))
 
 
 def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from nemo_style_aligner.data.chat_marks import holds, mark, marked, without_spaces, without_thoughts
 from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, Turn
-from nemo_style_aligner.data.encoding import Notes
+from nemo_style_aligner.data.encoding import Counts, seen
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
 from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
@@ -51,8 +52,8 @@ class ChatRenderer:
         markers: NeMo's, in place of the template; None: those that the model was trained with, without a template.
 
     Attributes:
-        notes: what is worth telling of them. ``counts``: "conversations", and those "divided" into several examples;
-            ``seen``: "ends" of answers that are no stop tokens of the tokenizer, roles and what they were "read as".
+        counts: "conversations", and those "divided" into several examples; ("end", text) of an answer, if it is no stop
+            token of the tokenizer; ("read as", role, other role).
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: ChatPromptTokens | None = None) -> None:
@@ -60,7 +61,7 @@ class ChatRenderer:
         self.markers = markers
         if markers is None and tokenizer.chat_template is None:
             self.markers = tokenizer.format.chat_prompt_tokens
-        self.notes = Notes()
+        self.counts: Counts = Counter()
         self._openings: dict[str, str | None] = {}
         self._markers_end = None if self.markers is None else self._end_of_markers(self.markers)
 
@@ -73,12 +74,12 @@ class ChatRenderer:
         Raises:
             DataError: a part of the conversation would be left out, or it cannot be rendered.
         """
-        self.notes.counts["conversations"] += 1
+        self.counts["conversations"] += 1
         if self.markers is not None:
             texts = [self._in_markers(record, conversation, self.markers)]
         else:
             texts = _InTemplate(record, conversation, self).examples()
-        self.notes.counts["divided"] += len(texts) > 1
+        self.counts["divided"] += len(texts) > 1
         return [[segment for segment in segments if segment.text] for segments in texts]
 
     def prompt_and_answer(self, record: Record, conversation: Conversation) -> tuple[str, str]:
@@ -101,7 +102,7 @@ class ChatRenderer:
         """
         if conversation.turns[-1].kind == "assistant":
             record.fail("the conversation ends with the assistant: a prompt should end with the turn to be answered")
-        self.notes.counts["conversations"] += 1
+        self.counts["conversations"] += 1
         if self.markers is None:
             return _InTemplate(record, conversation, self).prompt()
         segments = self._in_markers(record, conversation, self.markers)
@@ -114,22 +115,22 @@ class ChatRenderer:
             return False
         return self.tokenizer.begins_with_bos(asked, "add_bos")
 
-    def log(self, notes: Notes, paths: Sequence[str | Path]) -> None:
+    def log(self, counts: Counts, paths: Sequence[str | Path]) -> None:
         """Tell which roles were read as others, how many conversations were divided, and of markers."""
-        if self.markers is not None and notes.counts["conversations"]:
+        if self.markers is not None and counts["conversations"]:
             logger.info(
                 "the tokenizer has no chat template: conversations are rendered with model.data.chat_prompt_tokens, %s",
                 json.dumps(dataclasses.asdict(self.markers)),
             )
-        if roles := notes.seen.get("read as"):
-            read = ", ".join(f"{role!r} as {other!r}" for role, other in roles.items())
+        if roles := seen(counts, "read as"):
+            read = ", ".join(f"{role!r} as {other!r}" for role, other in roles)
             files = ", ".join(map(str, paths))
             logger.info("%s: the turns' roles are read as the chat format's: %s", files, read)
-        if notes.counts["divided"]:
+        if counts["divided"]:
             logger.info(
                 "the chat template renders answers otherwise once other turns follow: each is learnt as it is when it "
                 "is the newest, so that %d conversations are several examples each",
-                notes.counts["divided"],
+                counts["divided"],
             )
 
     def role(self, turn: Turn) -> str:
@@ -138,7 +139,7 @@ class ChatRenderer:
         named = rf"(==|!=|\bin\b)[^%}}]*?[\"']{re.escape(role)}[\"']"
         if role == turn.kind or re.search(named, self.tokenizer.chat_template or ""):
             return role
-        self.notes.see("read as", turn.role, turn.kind)
+        self.counts["read as", turn.role, turn.kind] += 1
         return turn.kind
 
     def opening(self, role: str) -> str | None:
@@ -211,7 +212,7 @@ class ChatRenderer:
         if not turn.role.islower():
             return turn.role
         if turn.role != turn.kind:
-            self.notes.see("read as", turn.role, turn.kind.capitalize())
+            self.counts["read as", turn.role, turn.kind.capitalize()] += 1
         return turn.kind.capitalize()
 
     def _end_of_markers(self, tokens: ChatPromptTokens) -> str:
@@ -235,7 +236,7 @@ class ChatRenderer:
     def note_end(self, end: str) -> None:
         """Note what ends an answer."""
         if self.tokenizer.token_to_id(end) not in self.tokenizer.stop_ids:
-            self.notes.see("ends", end)
+            self.counts["end", end] += 1
 
 
 def _refuse_beyond_markers(record: Record, conversation: Conversation) -> None:

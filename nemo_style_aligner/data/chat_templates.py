@@ -36,8 +36,17 @@ class _Renderer:
         self._process: HelperProcess | None = None
         self._refused: set[str] = set()
 
-    def render(self, template: str, arguments: Mapping[str, Any]) -> dict[str, str]:
-        """The text, or an error, under its name."""
+    def render(self, template: str, arguments: Mapping[str, Any]) -> str:
+        """Render a template, as transformers does; thread-safe.
+
+        Args:
+            template: jinja2 source.
+            arguments: of transformers' ``render_jinja_template``, as JSON has them.
+
+        Raises:
+            TemplateError: the template raises an error; or it takes too much time or memory, and is not tried again.
+            TypeError: a variable that JSON does not have.
+        """
         request = json.dumps([template, arguments]).encode() + b"\n"
         with self._lock:
             reply = None
@@ -45,8 +54,10 @@ class _Renderer:
                 reply = self._ask(request) or self._ask(request)  # the process may have been killed from outside
             if reply is None:
                 self._refused.add(template)
-                return {"error": _TOO_MUCH}
-        return reply
+                raise TemplateError(_TOO_MUCH)
+        if "error" in reply:
+            raise TemplateError(reply["error"])
+        return reply["text"]
 
     def _ask(self, request: bytes) -> dict[str, str] | None:
         """The process's reply; None if it has ended or is silent, and the next request starts another one."""
@@ -63,24 +74,7 @@ class _Renderer:
             return None
 
 
-_renderer = _Renderer()
-
-
-def render(template: str, arguments: Mapping[str, Any]) -> str:
-    """Render a template, as transformers does; thread-safe.
-
-    Args:
-        template: jinja2 source.
-        arguments: of transformers' ``render_jinja_template``, as JSON has them.
-
-    Raises:
-        TemplateError: the template raises an error; or it takes too much time or memory, and is not tried again.
-        TypeError: a variable that JSON does not have.
-    """
-    reply = _renderer.render(template, arguments)
-    if "error" in reply:
-        raise TemplateError(reply["error"])
-    return reply["text"]
+render = _Renderer().render
 
 
 # ---- in the process of its own ------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 from nemo_style_aligner.arguments import may_not_read
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
 from nemo_style_aligner.data.preferences import ComparisonEncoder
+from nemo_style_aligner.data.text_format import TextFormat, joined
 from nemo_style_aligner.data.texts import LabelledEncoder, PromptEncoder, TextDataset
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
@@ -50,12 +51,19 @@ class DataSource:
     paths: tuple[Path, ...]
     weights: tuple[float, ...] | None = None  # one per path, any scale
 
-    def build(self, make: Callable[[Sequence[Path]], Dataset[T]]) -> Dataset[T]:
-        """The dataset of all files: ``make(paths)``, or a `BlendedDataset` of ``make([path])`` for each."""
-        logger.info("reading and tokenizing %s", some_of([str(path) for path in self.paths]))
+    def build(self, make: Callable[[Sequence[Path]], TextDataset[T]]) -> tuple[Dataset[T], TextFormat]:
+        """The dataset of all files, and how their texts are written.
+
+        It is ``make(paths)``, or a `BlendedDataset` of ``make([path])`` for each.
+        """
+        names = [str(path) for path in self.paths]
+        logger.info("reading and tokenizing %s", some_of(names))
         if self.weights is None:
-            return make(self.paths)
-        return BlendedDataset([make([path]) for path in self.paths], self.weights, [str(path) for path in self.paths])
+            made = make(self.paths)
+            return made, made.written
+        parts = [make([path]) for path in self.paths]
+        written = joined([part.written for part in parts], some_of(names))
+        return BlendedDataset(parts, self.weights, names), written
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Lines of data files made into samples, in batches that several processes share.
 
-What a `LineEncoder` makes of a batch depends on nothing but its lines, the tokenizer and the settings. Therefore it
-does not matter which process does so, or when: `tokenized` keeps the result.
+What a `TextEncoder` of `texts` makes of a batch depends on nothing but its lines, the tokenizer and the settings.
+Therefore it does not matter which process does so, or when: `tokenized` keeps the result.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import itertools
 import json
 import os
 import pickle
-from abc import ABC, abstractmethod
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from io import BufferedRWPair
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from nemo_style_aligner.data.helper_process import HelperProcess
 from nemo_style_aligner.data.jsonl import DataError, Record, parse_line, read_lines
-from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry import activity
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.data.texts import TextEncoder
 
 _LINES = 256  # of a batch; an even number, since two lines may be a pair
 _SECONDS = 900.0  # for a batch, whatever its template does
@@ -68,64 +69,49 @@ class Ragged:
         return numbers
 
 
-@dataclass
-class Notes:
-    """What is worth telling of lines, in a form that can be added up.
+Counts = Counter[Any]
+"""How many lines, turns, texts ... there were, by what they are: a word, or a tuple of a word and what was seen."""
 
-    Attributes:
-        counts: how many there were, by what they are.
-        seen: what was seen, by subject, in order; each with the value that came first, as JSON has it.
-    """
 
-    counts: Counter[str] = field(default_factory=Counter)
-    seen: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def see(self, subject: str, what: str, value: Any = None) -> None:
-        """Note ``what``, unless it has been seen before."""
-        self.seen.setdefault(subject, {}).setdefault(what, value)
-
-    def extend(self, other: Notes) -> None:
-        """Add the notes of later lines."""
-        self.counts.update(other.counts)
-        for subject, entries in other.seen.items():
-            for what, value in entries.items():
-                self.see(subject, what, value)
+def seen(counts: Counts, what: str) -> list[Any]:
+    """What was seen of a kind, in order."""
+    return [key[1:] for key in counts if key[0] == what]
 
 
 @dataclass
 class Samples:
-    """What lines became: columns with a list for each sample, and notes."""
+    """What lines became: columns with a list for each sample, and what there is to tell of them."""
 
     columns: dict[str, Ragged]
-    notes: Notes = field(default_factory=Notes)
+    counts: Counts
 
     def extend(self, other: Samples) -> None:
         """Add the samples of later lines."""
         for name, column in other.columns.items():
             self.columns[name].extend(column)
-        self.notes.extend(other.notes)
+        self.counts.update(other.counts)
 
     def save(self, file: BinaryIO) -> None:
         """Write them as numpy's ``.npz``, which has checksums."""
-        notes = json.dumps([self.notes.counts, self.notes.seen]).encode()
+        counts = json.dumps(list(self.counts.items())).encode()
         arrays: dict[str, Any] = {
             f"{name}.{part}": np.asarray(getattr(column, part))
             for name, column in self.columns.items()
             for part in ("values", "ends")
         }
-        np.savez(file, notes=np.frombuffer(notes, np.uint8), **arrays)
+        np.savez(file, counts=np.frombuffer(counts, np.uint8), **arrays)
 
     @classmethod
     def load(cls, file: BinaryIO) -> Samples:
         """What was saved; raises an error of any kind if it is damaged. They cannot be extended."""
         columns: dict[str, Ragged] = {}
         with np.load(file, allow_pickle=False) as arrays:
-            counts, seen = json.loads(bytes(arrays["notes"]))
+            counted = json.loads(bytes(arrays["counts"]))
             for name in arrays.files:
                 column, _, part = name.partition(".")
                 if part:
                     setattr(columns.setdefault(column, Ragged()), part, arrays[name])
-        return cls(columns, Notes(Counter(counts), seen))
+        return cls(columns, Counter({tuple(key) if isinstance(key, list) else key: n for key, n in counted}))
 
 
 @dataclass(frozen=True)
@@ -159,38 +145,8 @@ class Lines:
         return self.file == self.start == 0
 
 
-class LineEncoder(ABC):
-    """Makes samples of lines.
-
-    Args:
-        settings: all that it depends on beside the tokenizer, as JSON has it.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
-        self.tokenizer, self.settings = tokenizer, settings
-
-    @abstractmethod
-    def encode(self, lines: Lines) -> Samples:
-        """The samples of these lines, with notes on them.
-
-        Raises:
-            DataError: a line is not as it should be.
-        """
-
-    def described(self) -> dict[str, Any]:
-        """What it is made of, except for the tokenizer's files; as JSON has it."""
-        tokenizer = self.tokenizer
-        return {
-            "encoder": [type(self).__module__, type(self).__name__],
-            "settings": self.settings,
-            "chat_template": tokenizer.chat_template,
-            "generation_config": tokenizer.generation_config,
-            "format": tokenizer.format.to_config(),
-        }
-
-
 def encode_files(
-    paths: Sequence[str | Path], encoder: LineEncoder, processes: int, tell: Callable[[int], None]
+    paths: Sequence[str | Path], encoder: TextEncoder, processes: int, tell: Callable[[int], None]
 ) -> Samples:
     """The samples of files, one after the other.
 
@@ -246,11 +202,11 @@ def _batches(paths: Sequence[str | Path]) -> Iterator[Lines]:
 class _Process:
     """A process that encodes batches; one at a time."""
 
-    def __init__(self, encoder: LineEncoder) -> None:
+    def __init__(self, encoder: TextEncoder) -> None:
         self._helper = HelperProcess(__name__, _SECONDS)
         self.send(encoder)
 
-    def send(self, what: LineEncoder | Lines) -> None:
+    def send(self, what: TextEncoder | Lines) -> None:
         """Give it the encoder, or a batch."""
         with contextlib.suppress(OSError, ValueError):  # it has ended, which `samples` will show
             pickle.dump(what, self._helper.stream)
@@ -272,7 +228,7 @@ class _Process:
 def serve(stream: BufferedRWPair) -> None:
     """Encode batches in a process of its own, until the other end is closed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the processes has a core
-    encoder: LineEncoder = pickle.load(stream)
+    encoder: TextEncoder = pickle.load(stream)
     while True:
         pickle.dump(encoder.encode(pickle.load(stream)), stream)
         stream.flush()

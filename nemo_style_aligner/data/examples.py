@@ -12,9 +12,6 @@ from nemo_style_aligner.data.datasets import ComparisonItem, PromptItem, Regress
 from nemo_style_aligner.data.sft import SFTItem
 from nemo_style_aligner.data.tokenizer import Tokenizer
 
-MARKS = ("\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}")
-"""What stands around text that is learnt, where there are no colours."""
-
 FIRST_EXAMPLE = "the first training example, what is learnt in double brackets:\n%s"
 """The jobs' line of log that `for_log` fills."""
 
@@ -49,7 +46,7 @@ def texts_of(item: Any) -> list[Example]:
     return [Example("prompt", item.token_ids)]
 
 
-def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+def _pieces(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
     """The text in pieces, each with whether it is learnt; special tokens are spelt out."""
     learnt = example.learnt or [False] * len(example.token_ids)
     done, start = "", 0
@@ -75,16 +72,10 @@ def summary(example: Example, tokenizer: Tokenizer) -> str:
     return ", ".join(said)
 
 
-def shown(example: Example, tokenizer: Tokenizer, marks: tuple[str, str] = MARKS) -> str:
-    """The text, with ``marks`` around what is learnt; control characters, which a terminal would obey, are spelt."""
-    return "".join(
-        f"{marks[0]}{text}{marks[1]}" if is_learnt else text
-        for text, is_learnt in ((_CONTROL.sub(_spelt, text), learnt) for text, learnt in pieces(example, tokenizer))
-    )
-
-
-def _spelt(character: re.Match[str]) -> str:
-    return f"\\x{ord(character[0]):02x}"
+def shown(example: Example, tokenizer: Tokenizer) -> str:
+    """The text, with marks around what is learnt; control characters, which a terminal would obey, are spelt."""
+    marked = (f"⟦{text}⟧" if is_learnt else text for text, is_learnt in _pieces(example, tokenizer))
+    return _CONTROL.sub(lambda character: f"\\x{ord(character[0]):02x}", "".join(marked))
 
 
 def has_end(example: Example, tokenizer: Tokenizer, end_strings: Sequence[str]) -> bool:
@@ -94,7 +85,7 @@ def has_end(example: Example, tokenizer: Tokenizer, end_strings: Sequence[str]) 
 
 
 def for_log(item: Any, tokenizer: Tokenizer) -> str:
-    """A few lines on an item: each of its texts on one line, what is learnt in `MARKS`; long ones clipped."""
+    """A few lines on an item: each of its texts on one line, long ones clipped."""
     lines = []
     for example in texts_of(item):
         text = shown(example, tokenizer).replace("\n", "\\n")

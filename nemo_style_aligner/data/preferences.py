@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from nemo_style_aligner.data.chats import (
     read_turn,
     system_turn,
 )
-from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
+from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.texts import (
     CONTEXT_KEYS,
@@ -51,11 +51,11 @@ class ComparisonEncoder(TextEncoder):
     """
 
     def encode(self, lines: Lines) -> Samples:
-        """See `LineEncoder`."""
+        """See `TextEncoder`."""
         pairs = _read_pairs(lines, self.chats)
         texts = [text for pair in pairs for text in pair]
-        samples = Samples({"chosen": Ragged(), "rejected": Ragged()}, self.take_notes(lines, texts[0].prompt))
-        counts = samples.notes.counts
+        samples = Samples({"chosen": Ragged(), "rejected": Ragged()}, self.take_counts(lines, texts[0].prompt))
+        counts = samples.counts
         if len(pairs) >= _FEWEST_PAIRS:
             counts["looked at"] += len(pairs)
             counts["strangers"] += _count_strangers([(chosen.text, rejected.text) for chosen, rejected in pairs])
@@ -71,7 +71,7 @@ class ComparisonEncoder(TextEncoder):
                 samples.columns["rejected"].append(rejected)
         return samples
 
-    def report(self, counts: Mapping[str, int], paths: Sequence[str | Path]) -> None:
+    def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
         """See `TextEncoder`."""
         if counts["strangers"] > counts["looked at"] / 4:
             warn_for_all_ranks(
@@ -141,21 +141,14 @@ def _read(record: Record, key: str) -> ScoredText | Conversation:
         if not isinstance(prompt, str):
             record.fail(f"'prompt' is a list of messages, but {key!r} is a string: give both in the same form")
         return ScoredText(record, record.text("prompt") if prompt else "", record.text(key))
-    turns = _with_prompt(record, key, prompt, _messages(record, key))
+    turns = _with_prompt(record, key, prompt, read_messages(record, key))
     return Conversation([*system_turn(record), *turns], read_tools(record))
-
-
-def _messages(record: Record, key: str) -> list[Turn]:
-    messages: list[Any] = record.fields[key]
-    if not messages or not all(isinstance(message, dict) for message in messages):
-        record.fail(f"{key!r} should be {_KINDS}, each an object with 'role' and 'content'")
-    return read_messages(record, key)
 
 
 def _with_prompt(record: Record, key: str, prompt: str | list[Any], turns: list[Turn]) -> list[Turn]:
     """Prompt and response, the prompt once if the response repeats it. A prompt of text is the user's."""
     if isinstance(prompt, list):
-        asked = _messages(record, "prompt")
+        asked = read_messages(record, "prompt")
         return turns if turns[: len(asked)] == asked else asked + turns
     # What the assistant says may equal the prompt: it is no repetition of it.
     if not prompt or prompt in [turn.content for turn in turns if turn.kind != "assistant"]:

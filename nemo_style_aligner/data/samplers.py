@@ -40,11 +40,6 @@ class EpochSampler:
                 what is left of its epoch, even if the last batch is smaller.
             consumed_samples: how many samples were handed out before, over all epochs.
         """
-        if global_batch_size < 1 or consumed_samples < 0:
-            raise ValueError(
-                f"global_batch_size must be at least 1 and consumed_samples not negative, "
-                f"got {global_batch_size} and {consumed_samples}"
-            )
         if num_samples < (global_batch_size if drop_last else 1):
             raise DataError(
                 f"{num_samples} samples do not fill one global batch of {global_batch_size}: lower the global batch "

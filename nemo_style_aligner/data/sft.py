@@ -20,7 +20,7 @@ from typing import Any
 
 from nemo_style_aligner.data.chat_rendering import Segment
 from nemo_style_aligner.data.chats import is_conversation, read_conversation
-from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
+from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
 from nemo_style_aligner.data.texts import CONTEXT_KEYS, TextDataset, TextEncoder, report_dropped
@@ -143,30 +143,32 @@ class SFTEncoder(TextEncoder):
         self._options = options
 
     def encode(self, lines: Lines) -> Samples:
-        """See `LineEncoder`."""
-        records = lines.records()
+        """See `TextEncoder`."""
+        options, limit, records = self._options, self._options.max_seq_length, lines.records()
         columns = {"tokens": Ragged(), "targets": Ragged("b")}
-        counts: Counter[str] = Counter()
+        counts: Counts = Counter()
         for record in records:
             for item in self._samples(record):
                 counts["samples"] += 1
-                if len(item.token_ids) < self._options.min_seq_length or not any(item.targets[1:]):
+                token_ids, targets = item.token_ids[:limit], item.targets[:limit]
+                if any(targets) and not options.answer_only_loss:
+                    targets = [1] * len(targets)
+                if len(token_ids) < options.min_seq_length or not any(targets[1:]):
                     counts["dropped"] += 1
                     continue
-                columns["tokens"].append(item.token_ids)
-                columns["targets"].append(item.targets)
-                counts["shortened"] += item.lost_of_prompts + item.lost_of_responses > 0
+                columns["tokens"].append(token_ids)
+                columns["targets"].append(targets)
+                lost_of_responses = item.lost_of_responses + sum(item.targets[limit:])
+                counts["shortened"] += item.lost_of_prompts + lost_of_responses > 0
                 counts["without prompt"] += item.lost_of_prompts > 0
-                counts["without response"] += item.lost_of_responses > 0
+                counts["without response"] += lost_of_responses > 0
             if not is_conversation(record):
-                unused = set(CONTEXT_KEYS) - set(self._options.template_keys)
+                unused = set(CONTEXT_KEYS) - set(options.template_keys)
                 counts.update(f"unused {key}" for key in unused if record.fields.get(key))
         first = "" if is_conversation(records[0]) else self._prompt_and_response(self._fields(records[0]))[0]
-        notes = self.take_notes(lines, first)
-        notes.counts.update(counts)
-        return Samples(columns, notes)
+        return Samples(columns, self.take_counts(lines, first) + counts)
 
-    def report(self, counts: Mapping[str, int], paths: Sequence[str | Path]) -> None:
+    def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
         """See `TextEncoder`."""
         options, files = self._options, ", ".join(map(str, paths))
         if unused := [key for key in CONTEXT_KEYS if counts[f"unused {key}"]]:
@@ -196,24 +198,14 @@ class SFTEncoder(TextEncoder):
             )
 
     def _samples(self, record: Record) -> list[EncodedSample]:
-        """The samples of a line, before any is dropped: one, or several of a chat (`ChatRenderer.examples`)."""
-        is_chat = is_conversation(record)
-        if self._options.chats_only and not is_chat:
+        """The samples of a line at any length: one, or several of a chat (`ChatRenderer.examples`)."""
+        if is_conversation(record):
+            return [self._encode_chat(text) for text in self.chats.examples(record, read_conversation(record))]
+        if self._options.chats_only:
             record.fail(
                 "this is a prompt and response pair, but data.chat is on; chats have 'messages' or 'conversations'"
             )
-        items = self._encode_chat(record) if is_chat else [self._encode_pair(record)]
-        return [self._cut(item) for item in items]
-
-    def _cut(self, item: EncodedSample) -> EncodedSample:
-        """``item`` at its greatest length, with the targets that are asked for."""
-        limit = self._options.max_seq_length
-        has_response = any(item.targets[:limit])  # else it is left out, whatever is learnt of the others
-        targets = [1] * len(item.targets) if has_response and not self._options.answer_only_loss else item.targets
-        lost = sum(item.targets[limit:])
-        return EncodedSample(
-            item.token_ids[:limit], targets[:limit], item.lost_of_prompts, item.lost_of_responses + lost
-        )
+        return [self._encode_pair(record)]
 
     # ---- pairs ----
 
@@ -288,10 +280,7 @@ class SFTEncoder(TextEncoder):
 
     # ---- chats ----
 
-    def _encode_chat(self, record: Record) -> list[EncodedSample]:
-        return [self._encode_segments(segments) for segments in self.chats.examples(record, read_conversation(record))]
-
-    def _encode_segments(self, segments: Sequence[Segment]) -> EncodedSample:
+    def _encode_chat(self, segments: Sequence[Segment]) -> EncodedSample:
         token_ids: list[int] = []
         targets: list[int] = []
         encoded = self.tokenizer.parts_to_ids([segment.text for segment in segments])

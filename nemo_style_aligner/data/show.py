@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from nemo_style_aligner.data.datasets import Dataset
+    from nemo_style_aligner.data.examples import Example
     from nemo_style_aligner.data.text_format import TextFormat
     from nemo_style_aligner.data.tokenizer import Tokenizer
 
 _JOBS = {"sft": "gpt_sft", "rm": "training_rm", "ppo": "gpt_ppo_actor"}
-_COLOURS = {"learnt": "\033[30;42m", "off": "\033[0m"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,26 +59,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
+    from nemo_style_aligner.algorithms.supervised_setup import reward_dataset, sft_dataset
+    from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
+    from nemo_style_aligner.data.datasets import load_data_prefix
+    from nemo_style_aligner.data.examples import shown, summary, texts_of
     from nemo_style_aligner.data.jsonl import DataError
+    from nemo_style_aligner.data.tokenizer import load_tokenizer
+    from nemo_style_aligner.rl.rollouts.prompts import prompt_dataset
 
-    tokenizer = _tokenizer(options.model)
+    is_archive = options.model.is_file() or (options.model / "model_config.yaml").is_file()
+    tokenizer = (load_nemo_tokenizer if is_archive else load_tokenizer)(options.model)
     job = options.job or _job_of(options.file)
     cfg = _config(_JOBS[job], options)
-    dataset, written = _dataset(job, cfg, tokenizer)
+    dataset: Dataset[Any]
+    if job == "sft":
+        dataset, written = sft_dataset(cfg, "train_ds", tokenizer)
+    else:
+        source = load_data_prefix(cfg.model.data.data_prefix).train
+        dataset, written = (reward_dataset if job == "rm" else prompt_dataset)(cfg, source, tokenizer)
     last = min(options.example + options.count - 1, len(dataset))
     if options.example > last:
         raise DataError(f"{options.file}: --example {options.example}: there are {len(dataset)} examples")
     for number in range(options.example, last + 1):
-        _print_item(number, dataset[number - 1], tokenizer, options.tokens)
-    _print_counts(dataset, written, tokenizer, cfg)
-
-
-def _tokenizer(path: Path) -> Tokenizer:
-    from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
-    from nemo_style_aligner.data.tokenizer import load_tokenizer
-
-    is_archive = path.is_file() or (path / "model_config.yaml").is_file()
-    return load_nemo_tokenizer(path) if is_archive else load_tokenizer(path)
+        for example in texts_of(dataset[number - 1]):
+            print(f"--- {number}: {example.name}, {summary(example, tokenizer)}")
+            print(shown(example, tokenizer))
+            if options.tokens:
+                learnt = example.learnt or [False] * len(example.token_ids)
+                for place, (token, is_learnt) in enumerate(zip(example.token_ids, learnt, strict=True)):
+                    text = tokenizer.ids_to_text([token], keep_special=True)
+                    print(f"{place:6} {token:8} {'learnt' if is_learnt else '      '} {text!r}")
+    _print_counts([text for i in range(len(dataset)) for text in texts_of(dataset[i])], written, tokenizer, cfg)
 
 
 def _job_of(path: Path) -> str:
@@ -112,53 +123,24 @@ def _config(name: str, options: argparse.Namespace) -> DictConfig:
     return cfg
 
 
-def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Any], TextFormat]:
-    """What the job makes of its training data, and how the texts are written."""
-    from nemo_style_aligner.algorithms.supervised_setup import reward_dataset, sft_dataset
-    from nemo_style_aligner.data.datasets import load_data_prefix
-    from nemo_style_aligner.rl.rollouts.prompts import prompt_dataset
-
-    if job == "sft":
-        return sft_dataset(cfg, "train_ds", tokenizer)
-    source = load_data_prefix(cfg.model.data.data_prefix).train
-    return (reward_dataset if job == "rm" else prompt_dataset)(cfg, source, tokenizer)
-
-
-def _print_item(number: int, item: Any, tokenizer: Tokenizer, with_tokens: bool) -> None:
-    from nemo_style_aligner.data.examples import MARKS, shown, summary, texts_of
-
-    marks = (_COLOURS["learnt"], _COLOURS["off"]) if sys.stdout.isatty() else MARKS
-    for example in texts_of(item):
-        print(f"--- {number}: {example.name}, {summary(example, tokenizer)}")
-        print(shown(example, tokenizer, marks))
-        if with_tokens:
-            learnt = example.learnt or [False] * len(example.token_ids)
-            for place, (token, is_learnt) in enumerate(zip(example.token_ids, learnt, strict=True)):
-                text = tokenizer.ids_to_text([token], keep_special=True)
-                print(f"{place:6} {token:8} {'learnt' if is_learnt else '      '} {text!r}")
-
-
-def _print_counts(dataset: Dataset[Any], written: TextFormat, tokenizer: Tokenizer, cfg: DictConfig) -> None:
-    """Counts over all examples that the job would use, and what ends responses."""
+def _print_counts(texts: Sequence[Example], written: TextFormat, tokenizer: Tokenizer, cfg: DictConfig) -> None:
+    """Counts over all texts that the job would use, and what ends responses."""
     from omegaconf import OmegaConf
 
-    from nemo_style_aligner.data.examples import has_end, texts_of
+    from nemo_style_aligner.data.examples import has_end
     from nemo_style_aligner.wording import unescaped
 
     ends = tokenizer.end_strings(written.end_strings)
-    if (sampling := OmegaConf.select(cfg, "model.ppo.sampling_params")) is not None:
-        ends = tokenizer.end_strings([*ends, *map(unescaped, sampling.end_strings or ())])
-    texts = [example for i in range(len(dataset)) for example in texts_of(dataset[i])]
-    lengths = sorted(len(example.token_ids) for example in texts)
-    with_bos = sum(example.token_ids[0] == tokenizer.bos_id for example in texts)
-    print(f"--- in all: {len(dataset)} examples, {sum(lengths)} tokens")
-    print(f"tokens of a text: {lengths[0]} to {lengths[-1]}, median {lengths[len(lengths) // 2]}")
-    learnt = [sum(example.learnt) for example in texts if example.learnt is not None]
-    if learnt:
-        print(f"learnt: {sum(learnt)} tokens")
+    sampling = OmegaConf.select(cfg, "model.ppo.sampling_params")
+    lengths = sorted(len(text.token_ids) for text in texts)
+    print(f"--- in all: {len(texts)} texts of {lengths[0]} to {lengths[-1]} tokens, {sum(lengths)} together", end="")
+    print(f", {sum(sum(text.learnt or ()) for text in texts)} of them learnt" if texts[0].learnt is not None else "")
+    with_bos = sum(text.token_ids[0] == tokenizer.bos_id for text in texts)
     print(f"texts that begin with BOS: {with_bos} of {len(texts)}")
     if sampling is None:
-        print(f"texts whose end generation knows: {sum(has_end(e, tokenizer, ends) for e in texts)} of {len(texts)}")
+        print(f"texts whose end generation knows: {sum(has_end(t, tokenizer, ends) for t in texts)} of {len(texts)}")
+    else:
+        ends = tokenizer.end_strings([*ends, *map(unescaped, sampling.end_strings or ())])
     stops = [tokenizer.ids_to_text([i], keep_special=True) for i in tokenizer.stop_ids]
     print(f"a response ends with {' or '.join(map(repr, dict.fromkeys([*stops, *ends])))}")
 

@@ -87,36 +87,23 @@ class TextFormat:
     def followed_by(self, written: TextFormat) -> TextFormat:
         """What a model was trained on that had this format, and then texts that were ``written``.
 
-        A model still knows the ends that it has learnt before. Logs what is new, and warns of what changes.
+        A model still knows the ends that it has learnt before. Logs what is new, and warns if anything changes.
         """
-        new = {key: value for key, value in written.to_config().items() if getattr(self, key) != getattr(written, key)}
-        if "end_strings" in new:
-            new["end_strings"] = [end for end in written.end_strings if end not in self.end_strings]
-        changed = [
-            f"{_NAMES.get(key, key)} {_shown(getattr(self, key))} -> {_shown(value)}"
-            for key, value in new.items()
-            if key != "end_strings" and getattr(self, key) is not None
-        ]
-        if changed:
-            warn_for_all_ranks(
-                logger,
-                "the texts are written otherwise than those that the model was trained on: %s",
-                "; ".join(changed),
-            )
-        first = [
-            f"{_NAMES.get(key, key)} {_shown(value)}"
-            for key, value in new.items()
-            if value and (key == "end_strings" or getattr(self, key) is None)
-        ]
-        if first:
-            logger.info("the archive records how its texts are written (%s): %s", TEXT_FORMAT, "; ".join(first))
+        known = {key: getattr(written, key) for key in written.to_config()}
         ends = tuple(dict.fromkeys([*self.end_strings, *written.end_strings]))
-        known = {key: getattr(written, key) for key in new if key != "end_strings"}
-        return dataclasses.replace(self, **known, end_strings=ends)
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)  # type: ignore[arg-type]
+        both = dataclasses.replace(self, **known | {"end_strings": ends})
+        before, after = self.to_config(), both.to_config()
+        new = [key for key, value in after.items() if value != before.get(key)]
+        said = "; ".join(
+            f"{_NAMES.get(key, key)} {json.dumps(before.get(key))} -> {json.dumps(after[key])}" for key in new
+        )
+        if any(key in before and key != "end_strings" for key in new):
+            warn_for_all_ranks(
+                logger, "the texts are written otherwise than those that the model was trained on: %s", said
+            )
+        elif new:
+            logger.info("the archive records how its texts are written (%s): %s", TEXT_FORMAT, said)
+        return both
 
 
 def joined(formats: Sequence[TextFormat], source: str) -> TextFormat:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer, is_in_chat_template
 from nemo_style_aligner.data.chats import Conversation, is_conversation, read_conversation
-from nemo_style_aligner.data.encoding import LineEncoder, Lines, Notes, Ragged, Samples
+from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples, seen
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatForm, ChatPromptTokens, TextFormat
 from nemo_style_aligner.data.tokenized import tokenized
@@ -71,12 +72,12 @@ def rendered_text(record: Record, what: str, conversation: Conversation, chats: 
     return ScoredText(record, *chats.prompt_and_answer(record, conversation), is_chat=True)
 
 
-class TextEncoder(LineEncoder):
-    """Makes samples of texts and conversations.
-
-    Its settings have ``add_bos``, whether texts begin with BOS (see `Tokenizer.begins_with_bos`).
+class TextEncoder(ABC):
+    """Makes samples of lines.
 
     Args:
+        settings: all that it depends on beside the tokenizer, as JSON has it. ``add_bos`` says whether texts begin with
+            BOS (see `Tokenizer.begins_with_bos`).
         markers: see `ChatRenderer`.
         bos_key: what the setting is called in errors.
 
@@ -94,7 +95,7 @@ class TextEncoder(LineEncoder):
         markers: ChatPromptTokens | None = None,
         bos_key: str = "model.data.add_bos",
     ) -> None:
-        super().__init__(tokenizer, settings)
+        self.tokenizer, self.settings = tokenizer, settings
         self.chats = ChatRenderer(tokenizer, markers)
         add_bos = settings["add_bos"]
         self.begin_with_bos = {
@@ -103,30 +104,49 @@ class TextEncoder(LineEncoder):
         }  # whether texts do, and conversations
 
     @abstractmethod
-    def report(self, counts: Mapping[str, int], paths: Sequence[str | Path]) -> None:
+    def encode(self, lines: Lines) -> Samples:
+        """The samples of these lines, with counts of them.
+
+        Raises:
+            DataError: a line is not as it should be.
+        """
+
+    @abstractmethod
+    def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
         """Warn of what was left out of files.
 
         Raises:
             DataError: it is all.
         """
 
-    def take_notes(self, lines: Lines, first_prompt: str) -> Notes:
-        """Notes on lines that have been rendered; the prompt of the first one, if there is one, shows who wrote it."""
-        notes, self.chats.notes = self.chats.notes, Notes()
-        if lines.are_first and first_prompt and not notes.counts["conversations"]:
-            chat: ChatForm = "template" if is_in_chat_template(first_prompt, self.tokenizer) else "text"
-            notes.see("prompts", "chat", chat)
-        return notes
+    def described(self) -> dict[str, Any]:
+        """What it is made of, except for the tokenizer's files; as JSON has it."""
+        tokenizer = self.tokenizer
+        return {
+            "encoder": [type(self).__module__, type(self).__name__],
+            "settings": self.settings,
+            "chat_template": tokenizer.chat_template,
+            "generation_config": tokenizer.generation_config,
+            "format": tokenizer.format.to_config(),
+        }
 
-    def written(self, notes: Notes, ids: Sequence[int]) -> TextFormat:
-        """How texts are written on which these are all notes; ``ids`` are the tokens of one."""
-        chat: ChatForm | None = notes.seen["prompts"]["chat"] if "prompts" in notes.seen else None
-        if notes.counts["conversations"]:
+    def take_counts(self, lines: Lines, first_prompt: str) -> Counts:
+        """Of lines that have been rendered; the prompt of the first one, if there is one, shows who wrote it."""
+        counts, self.chats.counts = self.chats.counts, Counter()
+        if lines.are_first and first_prompt and not counts["conversations"]:
+            chat: ChatForm = "template" if is_in_chat_template(first_prompt, self.tokenizer) else "text"
+            counts["chat", chat] += 1
+        return counts
+
+    def written(self, counts: Counts, ids: Sequence[int]) -> TextFormat:
+        """How all the texts are written that were counted; ``ids`` are the tokens of one."""
+        chat: ChatForm | None = next((form for (form,) in seen(counts, "chat")), None)
+        if counts["conversations"]:
             chat = "template" if self.chats.markers is None else "markers"
         return TextFormat(
             chat,
             self.chats.markers if chat == "markers" else None,
-            tuple(notes.seen.get("ends", ())),
+            tuple(end for (end,) in seen(counts, "end")),
             ids[0] == self.tokenizer.bos_id,
             self.settings.get("append_eod"),
         )
@@ -157,11 +177,11 @@ class TextDataset(Generic[T]):
     def __init__(self, paths: Sequence[str | Path], encoder: TextEncoder, item: Callable[..., T]) -> None:
         """``item`` makes a sample of the values in the encoder's columns."""
         samples = tokenized(paths, encoder)
-        self.counts, self._item = samples.notes.counts, item
+        self.counts, self._item = samples.counts, item
         self._columns = list(samples.columns.values())
-        encoder.chats.log(samples.notes, paths)
+        encoder.chats.log(self.counts, paths)
         encoder.report(self.counts, paths)
-        self.written = encoder.written(samples.notes, self._columns[0][0])
+        self.written = encoder.written(self.counts, self._columns[0][0])
 
     def __len__(self) -> int:
         return len(self._columns[0])
@@ -196,21 +216,21 @@ class PromptEncoder(TextEncoder):
     limited_by = "max_prompt_length"
 
     def encode(self, lines: Lines) -> Samples:
-        """See `LineEncoder`."""
+        """See `TextEncoder`."""
         prompts = [_prompt(record, self.chats) for record in lines.records()]
-        notes = self.take_notes(lines, prompts[0].response)
-        samples = Samples({"tokens": Ragged(), "text": Ragged("B"), "place": Ragged("q")}, notes)
+        counts = self.take_counts(lines, prompts[0].response)
+        samples = Samples({"tokens": Ragged(), "text": Ragged("B"), "place": Ragged("q")}, counts)
         for number, (prompt, ids) in enumerate(zip(prompts, self.tokenize(prompts), strict=True), start=lines.start):
-            notes.counts["prompts"] += 1
+            counts["prompts"] += 1
             if len(ids) > self.settings["max_length"]:
-                notes.counts["long"] += 1
+                counts["long"] += 1
             else:
                 samples.columns["tokens"].append(ids)
                 samples.columns["text"].append(prompt.response.encode() if prompt.is_chat else b"")
                 samples.columns["place"].append((lines.file, number))
         return samples
 
-    def report(self, counts: Mapping[str, int], paths: Sequence[str | Path]) -> None:
+    def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
         """See `TextEncoder`."""
         limit = longer_than(self.settings["max_length"], self.limited_by)
         report_dropped(counts["long"], counts["prompts"], "prompts", limit, paths)
@@ -230,11 +250,11 @@ class LabelledEncoder(TextEncoder):
     """
 
     def encode(self, lines: Lines) -> Samples:
-        """See `LineEncoder`."""
+        """See `TextEncoder`."""
         settings = self.settings
         texts = [scored_text(record, self.chats) for record in lines.records()]
-        samples = Samples({"tokens": Ragged(), "labels": Ragged("d")}, self.take_notes(lines, texts[0].prompt))
-        counts = samples.notes.counts
+        samples = Samples({"tokens": Ragged(), "labels": Ragged("d")}, self.take_counts(lines, texts[0].prompt))
+        counts = samples.counts
         expected = settings["num_attributes"] or len(_labels(lines.first_record()))
         for text, ids in zip(texts, self.tokenize(texts), strict=True):
             labels = _labels(text.record)
@@ -250,7 +270,7 @@ class LabelledEncoder(TextEncoder):
                 samples.columns["labels"].append(labels)
         return samples
 
-    def report(self, counts: Mapping[str, int], paths: Sequence[str | Path]) -> None:
+    def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
         """See `TextEncoder`."""
         report_dropped(counts["unlabelled"], counts["texts"], "texts", "without any label", paths)
         labelled = counts["texts"] - counts["unlabelled"]

@@ -18,14 +18,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nemo_style_aligner.data.encoding import LineEncoder, Samples, encode_files
+from nemo_style_aligner.data.encoding import Samples, encode_files
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.machine import available_cores, ranks_on_this_machine
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.trusted_paths import UntrustedPathError, cache_folder, private_folder
 from nemo_style_aligner.wording import some_of
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.data.texts import TextEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,7 @@ _AT_ONCE = 16 << 20  # bytes
 _LIBRARIES = ("tokenizers", "transformers", "jinja2", "sentencepiece")
 
 
-def tokenized(paths: Sequence[str | Path], encoder: LineEncoder) -> Samples:
+def tokenized(paths: Sequence[str | Path], encoder: TextEncoder) -> Samples:
     """What an encoder makes of files, one after the other; of large ones, what is kept of an earlier time.
 
     One process of a machine makes it, and the others wait.
@@ -115,7 +119,7 @@ def _most_bytes() -> int:
     raise UserError(f"{SIZE_VARIABLE}={given}: give a number of GB, 0 to keep nothing")
 
 
-def _fingerprint(paths: Sequence[str | Path], encoder: LineEncoder) -> str:
+def _fingerprint(paths: Sequence[str | Path], encoder: TextEncoder) -> str:
     """Hash of all that samples depend on."""
     files = {name: hashlib.sha256(content).hexdigest() for name, content in encoder.tokenizer.files.items()}
     data = []

@@ -22,8 +22,13 @@ from typing import TYPE_CHECKING, Any
 import sentencepiece
 
 from nemo_style_aligner.data import chat_templates
-from nemo_style_aligner.data.sentencepiece_conversion import to_fast_tokenizer, user_defined_ids
-from nemo_style_aligner.data.sentencepiece_settings import read_settings, token_of, with_added_tokens
+from nemo_style_aligner.data.sentencepiece_model import (
+    read_settings,
+    to_fast_tokenizer,
+    token_of,
+    user_defined_ids,
+    with_added_tokens,
+)
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.errors import LFS_POINTER, UserError, is_lfs_pointer
 from nemo_style_aligner.parsing import parse_json

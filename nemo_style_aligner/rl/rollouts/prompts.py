@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -15,7 +14,7 @@ from nemo_style_aligner.data.datasets import Dataset, DataSource, PromptDataset,
 from nemo_style_aligner.data.examples import for_log
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.data.samplers import EpochSampler
-from nemo_style_aligner.data.text_format import TextFormat, joined
+from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.rl.sample import Prompt, Rollouts
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
@@ -112,14 +111,7 @@ def prompt_dataset(cfg: DictConfig, source: DataSource, tokenizer: Tokenizer) ->
     if room <= longest:
         limited_by = "model.data.seq_length less model.ppo.length_params.max_length"
     add_bos, key = ppo.sampling_params.add_BOS, "model.ppo.sampling_params.add_BOS"
-    written: list[TextFormat] = []
-
-    def make(paths: Sequence[Path]) -> PromptDataset:
-        made = PromptDataset(paths, tokenizer, min(room, longest), limited_by, add_bos, key)
-        written.append(made.written)
-        return made
-
-    return source.build(make), joined(written, "model.data.data_prefix.train")
+    return source.build(lambda paths: PromptDataset(paths, tokenizer, min(room, longest), limited_by, add_bos, key))
 
 
 def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptSource, PromptSource | None]:
