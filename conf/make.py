@@ -16,8 +16,8 @@ from nemo_style_aligner.section_names import names_of
 
 HEAD = """# {title}
 #
-# Keys and defaults are NeMo-Aligner's, apart from keys of this project's own and the defaults that docs/architecture.md
-# lists (Differences from NeMo-Aligner). Sizes are counted over all ranks unless said otherwise; "per rank" means per
+# Keys and defaults are NeMo-Aligner's, apart from keys of this project's own and the defaults that
+# docs/from_nemo_aligner.md lists. Sizes are counted over all ranks unless said otherwise; "per rank" means per
 # data-parallel rank. Made from nemo_style_aligner/schema.py by conf/make.py.
 
 """
