@@ -330,7 +330,8 @@ def test_a_reinforce_user_reads_the_names_of_the_jobs_own_file() -> None:
         check_config(cfg, job)
     assert said(str(error.value)).splitlines()[:3] == [
         "conf/gpt_reinforce_actor.yaml has no such keys:",
-        "  trainer.reinforce.gradient_clip; did you mean trainer.reinforce.gradient_clip_val?",
+        "  trainer.reinforce.gradient_clip; did you mean trainer.reinforce.gradient_clip_val or "
+        "trainer.reinforce.dual_clip?",
         "  remote_rm.pad_to_lenght; did you mean remote_rm.pad_to_length or remote_rm.token?",
     ]
     assert "model.reinforce=null: this key needs a value" in said(str(error.value))
