@@ -807,7 +807,7 @@ def test_a_journal_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(manifest, "_READ_PAUSES", ())
     with pytest.raises(JournalError, match=r"run\.json cannot be read now .*Permission denied"):
         CriticJournal(tmp_path).run_start()
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    monkeypatch.setattr(os, "replace", denied)
     with pytest.raises(NotWrittenError, match=r"run\.json of .* \(Permission denied\).* Mend that and start"):
         CriticJournal(tmp_path).begin_run(CriticPosition("run", 1, "initial"))
 

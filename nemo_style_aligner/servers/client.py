@@ -90,7 +90,7 @@ class CriticClient:
         self._infer_model, self._train_model, self._save_model = names["infer"], names["train"], names["save"]
         self._pad_to_length: int | None = config.get("pad_to_length")
         self._critic = HttpClient(server_url(critic["ip"], critic["port"]), token=token)
-        self._outputs = {"values", "rewards"} if config["combine_rm_and_critic_server"] else {"values"}
+        self._outputs = ["values", "rewards"] if config["combine_rm_and_critic_server"] else ["values"]
         self._failure: str | None = None  # of training
         self._infer_limits = infer_limits
         self._train_limits = train_limits
@@ -182,7 +182,7 @@ class CriticClient:
         """
         deadline = time.monotonic() + timeout_s
         wait_for_server(self._critic, deadline, timeout_s, "remote_critic_rm.critic.port")
-        models = {self._infer_model: self._outputs, self._train_model: set(), self._save_model: set()}
+        models = {self._infer_model: set(self._outputs), self._train_model: set(), self._save_model: set()}
         for model, outputs in models.items():
             metadata = model_metadata(self._critic, model, outputs, max(deadline - time.monotonic(), 5.0))
             if sequences is not None:
