@@ -392,8 +392,7 @@ def _attention_in_torch(
     x = torch.cat([torch.cat([turned, rest], -1), x[:, :, 3:]], 2)
     query, key, value = (y.expand(-1, -1, 2, -1).flatten(1, 2) for y in x.split([2, 1, 1], 2))
     sequences = zip(*(y.transpose(0, 1).split(lengths.tolist(), 1) for y in (query, key, value)), strict=True)
-    attended = [F.scaled_dot_product_attention(*each, is_causal=True).transpose(0, 1) for each in sequences]
-    return torch.cat(attended)
+    return torch.cat([F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1) for q, k, v in sequences])
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int]:

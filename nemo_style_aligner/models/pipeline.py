@@ -103,45 +103,36 @@ class Scoring:
     entropy: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
 class _Asked:
-    """A batch and what is wanted of it.
+    """A batch and what is wanted of it; for the arguments see `train_step`.
 
     Attributes:
         width: of padded outputs; None where they stay flat.
-        is_whole: every data-parallel rank passes this batch, and computes a share.
-        work: floating-point operations of each row's forward pass. A backward pass takes twice as many.
     """
 
-    model: MegatronModel
-    batch: Any
-    sequences: Sequences
-    width: int | None
-    is_whole: bool
-    scoring: Scoring | None
-    batching: MicroBatching
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: MegatronModel,
         batch: Any,
         wanted: torch.Tensor | None,
-        is_whole: bool,
-        scoring: Scoring | None,
         batching: MicroBatching,
-    ) -> _Asked:
-        """See `train_step`."""
+        scoring: Scoring | None,
+        is_whole: bool,
+    ) -> None:
+        self.model, self.batching, self.scoring = model, batching, scoring
+        self.batch: Any = batch
+        self.width: int | None = None
+        self.is_whole = is_whole and not isinstance(batch, RaggedBatch)
         if isinstance(batch, RaggedBatch):
-            return cls(model, batch, batch.sequences(), None, False, scoring, batching)
-        assert wanted is not None, "a padded batch does not say which of its outputs are wanted"
-        batch = to_device(batch, _CPU)
-        sequences = Sequences.padded(batch.tokens, wanted)
-        return cls(model, batch, sequences, wanted.shape[1], is_whole, scoring, batching)
+            self.sequences = batch.sequences()
+        else:
+            assert wanted is not None, "a padded batch does not say which of its outputs are wanted"
+            self.batch, self.width = to_device(batch, _CPU), wanted.shape[1]
+            self.sequences = Sequences.padded(self.batch.tokens, wanted)
 
     @functools.cached_property
     def work(self) -> list[int]:
-        """See above."""
+        """Floating-point operations of each row's forward pass. A backward pass takes twice as many."""
         outputs = self.sequences.num_outputs if self.scoring is not None else [0] * len(self.sequences)
         operations = self.model.architecture.forward_operations
         return [operations(*row) for row in zip(self.sequences.used, outputs, strict=True)]
@@ -334,7 +325,7 @@ def train_step(
         floating-point operations over the largest. The same on every rank. Without items: only ``loss`` and
         ``num_items``, both 0.
     """
-    asked = _Asked.of(model, batch, wanted, is_whole, scoring, batching)
+    asked = _Asked(model, batch, wanted, batching, scoring, is_whole)
     parts = asked.parts_of_step(model.kept_passes if is_training else None)
     num_computed = 0
 
@@ -426,7 +417,7 @@ def forward(
         fp32 [n, *row_shape], zero in rows where nothing is wanted; the same on every rank if the batch is whole. Of a
         ragged batch fp32 [R], of this rank's own response tokens.
     """
-    asked = _Asked.of(model, batch, wanted, is_whole, scoring, batching)
+    asked = _Asked(model, batch, wanted, batching, scoring, is_whole)
     is_ragged, kept = asked.width is None, model.kept_passes if is_trained else None
     size = int(batch.response_lengths.sum()) if is_ragged else len(asked.sequences)
     results = torch.zeros(size, *row_shape, dtype=torch.float32, device=device())
