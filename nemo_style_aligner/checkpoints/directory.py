@@ -93,7 +93,7 @@ class CheckpointDirectory:
     def _prune(self, protected: Collection[Path]) -> None:
         """Delete what is not among the best, the newest or ``protected``; only the newest keeps its ``-last``."""
         entries, top = self.entries(), self.settings.save_top_k
-        kept = entries if top == -1 else self._rank(entries)[:top] + entries[: self.settings.save_last_n]
+        kept = entries if top == -1 else self.rank(entries)[:top] + entries[: self.settings.save_last_n]
         for entry in entries:
             if entry not in kept and entry.path not in protected:
                 discard(entry.path)
@@ -102,7 +102,7 @@ class CheckpointDirectory:
                 os.rename(entry.path, entry.path.with_name(entry.path.name.removesuffix(LAST)))
         sync_file(self.path)
 
-    def _rank(self, entries: list[Entry]) -> list[Entry]:
+    def rank(self, entries: list[Entry]) -> list[Entry]:
         """Those of ``entries`` (newest first) that have a ``monitor`` value, best first; without ``monitor``, all."""
         monitor = self.settings.monitor
         if monitor is None:
@@ -132,28 +132,6 @@ class CheckpointDirectory:
             except DamagedCheckpointError as error:
                 put_aside(path, [str(error)])
         return sorted(entries, key=lambda entry: -entry.manifest.sequence)
-
-    def newest(self) -> Path | None:
-        """The newest finished checkpoint, None if there is none."""
-        entries = self.entries()
-        return entries[0].path if entries else None
-
-    def newest_resumed_from(self, origin: str | None) -> Path | None:
-        """The newest finished checkpoint, if the run that wrote it had resumed from ``origin``."""
-        entries = self.entries()
-        is_resumed = bool(entries) and had_resumed_from(entries[0].manifest, origin, self.path)
-        return entries[0].path if is_resumed else None
-
-    def ranked(self) -> list[Path]:
-        """The finished checkpoints, the best by ``monitor`` first; without those that were not measured."""
-        return [entry.path for entry in self._rank(self.entries())]
-
-    def ranked_after(self, start: Path | None) -> list[str]:
-        """Names of those of `ranked` that are newer than ``start``; of all, if that is None or in another place."""
-        entries = self.entries()
-        own = [entry for entry in entries if start is not None and entry.path.resolve() == start.resolve()]
-        newer = entries[: entries.index(own[0])] if own else entries
-        return [entry.path.name for entry in self._rank(newer)]
 
     def trainer_states(self) -> dict[Path, dict[str, Any]]:
         """What each finished checkpoint keeps for the trainer, by path, newest first. Damaged ones are left out.

@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import socket
@@ -29,6 +30,7 @@ from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd
 from nemo_style_aligner.checkpoints.contents import CheckState, Contents, restore, restore_model, take, write_contents
 from nemo_style_aligner.checkpoints.directory import (
     CheckpointDirectory,
+    had_resumed_from,
     no_checkpoint,
     origin_in,
     present_name,
@@ -260,7 +262,8 @@ class CheckpointManager:
 
     def newest(self) -> Path | None:
         """The newest finished checkpoint, whose files may be damaged; None if there is none. Not collective."""
-        return self._files.newest()
+        entries = self._files.entries()
+        return entries[0].path if entries else None
 
     # ---- archives ---------------------------------------------------------------------------
 
@@ -292,18 +295,18 @@ class CheckpointManager:
 
     def _better_than_current(self) -> Path | None:
         """The best undamaged checkpoint; None if none ranks above the one with the model's weights."""
-        ranked = on_first_rank(self._files.ranked)
+        ranked = self._files.rank(on_first_rank(self._files.entries))
         if not ranked and dist.get_rank() == 0:
             logger.warning(
                 "save_best_model=True, but no checkpoint has a value of monitor=%s (is nothing validated?): the "
                 "archive has the newest weights",
                 self.settings.monitor,
             )
-        for path in ranked:
-            if path == self._current:
+        for entry in ranked:
+            if entry.path == self._current:
                 return None
-            if self.is_whole(path):
-                return path
+            if self.is_whole(entry.path):
+                return entry.path
         return None
 
     def _export(self, tensors: Sequence[Part], group: dist.ProcessGroup | None) -> None:
@@ -356,14 +359,14 @@ class CheckpointManager:
         """
         self.finish()
         on_first_rank(self._files.remove_unfinished)
-        return self._first_whole(self._files.newest)
+        return self._newest_whole(lambda _: True)
 
     def _latest_resumed(self) -> Path | None:
         """The newest undamaged checkpoint, if its run had resumed from the one that ``resume_from_checkpoint`` names.
 
         A job that is requeued then goes on from it, instead of going back again.
         """
-        newest = self._first_whole(lambda: self._files.newest_resumed_from(self._resumed_from))
+        newest = self._newest_whole(lambda newest: had_resumed_from(newest, self._resumed_from, self.directory))
         if newest is not None:
             logger.warning(
                 "continuing from %s, written by a run that resumed from %s: to start from the latter again, move away "
@@ -373,18 +376,21 @@ class CheckpointManager:
             )
         return newest
 
-    def _first_whole(self, find: Callable[[], Path | None]) -> Path | None:
-        """The first undamaged checkpoint that ``find`` returns on rank 0; those before it are put aside."""
-        while (path := on_first_rank(find)) is not None and not self.is_whole(path):
-            pass
-        return path
+    def _newest_whole(self, is_wanted: Callable[[Manifest], bool]) -> Path | None:
+        """The newest undamaged checkpoint, if it is wanted, and no newer one is not. Damaged ones are put aside."""
+        while (entries := on_first_rank(self._files.entries)) and is_wanted(entries[0].manifest):
+            if self.is_whole(entries[0].path):
+                return entries[0].path
+        return None
 
     def _warn_of_rivals(self, start: Path | None) -> None:
         """Warn of checkpoints that are no part of this run's past, which ``start`` ends, and that may beat its own."""
         settings = self.settings
         if settings.monitor is None or not (settings.save_top_k > 0 or settings.save_best_model):
             return
-        if rivals := on_first_rank(lambda: self._files.ranked_after(start)):
+        entries = on_first_rank(self._files.entries)
+        newer = itertools.takewhile(lambda e: start is None or e.path.resolve() != start.resolve(), entries)
+        if rivals := [entry.path.name for entry in self._files.rank(list(newer))]:
             warn_for_all_ranks(
                 logger,
                 "%s has checkpoints of another run, or another course of this one: %s. They are ranked by monitor=%s "
