@@ -22,7 +22,6 @@ from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from omegaconf import OmegaConf
 from test_config import COMMANDS, composed
 
-from nemo_style_aligner.algorithms import job_setup
 from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
 from nemo_style_aligner.algorithms.log_lock import hold_log_directory
 from nemo_style_aligner.algorithms.path_checks import log_directory_problems, resume_problems
@@ -33,7 +32,6 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults, required_keys
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.models.restore import lay_over
-from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.schema import JOBS
@@ -962,10 +960,10 @@ def test_a_log_directory_that_cannot_be_made_after_all(tmp_path: Path) -> None:
 def test_a_log_directory_without_room_is_no_mistake_of_the_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    with single_process(), monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(os, "open", Mock(side_effect=OSError(number, "no room", "lock")))
         with pytest.raises(NotWrittenError, match=r"cannot be written to \(lock: no room\): make room and start"):
-            job_setup._hold(tmp_path, OmegaConf.create({"name": "job"}))
+            hold_log_directory(tmp_path, "job")
 
 
 def test_a_reward_service_without_a_watchdog_needs_no_log_directory(model: Path) -> None:
