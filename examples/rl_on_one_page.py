@@ -118,7 +118,7 @@ def make_step(actor: Actor, engine: EmbeddedEngine, lines: list[dict[str, str]],
     batch.columns["advantages"], _ = grpo(seen)
 
     # Update: what was better becomes likelier, what was worse less likely. PPO's loss ends the pull on a token once its
-    # probability has moved far from what it was when it was generated.
+    # probability has moved far from what it was when it was generated: in jobs that make several updates in a step.
     batch.columns["old_logprobs"] = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
     actor.update(batch)
     return sum(rewards) / len(rewards)
