@@ -36,9 +36,9 @@ from common import (
 from model_files import random_weights
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
-from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
+from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.rl.rollouts.work_queue import StaticPartition, WorkQueueClient, WorkQueueServer, WorkSource
 from nemo_style_aligner.wording import counted
 

@@ -24,8 +24,8 @@ from common import Bounds, json_path, long_tailed, next_answer, positive_int, pr
 from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.rl.estimators import ESTIMATORS
 from nemo_style_aligner.rl.experience import AdvantageSettings, Experience, make_experience
 from nemo_style_aligner.rl.rollouts.collector import deal

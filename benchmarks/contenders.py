@@ -18,8 +18,8 @@ import torch
 from common import computes_in_bf16, versions
 from model_files import ModelFiles
 
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, SamplingParams
+from nemo_style_aligner.engine.contract import GenerationEngine, GenerationRequest, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.parallel.groups import set_up_cuda_arithmetic
 
 
@@ -217,7 +217,7 @@ class Megatron(OwnEngine):
         import_weights(self._model, HuggingFaceCheckpoint(self.files.hf))
 
     def make_engine(self, **options: int) -> GenerationEngine:
-        from nemo_style_aligner.generation.megatron import MegatronEngine
+        from nemo_style_aligner.engine.megatron import MegatronEngine
 
         return MegatronEngine(self._model, **options)  # type: ignore[arg-type]
 

@@ -33,6 +33,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
 from nemo_style_aligner.checkpoints.sharded_writing import prepare, snapshot
+from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.models import gpt, logprobs
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model, parse_precision
@@ -46,7 +47,6 @@ from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
 from nemo_style_aligner.models.policy_losses import LossSettings
 from nemo_style_aligner.models.products import own_kernels
 from nemo_style_aligner.parallel.groups import device, single_process
-from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
 from nemo_style_aligner.telemetry.timers import peak_meter
 
 CASES = ("packed", "selective", "full", "padded")

@@ -23,13 +23,13 @@ sys.path.insert(0, str(REPOSITORY / "examples" / "nlp" / "gpt"))
 
 import train_gpt_ppo_actor as job  # noqa: E402 (found by the line above)
 
-from nemo_style_aligner.algorithms import rl_setup  # noqa: E402
-from nemo_style_aligner.generation.engine import (  # noqa: E402
+from nemo_style_aligner.engine.contract import (  # noqa: E402
     GenerationEngine,
     GenerationRequest,
     GenerationResult,
     SamplingParams,
 )
+from nemo_style_aligner.jobs import rl_setup  # noqa: E402
 from nemo_style_aligner.rl.loop import RLTrainer  # noqa: E402
 from nemo_style_aligner.rl.rollouts import setup as rollout_setup  # noqa: E402
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator  # noqa: E402

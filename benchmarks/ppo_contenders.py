@@ -30,7 +30,7 @@ from ppo_models import Models, Workload
 
 from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.parallel.machine import computes_in_bf16, free_port
-from nemo_style_aligner.servers.secret import TOKEN_VARIABLE
+from nemo_style_aligner.services.secret import TOKEN_VARIABLE
 from nemo_style_aligner.telemetry.metrics import read_metrics
 
 BENCHMARKS = Path(__file__).resolve().parent

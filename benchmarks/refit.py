@@ -37,12 +37,12 @@ from common import (
 from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.shard import TensorParallel
+from nemo_style_aligner.config.schema import StepChoice
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.shard import TensorParallel
+from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
-from nemo_style_aligner.schema import StepChoice
 from nemo_style_aligner.weights.stream import DEFAULT_BUCKET_BYTES, export_weights, lendable_weights
 
 LIMIT_SECONDS = 900.0

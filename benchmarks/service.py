@@ -39,16 +39,16 @@ from common import (
 )
 
 from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
-from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
-from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
-from nemo_style_aligner.servers.protocol import encode_infer_request
-from nemo_style_aligner.servers.routes import HttpSettings
+from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
+from nemo_style_aligner.services.protocol import encode_infer_request
+from nemo_style_aligner.services.routes import HttpSettings
 from nemo_style_aligner.wording import counted
 
 START_SECONDS = 300.0

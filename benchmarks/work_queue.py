@@ -20,7 +20,7 @@ import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import json_path, next_answer, positive_int, print_table, spread, write_json
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
+from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueServer
 from nemo_style_aligner.wording import counted
 

@@ -1,4 +1,4 @@
-"""Write this folder's YAML files from `nemo_style_aligner.schema`: ``python conf/make.py``."""
+"""Write this folder's YAML files from `nemo_style_aligner.config.schema`: ``python conf/make.py``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_style_aligner.schema import JOBS, fields_of_job
-from nemo_style_aligner.schema_fields import Field, Section, hints_of, section_of
-from nemo_style_aligner.section_names import names_of
+from nemo_style_aligner.config.fields import Field, Section, hints_of, section_of
+from nemo_style_aligner.config.schema import JOBS, fields_of_job
+from nemo_style_aligner.config.section_names import names_of
 
 HEAD = """# {title}
 #
 # Keys and defaults are NeMo-Aligner's, apart from keys of this project's own and the defaults that
 # docs/from_nemo_aligner.md lists. Sizes are counted over all ranks unless said otherwise; "per rank" means per
-# data-parallel rank. Made from nemo_style_aligner/schema.py by conf/make.py.
+# data-parallel rank. Made from nemo_style_aligner/config/schema.py by conf/make.py.
 
 """
 

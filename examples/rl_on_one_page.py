@@ -13,8 +13,8 @@ import random
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule

@@ -24,7 +24,7 @@ os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 import torch
 
 from nemo_style_aligner.native import compilation
-from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
+from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
 # Helper modules beside the tests, whatever pytest's import mode, and those of the demo.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples" / "demo")]

@@ -19,12 +19,12 @@ from transformers import (
 )
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded import engine as engine_module
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.step import EngineShape, ModelStep
-from nemo_style_aligner.generation.embedded.torch_step import TorchStep
-from nemo_style_aligner.generation.embedded.trainer_weights import TrainerWeights
-from nemo_style_aligner.generation.engine import GenerationRequest
+from nemo_style_aligner.engine.contract import GenerationRequest
+from nemo_style_aligner.engine.embedded import engine as engine_module
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.embedded.step import EngineShape, ModelStep
+from nemo_style_aligner.engine.embedded.torch_step import TorchStep
+from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.rope import RopeScaling
 
 VOCAB = 96

@@ -13,12 +13,12 @@ import torch
 from generation_models import VOCAB, architecture, engine_for, have_graphs, hf_model
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded import torch_step
-from nemo_style_aligner.generation.embedded.choose_operations import check, example
-from nemo_style_aligner.generation.embedded.paged_attention import PagedAttention
-from nemo_style_aligner.generation.embedded.step import EngineShape
-from nemo_style_aligner.generation.embedded.triton_operations import TritonOperations
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded import torch_step
+from nemo_style_aligner.engine.embedded.choose_operations import check, example
+from nemo_style_aligner.engine.embedded.paged_attention import PagedAttention
+from nemo_style_aligner.engine.embedded.step import EngineShape
+from nemo_style_aligner.engine.embedded.triton_operations import TritonOperations
 
 CPU = torch.device("cpu")
 PROCESSORS = 8

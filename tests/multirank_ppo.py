@@ -24,17 +24,16 @@ from omegaconf import DictConfig, OmegaConf
 from ranks import fork_ranks
 from safetensors.torch import save_file
 
-from nemo_style_aligner.algorithms.job_setup import Run, forward_batching
-from nemo_style_aligner.algorithms.job_view import as_served
-from nemo_style_aligner.algorithms.rl_setup import build_actor
-from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.jobs.run_control import RunControl
+from nemo_style_aligner.jobs.job_setup import Run, forward_batching
+from nemo_style_aligner.jobs.job_view import as_served
+from nemo_style_aligner.jobs.rl_setup import build_actor
+from nemo_style_aligner.jobs.service_setup import build_critic_service
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import KeptPasses
@@ -48,9 +47,10 @@ from nemo_style_aligner.rl.rollouts.collector import deal
 from nemo_style_aligner.rl.sample import Rollouts, Sample
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.settings import RLSettings
-from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.training.run_control import RunControl
 from nemo_style_aligner.weights.stream import export_weights
 
 CORPUS = "User: What is 6*10?\nAssistant: 60 " + "0123456789+-*/="

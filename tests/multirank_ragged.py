@@ -18,6 +18,7 @@ from ranks import fork_ranks
 from small_models import SHAPE, VOCAB, TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.schema import KeepChoice
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.kept_passes import keep_passes
@@ -26,7 +27,6 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.policy_losses import LossSettings
 from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.schema import KeepChoice
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
 LR = 1e-3

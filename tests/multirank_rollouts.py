@@ -21,19 +21,19 @@ from omegaconf import DictConfig, OmegaConf
 from ranks import fork_ranks
 from safetensors.torch import save_file
 
-from nemo_style_aligner.algorithms.scoring_setup import build_critic_client
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
+from nemo_style_aligner.jobs.scoring_setup import build_critic_client
+from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.parallel.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
 from nemo_style_aligner.rl.rollouts.prompts import Prompt, build_prompt_sources
 from nemo_style_aligner.rl.rollouts.setup import build_generator, open_work_queue
 from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.servers.reward_client import SequencesToScore
+from nemo_style_aligner.services.reward_client import SequencesToScore
 
 NUM_SAMPLES, MAX_NEW_TOKENS, SEED = 14, 16, 77
 

@@ -28,17 +28,16 @@ from omegaconf import DictConfig, OmegaConf
 from ranks import fork_processes, fork_ranks
 from safetensors.torch import save_file
 
-from nemo_style_aligner.algorithms.rl_setup import build_actor
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
-from nemo_style_aligner.jobs.run_control import RunControl
+from nemo_style_aligner.jobs.rl_setup import build_actor
+from nemo_style_aligner.launch import roles
+from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE, stops
 from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel import roles
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE, stops
 from nemo_style_aligner.rl.experience import Experience
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.remote_critic import CriticSave
@@ -50,9 +49,10 @@ from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.rl.values import ValueBatch
-from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
+from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.training.run_control import RunControl
 from nemo_style_aligner.weights.stream import export_weights
 
 NUM_SAMPLES, UPDATES_PER_STEP, STEPS, MAX_NEW_TOKENS = 8, 2, 5, 12

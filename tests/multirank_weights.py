@@ -21,10 +21,11 @@ from ranks import fork_ranks
 from small_models import TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config import load_defaults
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
-from nemo_style_aligner.generation.shard import TensorParallel
+from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import StepChoice
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
@@ -38,7 +39,6 @@ from nemo_style_aligner.parallel.groups import (
 )
 from nemo_style_aligner.rl.rollouts.setup import training_group
 from nemo_style_aligner.rope import RopeScaling
-from nemo_style_aligner.schema import StepChoice
 from nemo_style_aligner.weights import shared_buckets as shared_buckets_module
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.shared_buckets import shared_buckets

@@ -12,12 +12,12 @@ import numpy as np
 import requests
 import torch
 
-from nemo_style_aligner.servers.client import CriticClient
-from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
-from nemo_style_aligner.servers.http_client import ClientLimits
-from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
-from nemo_style_aligner.servers.reward_client import RewardClient
-from nemo_style_aligner.servers.routes import HttpSettings
+from nemo_style_aligner.services.client import CriticClient
+from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.services.http_client import ClientLimits
+from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
+from nemo_style_aligner.services.reward_client import RewardClient
+from nemo_style_aligner.services.routes import HttpSettings
 
 VOCAB = 1000
 

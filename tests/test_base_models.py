@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from trained_models import ARCHITECTURES, saved_tokenizer
 
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.restore import lay_over, open_base_model
 

@@ -23,7 +23,7 @@ from nemo_style_aligner.data.text_format import TextFormat, TextFormatError, joi
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_style_aligner.data.tokenizer_export import save_as_trained
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.generation.engine import SamplingParams, StopCondition, text_before_end
+from nemo_style_aligner.engine.contract import SamplingParams, StopCondition, text_before_end
 
 # Templates with the structure of the originals: which roles they know, what ends a turn, what becomes of earlier turns.
 QWEN2 = """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}

@@ -39,8 +39,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.run_settings import digests_of_data, job_of, settings_of_run
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import background, durable, manifest, nemo_archive, optimizer_state, sharded_writing
 from nemo_style_aligner.checkpoints.directory import (
@@ -73,17 +71,19 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     stored_shapes,
 )
 from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config import ConfigError, load_defaults
+from nemo_style_aligner.config.loading import ConfigError, load_defaults
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError, UnreadableError
-from nemo_style_aligner.jobs.run_control import RunControl
+from nemo_style_aligner.jobs.job_setup import Run
+from nemo_style_aligner.jobs.run_settings import digests_of_data, job_of, settings_of_run
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE, MetricsLogger
+from nemo_style_aligner.training.run_control import RunControl
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner import command_line, section_names
-from nemo_style_aligner.algorithms.run_settings import changed_settings, settings_of_run
-from nemo_style_aligner.config import (
+from nemo_style_aligner.config import command_line, section_names
+from nemo_style_aligner.config.fields import values
+from nemo_style_aligner.config.foreign_keys import FOREIGN_KEYS
+from nemo_style_aligner.config.loading import (
     CONF_DIR,
     SECRET_KEYS,
     ConfigError,
@@ -23,10 +24,9 @@ from nemo_style_aligner.config import (
     load_defaults,
     log_directory,
 )
-from nemo_style_aligner.foreign_keys import FOREIGN_KEYS
-from nemo_style_aligner.schema import JOBS, fields_of_job, may_change
-from nemo_style_aligner.schema_fields import values
-from nemo_style_aligner.section_names import names_of
+from nemo_style_aligner.config.schema import JOBS, fields_of_job, may_change
+from nemo_style_aligner.config.section_names import names_of
+from nemo_style_aligner.jobs.run_settings import changed_settings, settings_of_run
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 
 # The flags of NeMo-Aligner's RLHF tutorial, as typed there; of its SFT guide; and of its TensorRT-LLM section.

@@ -22,20 +22,20 @@ from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from omegaconf import OmegaConf
 from test_config import COMMANDS, composed
 
-from nemo_style_aligner.algorithms.config_checks import check_job, find_problems
-from nemo_style_aligner.algorithms.log_lock import hold_log_directory
-from nemo_style_aligner.algorithms.path_checks import log_directory_problems, resume_problems
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.manifest import Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.config import ConfigError, check_config, complete_config, load_defaults, required_keys
+from nemo_style_aligner.config.loading import ConfigError, check_config, complete_config, load_defaults, required_keys
+from nemo_style_aligner.config.schema import JOBS
 from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.jobs.config_checks import check_job, find_problems
+from nemo_style_aligner.jobs.log_lock import hold_log_directory
+from nemo_style_aligner.jobs.path_checks import log_directory_problems, resume_problems
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 from nemo_style_aligner.rope import RopeScaling
-from nemo_style_aligner.schema import JOBS
-from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from nemo_style_aligner.wording import unescaped
 
 PATH_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}

@@ -13,15 +13,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from trained_models import ARCHITECTURES, OPTIM, saved_tokenizer, tokens
 
-from nemo_style_aligner.algorithms.critic_service import CriticService
-from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.errors import NonFiniteError
-from nemo_style_aligner.jobs.run_control import RunControl
+from nemo_style_aligner.jobs.job_setup import Run
+from nemo_style_aligner.jobs.service_setup import build_critic_service
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
@@ -38,8 +36,10 @@ from nemo_style_aligner.models.supervised_losses import (
     with_deviations,
 )
 from nemo_style_aligner.parallel.groups import current_layout
-from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.services.critic_service import CriticService
+from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
+from nemo_style_aligner.training.run_control import RunControl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

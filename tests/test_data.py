@@ -18,9 +18,7 @@ import sentencepiece
 import torch
 from small_models import CHATML
 
-from nemo_style_aligner.algorithms import supervised_setup
-from nemo_style_aligner.algorithms.supervised_setup import SupervisedTask, reward_task, sft_task
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.data.chats import ChatPromptTokens
 from nemo_style_aligner.data.datasets import (
     BlendedDataset,
@@ -40,6 +38,8 @@ from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.jobs import supervised_setup
+from nemo_style_aligner.jobs.supervised_setup import SupervisedTask, reward_task, sft_task
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.rl.loop import RLTrainer

@@ -9,9 +9,9 @@ import torch
 from small_models import VOCAB
 from trained_models import ARCHITECTURES, EOS, logprobs, reference_model
 
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
-from nemo_style_aligner.generation.megatron import MegatronEngine
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.megatron import MegatronEngine
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.weights.stream import export_weights

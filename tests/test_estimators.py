@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_style_aligner import functional
+from nemo_style_aligner.models import functional
 from nemo_style_aligner.rl.estimators import (
     ESTIMATORS,
     Estimator,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_style_aligner import functional as F
+from nemo_style_aligner.models import functional as F
 from nemo_style_aligner.models.policy_losses import LossInput, LossSettings, policy_objective
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_ppo.json").read_text())

@@ -19,7 +19,7 @@ from generation_models import (
     weights_of,
 )
 
-from nemo_style_aligner.generation.engine import GenerationRequest, SamplingParams
+from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.telemetry import activity
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,8 +10,8 @@ import torch
 from generation_models import ENGINE_DEFAULTS, engine_for, hf_logits, hf_model, ragged_requests, weights_of
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.contract import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 
 GREEDY = SamplingParams(max_new_tokens=12, use_greedy=True)
 Weights = dict[str, torch.Tensor]

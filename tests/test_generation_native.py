@@ -16,16 +16,16 @@ import pytest
 import torch
 from generation_models import EOS, FAMILIES, VOCAB, architecture, hf_model, weights_of
 
-from nemo_style_aligner.generation.embedded.arena import Arena
-from nemo_style_aligner.generation.embedded.engine import choose_step
-from nemo_style_aligner.generation.embedded.native import library
-from nemo_style_aligner.generation.embedded.native.library import check, compile_command, load_library
-from nemo_style_aligner.generation.embedded.native.native_step import NativeStep
-from nemo_style_aligner.generation.embedded.step import EngineShape, StepInput
-from nemo_style_aligner.generation.embedded.torch_step import TorchStep
-from nemo_style_aligner.generation.embedded.trainer_weights import TrainerWeights
-from nemo_style_aligner.generation.engine import SamplingParams
-from nemo_style_aligner.generation.sampling import SamplingRows, sample
+from nemo_style_aligner.engine.contract import SamplingParams
+from nemo_style_aligner.engine.embedded.arena import Arena
+from nemo_style_aligner.engine.embedded.engine import choose_step
+from nemo_style_aligner.engine.embedded.native import library
+from nemo_style_aligner.engine.embedded.native.library import check, compile_command, load_library
+from nemo_style_aligner.engine.embedded.native.native_step import NativeStep
+from nemo_style_aligner.engine.embedded.step import EngineShape, StepInput
+from nemo_style_aligner.engine.embedded.torch_step import TorchStep
+from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
+from nemo_style_aligner.engine.sampling import SamplingRows, sample
 from nemo_style_aligner.native import compilation
 from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, usable_kernels
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from generation_models import EOS, architecture, engine_for, hf_model, ragged_requests, weights_of
 
-from nemo_style_aligner.config import ConfigError, load_defaults
-from nemo_style_aligner.generation.embedded import engine as engine_module
-from nemo_style_aligner.generation.embedded.block_table import BlockTable
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.embedded.scheduler import Scheduler, StepPlan
-from nemo_style_aligner.generation.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
-from nemo_style_aligner.generation.embedded.trainer_weights import TrainerWeights
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
-from nemo_style_aligner.generation.sampling import SamplingRows, request_key, sample
+from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded import engine as engine_module
+from nemo_style_aligner.engine.embedded.block_table import BlockTable
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.embedded.scheduler import Scheduler, StepPlan
+from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
+from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
+from nemo_style_aligner.engine.sampling import SamplingRows, request_key, sample
 from nemo_style_aligner.rl.rollouts.setup import require_kv_cache
 
 # ---- block table --------------------------------------------------------------------------------

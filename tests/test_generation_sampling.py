@@ -15,8 +15,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nemo_style_aligner.generation.engine import SamplingParams, StopCondition, text_before_end
-from nemo_style_aligner.generation.sampling import (
+from nemo_style_aligner.engine.contract import SamplingParams, StopCondition, text_before_end
+from nemo_style_aligner.engine.sampling import (
     SamplingRows,
     apply_repetition_penalty,
     filter_top_k_top_p,

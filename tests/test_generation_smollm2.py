@@ -16,8 +16,8 @@ from smollm2 import find_smollm2
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface_config import hf_config
 

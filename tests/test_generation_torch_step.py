@@ -24,9 +24,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded.decode_graphs import row_buckets
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded.decode_graphs import row_buckets
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 
 GREEDY = SamplingParams(max_new_tokens=30, use_greedy=True)
 SAMPLED = SamplingParams(max_new_tokens=30, top_k=30, top_p=0.9, repetition_penalty=1.1, seed=2)
@@ -157,7 +157,7 @@ def test_senseless_options_are_refused(options: dict) -> None:
 
 
 def test_what_cannot_be_divided_says_by_how_many() -> None:
-    from nemo_style_aligner.generation.shard import TensorParallel
+    from nemo_style_aligner.engine.shard import TensorParallel
 
     a = dataclasses.replace(architecture(), num_query_groups=3)
     for size in (4, 2):

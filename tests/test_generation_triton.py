@@ -18,10 +18,10 @@ from generation_models import architecture
 from triton_without_gpu import check_machine_code, compiled_kernels
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded import choose_operations
-from nemo_style_aligner.generation.embedded.decode_graphs import _batch as inputs_of_graph
-from nemo_style_aligner.generation.embedded.step import EngineShape
-from nemo_style_aligner.generation.embedded.torch_operations import Batch, TorchOperations
+from nemo_style_aligner.engine.embedded import choose_operations
+from nemo_style_aligner.engine.embedded.decode_graphs import _batch as inputs_of_graph
+from nemo_style_aligner.engine.embedded.step import EngineShape
+from nemo_style_aligner.engine.embedded.torch_operations import Batch, TorchOperations
 from nemo_style_aligner.native import with_triton
 
 pytestmark = pytest.mark.skipif(
@@ -81,7 +81,7 @@ def test_kernels_compile(
     capability: int, architectures: list[ModelArchitecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to machine code; once for a model and no more, whatever the sizes of passes and the places of inputs."""
-    from nemo_style_aligner.generation.embedded import paged_attention, triton_operations
+    from nemo_style_aligner.engine.embedded import paged_attention, triton_operations
 
     names = {
         paged_attention: ("attend", "add_parts"),
@@ -152,7 +152,7 @@ def test_errors_of_the_gpu_are_not_taken_for_errors_of_the_kernels(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(choose_operations, "check", failing)
     monkeypatch.setattr(choose_operations, "TorchOperations", None)
-    monkeypatch.setattr("nemo_style_aligner.generation.embedded.triton_operations.TritonOperations", failing)
+    monkeypatch.setattr("nemo_style_aligner.engine.embedded.triton_operations.TritonOperations", failing)
     shape = EngineShape(
         architecture(), torch.bfloat16, num_slots=2, max_sequence_length=32, num_pages=4, max_step_tokens=8
     )

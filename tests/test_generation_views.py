@@ -13,15 +13,15 @@ from generation_models import have_graphs
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.config.schema import StepChoice
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.policy_losses import LossSettings
 from nemo_style_aligner.models.ragged import RaggedBatch
-from nemo_style_aligner.schema import StepChoice
 from nemo_style_aligner.weights.stream import export_weights, lendable_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -17,21 +17,21 @@ from job_processes import Job, run, script, stored_weights
 from small_models import SHAPE
 from test_extending import EXAMPLES
 
-from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.scoring_setup import build_scorer
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.jobs.job_setup import Run
+from nemo_style_aligner.jobs.scoring_setup import build_scorer
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rl.estimators import ESTIMATORS
-from nemo_style_aligner.servers.reward_client import SequencesToScore
-from nemo_style_aligner.servers.secret import TOKEN_FILE_VARIABLE
+from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
 from nemo_style_aligner.telemetry.metrics import read_metrics
 
 TIMEOUT = 240.0

@@ -14,22 +14,21 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE, VOCAB
 
-from nemo_style_aligner.algorithms import job_setup, scoring_setup, service_setup
-from nemo_style_aligner.algorithms.job_setup import Run, register_model, require_shared, start_run
-from nemo_style_aligner.algorithms.run_settings import settings_of_run
-from nemo_style_aligner.algorithms.service_setup import (
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.jobs import job_setup, scoring_setup, service_setup
+from nemo_style_aligner.jobs.job_setup import Run, register_model, require_shared, start_run
+from nemo_style_aligner.jobs.run_settings import settings_of_run
+from nemo_style_aligner.jobs.service_setup import (
     build_critic_service,
     build_reward_service,
     listen_as_critic,
     listen_as_reward_model,
 )
-from nemo_style_aligner.algorithms.supervised_setup import reward_objective
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config import ConfigError, load_defaults
-from nemo_style_aligner.errors import NotWrittenError
-from nemo_style_aligner.jobs.run_control import RunControl
+from nemo_style_aligner.jobs.supervised_setup import reward_objective
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
@@ -37,11 +36,12 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.supervised_losses import LabelledBatch
 from nemo_style_aligner.parallel.groups import current_layout
-from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.servers.http_server import ConnectionLimits
-from nemo_style_aligner.servers.model_server import DispatchSettings
-from nemo_style_aligner.servers.routes import HttpSettings
+from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.services.http_server import ConnectionLimits
+from nemo_style_aligner.services.model_server import DispatchSettings
+from nemo_style_aligner.services.routes import HttpSettings
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.training.run_control import RunControl
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

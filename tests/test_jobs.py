@@ -36,22 +36,22 @@ from job_processes import (
 )
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.algorithms import evaluation
-from nemo_style_aligner.algorithms.evaluation import EvaluatedResponse, Responses, evaluate, score
-from nemo_style_aligner.algorithms.job_setup import Run
-from nemo_style_aligner.algorithms.service_setup import build_critic_service
 from nemo_style_aligner.checkpoints.nemo_archive import IS_CRITIC, load_nemo_config
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.data.answers import is_right
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.generation.engine import SamplingParams
+from nemo_style_aligner.engine.contract import SamplingParams
+from nemo_style_aligner.jobs import evaluation
+from nemo_style_aligner.jobs.evaluation import EvaluatedResponse, Responses, evaluate, score
+from nemo_style_aligner.jobs.job_setup import Run
+from nemo_style_aligner.jobs.service_setup import build_critic_service
 from nemo_style_aligner.models import conversion
 from nemo_style_aligner.models.conversion import checkpoint_to_nemo
 from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.servers.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE, read_metrics, read_tables
 
 TIMEOUT = 240.0

@@ -13,6 +13,7 @@ import torch
 from small_models import VOCAB
 from trained_models import ARCHITECTURES, OPTIM, make_actor, policy_batch, tokens
 
+from nemo_style_aligner.config.schema import KeepChoice
 from nemo_style_aligner.models import kept_passes as kept_passes_module
 from nemo_style_aligner.models import logprobs as logprobs_module
 from nemo_style_aligner.models import products
@@ -25,7 +26,6 @@ from nemo_style_aligner.models.kept_passes import Part, activation_bytes, keep_p
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, Sequences
-from nemo_style_aligner.schema import KeepChoice
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_style_aligner.functional import kl_penalty
+from nemo_style_aligner.models.functional import kl_penalty
 from nemo_style_aligner.models.policy_losses import LOSSES, LossInput, LossSettings, PolicyLossError, policy_objective
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_losses.json").read_text())

@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE
 from test_nonfinite import SETTINGS, step
 
-from nemo_style_aligner.algorithms.rl_setup import build_actor
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config import load_defaults
+from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.data.datasets import PromptItem
-from nemo_style_aligner.generation.engine import GenerationStatistics
+from nemo_style_aligner.engine.contract import GenerationStatistics
+from nemo_style_aligner.jobs.rl_setup import build_actor
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.rl.estimators import ESTIMATORS

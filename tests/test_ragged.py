@@ -16,6 +16,7 @@ from small_models import SHAPE, VOCAB
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.schema import KeepChoice
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model
@@ -25,7 +26,6 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
 from nemo_style_aligner.models.policy_losses import LossSettings
 from nemo_style_aligner.models.ragged import RaggedBatch
-from nemo_style_aligner.schema import KeepChoice
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

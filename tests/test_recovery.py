@@ -26,19 +26,19 @@ import pytest
 import torch
 from served_critic import CountingBackend, client_config, reward_client, serve, wait_for
 
-from nemo_style_aligner.algorithms.critic_service import CriticService
 from nemo_style_aligner.checkpoints import manifest
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rl.remote_critic import CriticTraining, RemoteCritic
-from nemo_style_aligner.servers import http_client
-from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
-from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
-from nemo_style_aligner.servers.exactly_once import journal
-from nemo_style_aligner.servers.exactly_once import session as training_session
-from nemo_style_aligner.servers.exactly_once.journal import CriticJournal, JournalError
-from nemo_style_aligner.servers.exactly_once.ledger import (
+from nemo_style_aligner.services import http_client
+from nemo_style_aligner.services.client import CriticClient, SequenceConflictError
+from nemo_style_aligner.services.critic_service import CriticService
+from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints, reward_endpoint
+from nemo_style_aligner.services.exactly_once import journal
+from nemo_style_aligner.services.exactly_once import session as training_session
+from nemo_style_aligner.services.exactly_once.journal import CriticJournal, JournalError
+from nemo_style_aligner.services.exactly_once.ledger import (
     BATCH_ARRAYS,
     EXPECTED_SEQUENCE_HEADER,
     HISTORY_HEADER,
@@ -49,15 +49,15 @@ from nemo_style_aligner.servers.exactly_once.ledger import (
     TrainingLedger,
     batch_digest,
 )
-from nemo_style_aligner.servers.http_client import (
+from nemo_style_aligner.services.http_client import (
     ClientLimits,
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
 )
-from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
-from nemo_style_aligner.servers.protocol import ProtocolError
-from nemo_style_aligner.servers.routes import HttpSettings
+from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
+from nemo_style_aligner.services.protocol import ProtocolError
+from nemo_style_aligner.services.routes import HttpSettings
 from nemo_style_aligner.telemetry import activity
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_rank")]  # `RemoteCritic` is collective

@@ -19,14 +19,14 @@ import torch
 from job_processes import ROOT, SCRIPTS, Job, script, wait_until_ready
 from served_critic import infer_body, outputs, reward_client, tensor
 
-from nemo_style_aligner.algorithms.reward_function import open_tokenizer
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.jobs.reward_function import open_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError
-from nemo_style_aligner.servers.reward_client import PromptsOfSequences, SequencesToScore
-from nemo_style_aligner.servers.secret import find_secret
+from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError
+from nemo_style_aligner.services.reward_client import PromptsOfSequences, SequencesToScore
+from nemo_style_aligner.services.secret import find_secret
 from nemo_style_aligner.telemetry import log_lines
 
 pytestmark = pytest.mark.timeout(180)

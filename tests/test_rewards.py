@@ -23,9 +23,9 @@ from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.rl.reward_config import build_reward_source
 from nemo_style_aligner.rl.rewards import Reward, RewardError, RewardSource, RewardSum
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.servers.endpoints import ModelLimits, reward_endpoint
-from nemo_style_aligner.servers.http_client import ClientLimits, ServerUnavailableError
-from nemo_style_aligner.servers.reward_client import SequencesToScore
+from nemo_style_aligner.services.endpoints import ModelLimits, reward_endpoint
+from nemo_style_aligner.services.http_client import ClientLimits, ServerUnavailableError
+from nemo_style_aligner.services.reward_client import SequencesToScore
 
 pytestmark = pytest.mark.timeout(120)
 

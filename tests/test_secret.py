@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.algorithms import service_setup
-from nemo_style_aligner.algorithms.path_checks import secret_problems
-from nemo_style_aligner.config import load_defaults
-from nemo_style_aligner.servers import secret
-from nemo_style_aligner.servers.http_server import token_check
-from nemo_style_aligner.servers.secret import SecretError, find_secret, make_secret, read_secret, resolve_token
+from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.jobs import service_setup
+from nemo_style_aligner.jobs.path_checks import secret_problems
+from nemo_style_aligner.services import secret
+from nemo_style_aligner.services.http_server import token_check
+from nemo_style_aligner.services.secret import SecretError, find_secret, make_secret, read_secret, resolve_token
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = [sys.executable, "-m", "nemo_style_aligner.servers.secret"]
+COMMAND = [sys.executable, "-m", "nemo_style_aligner.services.secret"]
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -88,7 +88,7 @@ def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
     """The window between two jobs is widened: every process waits until all are about to make the file."""
     program = (
         "import os, sys, time\n"
-        "from nemo_style_aligner.servers import secret\n"
+        "from nemo_style_aligner.services import secret\n"
         "link = os.link\n"
         "def late(source, target):\n"
         "    open(sys.argv[2], 'x').close()\n"

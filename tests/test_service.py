@@ -42,17 +42,17 @@ from served_critic import (
 )
 
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.servers.client import CriticClient, SequenceConflictError
-from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints, reward_endpoint
-from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition, TrainingLedger
-from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
-from nemo_style_aligner.servers.http_server import PlaceTakenError
-from nemo_style_aligner.servers.jobs import InferJob, Job, JobQueue, QueueState, SaveJob, TrainJob
-from nemo_style_aligner.servers.metrics import ServiceMetrics
-from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
-from nemo_style_aligner.servers.protocol import InferRequest, ProtocolError
-from nemo_style_aligner.servers.reward_client import SequencesToScore
-from nemo_style_aligner.servers.routes import HttpSettings, create_app
+from nemo_style_aligner.services.client import CriticClient, SequenceConflictError
+from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints, reward_endpoint
+from nemo_style_aligner.services.exactly_once.ledger import CriticPosition, TrainingLedger
+from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
+from nemo_style_aligner.services.http_server import PlaceTakenError
+from nemo_style_aligner.services.jobs import InferJob, Job, JobQueue, QueueState, SaveJob, TrainJob
+from nemo_style_aligner.services.metrics import ServiceMetrics
+from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
+from nemo_style_aligner.services.protocol import InferRequest, ProtocolError
+from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.routes import HttpSettings, create_app
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -239,7 +239,7 @@ def test_errors_have_the_protocols_form() -> None:
 
 
 def test_a_full_queue_answers_429_and_health_stays_open(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "nemo_style_aligner.servers.request_log")
+    caplog.set_level(logging.INFO, "nemo_style_aligner.services.request_log")
     backend = CountingBackend()
     body = infer_body([[1, 2]], [2])
     with (
@@ -520,7 +520,7 @@ def test_client_trains_in_order_saves_and_notices_a_conflict() -> None:
 
 def test_lost_answers_are_retried_without_training_twice(caplog: pytest.LogCaptureFixture) -> None:
     """A proxy that cuts the connection after the server has worked, on every second request; tries share an id."""
-    caplog.set_level(logging.DEBUG, "nemo_style_aligner.servers.request_log")
+    caplog.set_level(logging.DEBUG, "nemo_style_aligner.services.request_log")
     backend = CountingBackend()
     tokens, ones = torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 3)
     with serve(backend) as server, cutting_proxy(server.number) as (port, cuts), critic_client(port) as client:
@@ -713,7 +713,7 @@ def test_several_attributes() -> None:
 
 
 def test_listens_before_the_model_is_there_and_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "nemo_style_aligner.servers.request_log")
+    caplog.set_level(logging.DEBUG, "nemo_style_aligner.services.request_log")
     server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings(8))
     server.url = f"http://127.0.0.1:{server.port}"
     try:
@@ -730,7 +730,7 @@ def test_listens_before_the_model_is_there_and_is_not_ready(caplog: pytest.LogCa
 
 
 def test_the_log_says_when_the_service_listens_and_when_it_is_ready(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "nemo_style_aligner.servers")
+    caplog.set_level(logging.INFO, "nemo_style_aligner.services")
     with serve(CountingBackend()) as server:
         lines = [record.getMessage() for record in caplog.records if "ready" in record.message]
         assert lines == [
@@ -876,9 +876,9 @@ def test_a_checkpoint_that_is_not_written_ends_the_service_with_the_reason() -> 
 RANK_SCRIPT = """
     import concurrent.futures, datetime, os, sys, threading, time
     import torch, torch.distributed as dist
-    from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
-    from nemo_style_aligner.servers.model_server import DispatchSettings, ModelServer
-    from nemo_style_aligner.servers.routes import HttpSettings
+    from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+    from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
+    from nemo_style_aligner.services.routes import HttpSettings
 
     rank, fault, patience = int(os.environ["RANK"]), os.environ.get("FAULT", ""), datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, patience)  # waits for both ranks

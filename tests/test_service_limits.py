@@ -23,9 +23,9 @@ import requests
 import torch
 from served_critic import VOCAB, CountingBackend, critic_client, get, infer_body, outputs, post, serve, wait_for
 
-from nemo_style_aligner.servers import http_server
-from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
-from nemo_style_aligner.servers.http_server import ConnectionLimits
+from nemo_style_aligner.services import http_server
+from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.services.http_server import ConnectionLimits
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE = infer_body([[1, 2]], [2])
@@ -290,7 +290,7 @@ SERVICE = """
     import sys, time
     sys.path.insert(0, sys.argv[1])
     from served_critic import CountingBackend, DispatchSettings, HttpSettings, ModelLimits, ModelServer
-    from nemo_style_aligner.servers.endpoints import critic_endpoints
+    from nemo_style_aligner.services.endpoints import critic_endpoints
 
     class Slow(CountingBackend):
         def infer(self, tokens, lengths):

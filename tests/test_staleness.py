@@ -18,9 +18,9 @@ from job_processes import ROOT, run
 from multirank_staleness import STEPS, UPDATES_PER_STEP
 from safetensors.torch import load_file
 
-from nemo_style_aligner.generation.engine import GenerationResult
-from nemo_style_aligner.parallel.roles import Channel, Wait
-from nemo_style_aligner.parallel.stop_signals import StopEarlyError
+from nemo_style_aligner.engine.contract import GenerationResult
+from nemo_style_aligner.launch.roles import Channel, Wait
+from nemo_style_aligner.launch.stop_signals import StopEarlyError
 from nemo_style_aligner.rl.rollouts import disaggregated
 from nemo_style_aligner.rl.rollouts.collector import GenerationSchedule
 from nemo_style_aligner.rl.rollouts.disaggregated import (

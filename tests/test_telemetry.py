@@ -23,18 +23,18 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.algorithms import job_setup
-from nemo_style_aligner.algorithms.job_setup import Run
 from nemo_style_aligner.errors import NotWrittenError, UserError
-from nemo_style_aligner.jobs.run_control import RunControl
+from nemo_style_aligner.jobs import job_setup
+from nemo_style_aligner.jobs.job_setup import Run
+from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.parallel.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_for_all_ranks, with_fields
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
 from nemo_style_aligner.telemetry.progress import Progress, how_far
 from nemo_style_aligner.telemetry.report import curve_svg, write_report
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
+from nemo_style_aligner.training.run_control import RunControl
 
 
 class FakeClock:
@@ -449,7 +449,7 @@ def test_log_lines_carry_the_rank_and_other_ranks_only_warn(capsys: pytest.Captu
 @pytest.mark.usefixtures("logging_set_up")
 def test_debug_lines_are_the_projects_own(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(level=logging.DEBUG)
-    logging.getLogger("nemo_style_aligner.servers.request_log").debug("a request")
+    logging.getLogger("nemo_style_aligner.services.request_log").debug("a request")
     logging.getLogger("another_package").debug("not shown")
     configure_logging(rank=1, level=logging.DEBUG)
     logging.getLogger("nemo_style_aligner").info("not shown")

@@ -22,17 +22,17 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import AutoModelForCausalLM
 from trtllm_standins import Standins, differences, signature_of
 
-from nemo_style_aligner.config import load_defaults
-from nemo_style_aligner.generation.shard import EngineGroup
-from nemo_style_aligner.generation.trtllm import construct, sidecar_engine
-from nemo_style_aligner.generation.trtllm.construct import (
+from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.engine.shard import EngineGroup
+from nemo_style_aligner.engine.trtllm import construct, sidecar_engine
+from nemo_style_aligner.engine.trtllm.construct import (
     PIN,
     Installation,
     TensorRTLLMMismatch,
     TensorRTLLMUnavailable,
     find_trtllm,
 )
-from nemo_style_aligner.generation.trtllm.sidecar_engine import buckets
+from nemo_style_aligner.engine.trtllm.sidecar_engine import buckets
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rl.rollouts.setup import choose_engine

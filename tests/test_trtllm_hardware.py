@@ -19,11 +19,11 @@ import pytest
 import torch
 from generation_models import EOS, architecture, hf_logits, hf_model, ragged_requests, weights_of
 
-from nemo_style_aligner.config import load_defaults
-from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParams
-from nemo_style_aligner.generation.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
-from nemo_style_aligner.generation.trtllm.sidecar.process import sidecar_environment
-from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings, ipc_handles
+from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams
+from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
+from nemo_style_aligner.engine.trtllm.sidecar.process import sidecar_environment
+from nemo_style_aligner.engine.trtllm.sidecar_engine import SidecarEngine, SidecarSettings, ipc_handles
 
 pytestmark = pytest.mark.gpu
 

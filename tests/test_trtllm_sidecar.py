@@ -30,11 +30,11 @@ from trtllm_fake_sidecar import (
 )
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, SamplingParams, WeightStream
-from nemo_style_aligner.generation.shard import EngineGroup, TensorParallel
-from nemo_style_aligner.generation.trtllm import sidecar_engine
-from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar, SidecarError, sidecar_environment
-from nemo_style_aligner.generation.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams, WeightStream
+from nemo_style_aligner.engine.shard import EngineGroup, TensorParallel
+from nemo_style_aligner.engine.trtllm import sidecar_engine
+from nemo_style_aligner.engine.trtllm.sidecar.process import Sidecar, SidecarError, sidecar_environment
+from nemo_style_aligner.engine.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.telemetry import activity
@@ -302,7 +302,7 @@ def test_a_sidecar_ends_with_its_parent_even_with_a_blocked_loop(tmp_path: Path)
     program = textwrap.dedent(
         """
         import json, sys, time
-        from nemo_style_aligner.generation.trtllm.sidecar.process import Sidecar
+        from nemo_style_aligner.engine.trtllm.sidecar.process import Sidecar
         sidecar = Sidecar(sys.executable, json.loads(sys.argv[1]))
         sidecar.call("start", 60, model="", dtype="bfloat16", tensor_parallel_size=1, max_batch_size=1, max_seq_len=9,
                      vocab_size=96, vocab_limit=96, kv_cache_memory_fraction=0.1, sleep=False)

@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 from job_processes import Job, ranks_of
 
-from nemo_style_aligner.parallel.ending import Failures
+from nemo_style_aligner.launch.ending import Failures
 from nemo_style_aligner.telemetry import activity, watchdog
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, Watchdog, describe
 
 SCRIPT = """
 import ctypes, sys, time
 from omegaconf import DictConfig
-from nemo_style_aligner.parallel.launch import job
+from nemo_style_aligner.launch.start import job
 
 @job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> int:
     import torch
     import torch.distributed as dist
-    from nemo_style_aligner.algorithms.job_setup import start_run
+    from nemo_style_aligner.jobs.job_setup import start_run
     from nemo_style_aligner.telemetry.timers import ScopedTimer
 
     run, timer, mode = start_run(cfg), ScopedTimer(), cfg.exp_manager.name

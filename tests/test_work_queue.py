@@ -22,12 +22,12 @@ import torch
 from listeners import listeners
 from served_critic import TEST_LIMITS, client_config
 
-from nemo_style_aligner.config import load_defaults
-from nemo_style_aligner.generation.engine import GenerationRequest, GenerationResult, GenerationStatistics
-from nemo_style_aligner.generation.shard import EngineGroup, TensorParallel
+from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, GenerationStatistics
+from nemo_style_aligner.engine.shard import EngineGroup, TensorParallel
+from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import outgoing_address, own_address
-from nemo_style_aligner.parallel.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts import collector, generator, setup
 from nemo_style_aligner.rl.rollouts.collector import ScoredResponses
@@ -39,9 +39,9 @@ from nemo_style_aligner.rl.rollouts.work_queue import StaticPartition, WorkQueue
 from nemo_style_aligner.rl.sample import Prompt, Sample
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.seeds import derive_seed
-from nemo_style_aligner.servers.client import CriticClient
-from nemo_style_aligner.servers.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
-from nemo_style_aligner.servers.http_connection import server_url
+from nemo_style_aligner.services.client import CriticClient
+from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
+from nemo_style_aligner.services.http_connection import server_url
 
 pytestmark = pytest.mark.timeout(240)
 

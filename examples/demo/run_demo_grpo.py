@@ -21,7 +21,7 @@ from run_demo import COMMON, add_options, check_options, evaluate, make_base_mod
 from stages import REPOSITORY, Demo, data_prefix, last, mpirun, python, write_results
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
-from nemo_style_aligner.parallel.stop_signals import exit_on_sigterm
+from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.telemetry.metrics import read_metrics
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_style_aligner.config.schema import TruncationMethod
 from nemo_style_aligner.data.chat_rendering import Segment
 from nemo_style_aligner.data.chats import is_conversation, read_conversation
 from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples
@@ -25,7 +26,6 @@ from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
 from nemo_style_aligner.data.texts import CONTEXT_KEYS, TextDataset, TextEncoder, report_dropped
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.schema import TruncationMethod
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import unescaped
 

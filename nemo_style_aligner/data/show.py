@@ -59,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    from nemo_style_aligner.algorithms.supervised_setup import reward_dataset, sft_dataset
     from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
     from nemo_style_aligner.data.datasets import load_data_prefix
     from nemo_style_aligner.data.examples import shown, summary, texts_of
     from nemo_style_aligner.data.jsonl import DataError
     from nemo_style_aligner.data.tokenizer import load_tokenizer
+    from nemo_style_aligner.jobs.supervised_setup import reward_dataset, sft_dataset
     from nemo_style_aligner.rl.rollouts.prompts import prompt_dataset
 
     is_archive = options.model.is_file() or (options.model / "model_config.yaml").is_file()
@@ -107,8 +107,8 @@ def _job_of(path: Path) -> str:
 
 def _config(name: str, options: argparse.Namespace) -> DictConfig:
     """The job's config with the keys given, and this file as its training data."""
-    from nemo_style_aligner.command_line import config_with
-    from nemo_style_aligner.config import check_config
+    from nemo_style_aligner.config.command_line import config_with
+    from nemo_style_aligner.config.loading import check_config
 
     file = "'" + str(options.file.absolute()).replace("'", "\\'") + "'"
     given = {

@@ -38,14 +38,14 @@ from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, Checkpo
 from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.data.tokenizer import TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_export import save_as_trained
+from nemo_style_aligner.launch.ending import abort_job, shutdown
+from nemo_style_aligner.launch.initialization import initialize
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import portable_config
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.detection import detect_launch
-from nemo_style_aligner.parallel.ending import abort_job, shutdown
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.parallel.initialization import initialize
 from nemo_style_aligner.parsing import parse_yaml
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.progress import Progress

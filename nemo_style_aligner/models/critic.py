@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from nemo_style_aligner import functional
+from nemo_style_aligner.models import functional
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import (

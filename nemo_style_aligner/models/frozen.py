@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from nemo_style_aligner.config.schema import Placement
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import device
-from nemo_style_aligner.schema import Placement
 
 _RESIDENT_SHARE = 1 / 16  # of a device's memory that `auto` spends on a second set of weights
 

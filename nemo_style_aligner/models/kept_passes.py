@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.schema import KeepChoice
 from nemo_style_aligner.models import recompute
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -29,7 +30,6 @@ from nemo_style_aligner.models.products import widened
 from nemo_style_aligner.parallel.allocator import keep_freed_memory, unused_memory
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
-from nemo_style_aligner.schema import KeepChoice
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from nemo_style_aligner.config.schema import Action
 from nemo_style_aligner.errors import NonFiniteError
-from nemo_style_aligner.schema import Action
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from nemo_style_aligner.functional import spread
+from nemo_style_aligner.models.functional import spread
 from nemo_style_aligner.models.packing import Sequences
 from nemo_style_aligner.transfers import moved
 

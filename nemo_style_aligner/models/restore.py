@@ -22,7 +22,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     require_weights,
 )
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
-from nemo_style_aligner.config import plain_config
+from nemo_style_aligner.config.loading import plain_config
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig

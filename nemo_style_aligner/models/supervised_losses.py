@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner import functional
+from nemo_style_aligner.models import functional
 from nemo_style_aligner.models.heads import RewardHeadConfig, pool_rewards, pooled_positions
 from nemo_style_aligner.models.pipeline import LossFunction, LossResult, Scoring
 

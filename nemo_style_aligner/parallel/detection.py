@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Literal
 
+from nemo_style_aligner.config.schema import LARGEST_PORT
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.schema import LARGEST_PORT
 
 Launcher = Literal["mpirun", "slurm", "torchrun", "environment", "supervisor", "python"]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner import functional
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.models import functional
 from nemo_style_aligner.user_code import load_function
 
 Estimate = tuple[torch.Tensor, torch.Tensor | None]

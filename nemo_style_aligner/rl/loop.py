@@ -19,8 +19,6 @@ import torch
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.data.samplers import EpochSampler
-from nemo_style_aligner.jobs.run_control import RunControl
-from nemo_style_aligner.jobs.training_loop import TrainingLoop
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.rl.estimators import GroupedSamples
 from nemo_style_aligner.rl.experience import (
@@ -48,6 +46,8 @@ from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.training.loop import TrainingLoop
+from nemo_style_aligner.training.run_control import RunControl
 
 logger = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ from typing import Any, TypeVar
 
 import torch
 
+from nemo_style_aligner.config.schema import TrainedCritic
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rl.rewards import Reward, when_all
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.values import ValueBatch
-from nemo_style_aligner.schema import TrainedCritic
-from nemo_style_aligner.servers.client import CriticClient, Scores, SequenceConflictError
-from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
-from nemo_style_aligner.servers.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
-from nemo_style_aligner.servers.exactly_once.session import what_to_do
-from nemo_style_aligner.servers.reward_client import SequencesToScore
+from nemo_style_aligner.services.client import CriticClient, Scores, SequenceConflictError
+from nemo_style_aligner.services.exactly_once.journal import CriticJournal
+from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
+from nemo_style_aligner.services.exactly_once.session import what_to_do
+from nemo_style_aligner.services.reward_client import SequencesToScore
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.rl.reward_functions import DEFAULT_SECONDS, FunctionRewards, MathRewards
 from nemo_style_aligner.rl.rewards import ExactMatch, RemoteRewards, RewardSource, RewardSum, WeightedSource
-from nemo_style_aligner.servers.http_client import ClientLimits
-from nemo_style_aligner.servers.reward_client import RewardClient
+from nemo_style_aligner.services.http_client import ClientLimits
+from nemo_style_aligner.services.reward_client import RewardClient
 from nemo_style_aligner.user_code import load_function
 
 REWARDS = "trainer.ppo.rewards"

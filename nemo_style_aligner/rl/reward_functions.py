@@ -16,7 +16,7 @@ from nemo_style_aligner.data.answers import problem_of as problem_of_answer
 from nemo_style_aligner.rl.math_verifier import MAX_SECONDS, MathVerifier
 from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, fits_fp32, when_all
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.servers.reward_client import SequencesToScore
+from nemo_style_aligner.services.reward_client import SequencesToScore
 from nemo_style_aligner.user_code import UserCodeError, describe
 
 logger = logging.getLogger(__name__)

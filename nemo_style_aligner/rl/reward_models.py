@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from nemo_style_aligner.config.schema import Placement
 from nemo_style_aligner.models.critic import RewardModel
 from nemo_style_aligner.models.frozen import FrozenModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -19,8 +20,7 @@ from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import all_gather_rows, current_layout, device, exchange_rows
 from nemo_style_aligner.rl.rewards import Reward, Rewards
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.schema import Placement
-from nemo_style_aligner.servers.reward_client import SequencesToScore
+from nemo_style_aligner.services.reward_client import SequencesToScore
 
 
 class ModelRewards:

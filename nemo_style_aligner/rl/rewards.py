@@ -23,9 +23,9 @@ from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.servers.http_client import RequestRefusedError
-from nemo_style_aligner.servers.protocol import ProtocolError
-from nemo_style_aligner.servers.reward_client import PromptsOfSequences, RewardClient, SequencesToScore
+from nemo_style_aligner.services.http_client import RequestRefusedError
+from nemo_style_aligner.services.protocol import ProtocolError
+from nemo_style_aligner.services.reward_client import PromptsOfSequences, RewardClient, SequencesToScore
 from nemo_style_aligner.wording import counted, some_of
 
 logger = logging.getLogger(__name__)

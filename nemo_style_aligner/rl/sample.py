@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_style_aligner import functional
+from nemo_style_aligner.models import functional
 from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.parallel.groups import current_layout, device, exchange_rows
 

@@ -16,7 +16,7 @@ from nemo_style_aligner.rl.reward_models import ModelRewards
 from nemo_style_aligner.rl.rewards import Reward, RewardSource
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.values import ValueSource
-from nemo_style_aligner.servers.reward_client import SequencesToScore
+from nemo_style_aligner.services.reward_client import SequencesToScore
 
 T = TypeVar("T")
 

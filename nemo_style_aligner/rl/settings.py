@@ -6,10 +6,10 @@ import dataclasses
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.jobs.training_loop import LoopSettings, step_limit
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.rl.estimators import find_estimator
 from nemo_style_aligner.rl.experience import AdvantageSettings
+from nemo_style_aligner.training.loop import LoopSettings, step_limit
 
 
 @dataclasses.dataclass(frozen=True)

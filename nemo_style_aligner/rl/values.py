@@ -11,7 +11,7 @@ import torch
 
 from nemo_style_aligner.checkpoints.training import MayPublish
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.servers.reward_client import SequencesToScore
+from nemo_style_aligner.services.reward_client import SequencesToScore
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from nemo_style_aligner.schema import LogFormat, LogLevel
-from nemo_style_aligner.section_names import translated
+from nemo_style_aligner.config.schema import LogFormat, LogLevel
+from nemo_style_aligner.config.section_names import translated
 
 LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
 LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)

@@ -25,9 +25,9 @@ from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner.config import without_secrets
+from nemo_style_aligner.config.loading import without_secrets
+from nemo_style_aligner.config.section_names import given
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError, excepthook_kept
-from nemo_style_aligner.section_names import given
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.trusted_paths import unless_planted
 

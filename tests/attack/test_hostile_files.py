@@ -39,7 +39,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_tokenizer,
     save_nemo,
 )
-from nemo_style_aligner.config import plain_config
+from nemo_style_aligner.config.loading import plain_config
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer

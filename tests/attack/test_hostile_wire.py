@@ -29,12 +29,17 @@ import torch
 from served_critic import CountingBackend, client_config, critic_client, infer_body, outputs, post, serve, train_body
 
 from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueClient, WorkQueueServer
-from nemo_style_aligner.servers import http_connection
-from nemo_style_aligner.servers.client import CriticClient
-from nemo_style_aligner.servers.endpoints import ModelLimits, critic_endpoints
-from nemo_style_aligner.servers.http_client import ClientLimits, HttpClient, RequestRefusedError, ServerUnavailableError
-from nemo_style_aligner.servers.http_server import ConnectionLimits
-from nemo_style_aligner.servers.signing import Signatures, body_digest, prove
+from nemo_style_aligner.services import http_connection
+from nemo_style_aligner.services.client import CriticClient
+from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.services.http_client import (
+    ClientLimits,
+    HttpClient,
+    RequestRefusedError,
+    ServerUnavailableError,
+)
+from nemo_style_aligner.services.http_server import ConnectionLimits
+from nemo_style_aligner.services.signing import Signatures, body_digest, prove
 
 SECRET = "open-sesame"
 BEARER = {"Authorization": f"Bearer {SECRET}"}

@@ -27,14 +27,14 @@ from omegaconf import OmegaConf
 
 from attack.conftest import ROUNDS
 from nemo_style_aligner import trusted_paths
-from nemo_style_aligner.algorithms.log_lock import LOCK_FILE, hold_log_directory
-from nemo_style_aligner.algorithms.path_checks import log_directory_problems
-from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.jobs.log_lock import LOCK_FILE, hold_log_directory
+from nemo_style_aligner.jobs.path_checks import log_directory_problems
+from nemo_style_aligner.launch.stop_signals import REQUEUE_FILE, write_requeue_file
 from nemo_style_aligner.native.compilation import NativeUnavailable, compilation_key, find_compiler, find_or_compile
-from nemo_style_aligner.parallel.stop_signals import REQUEUE_FILE, write_requeue_file
-from nemo_style_aligner.servers.exactly_once.journal import CriticJournal
-from nemo_style_aligner.servers.exactly_once.ledger import CriticPosition
-from nemo_style_aligner.servers.secret import SecretError, make_secret, read_secret
+from nemo_style_aligner.services.exactly_once.journal import CriticJournal
+from nemo_style_aligner.services.exactly_once.ledger import CriticPosition
+from nemo_style_aligner.services.secret import SecretError, make_secret, read_secret
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER, Watchdog
 from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder, temporary_base

@@ -19,7 +19,7 @@ import functools
 from pathlib import Path
 
 from nemo_style_aligner.arguments import conversion_arguments
-from nemo_style_aligner.parallel.ending import install_excepthook
+from nemo_style_aligner.launch.ending import install_excepthook
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
 from nemo_style_aligner.arguments import conversion_arguments
-from nemo_style_aligner.parallel.ending import install_excepthook
+from nemo_style_aligner.launch.ending import install_excepthook
 
 
 def main() -> None:

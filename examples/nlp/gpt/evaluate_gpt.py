@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nemo_style_aligner.arguments import HelpFormatter, output_argument, seed_argument
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.parallel.ending import install_excepthook
+from nemo_style_aligner.launch.ending import install_excepthook
 from nemo_style_aligner.wording import download_hint, unescaped
 
 
@@ -91,9 +91,9 @@ def main() -> None:
 
 def _evaluate(args: argparse.Namespace) -> None:
     print(f"loading torch and megatron-core, then {args.model}", file=sys.stderr, flush=True)
-    from nemo_style_aligner.algorithms.evaluation import default_max_length, evaluate, score
     from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head
-    from nemo_style_aligner.generation.engine import SamplingParams
+    from nemo_style_aligner.engine.contract import SamplingParams
+    from nemo_style_aligner.jobs.evaluation import default_max_length, evaluate, score
     from nemo_style_aligner.models.restore import require_same_tokenizer
     from nemo_style_aligner.parallel.groups import single_process
 

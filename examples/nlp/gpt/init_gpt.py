@@ -17,7 +17,7 @@ import argparse
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter, output_argument, seed_argument
-from nemo_style_aligner.parallel.ending import install_excepthook
+from nemo_style_aligner.launch.ending import install_excepthook
 
 
 def main() -> None:

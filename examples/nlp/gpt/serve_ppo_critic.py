@@ -7,14 +7,14 @@ except ModuleNotFoundError as error:
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.parallel.launch import job
+from nemo_style_aligner.launch.start import job
 
 
-@job("gpt_ppo_critic", check="nemo_style_aligner.algorithms.config_checks.check_job", is_service=True)
+@job("gpt_ppo_critic", check="nemo_style_aligner.jobs.config_checks.check_job", is_service=True)
 def main(cfg: DictConfig) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.algorithms.job_setup import register_model, start_run
-    from nemo_style_aligner.algorithms.service_setup import build_critic_service, listen_as_critic, serve
+    from nemo_style_aligner.jobs.job_setup import register_model, start_run
+    from nemo_style_aligner.jobs.service_setup import build_critic_service, listen_as_critic, serve
     from nemo_style_aligner.models.restore import open_base_model
 
     run = start_run(cfg)

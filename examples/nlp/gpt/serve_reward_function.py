@@ -22,9 +22,9 @@ from pathlib import Path
 
 from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.parallel.ending import install_excepthook
-from nemo_style_aligner.parallel.initialization import bind_address
-from nemo_style_aligner.servers.secret import resolve_token
+from nemo_style_aligner.launch.ending import install_excepthook
+from nemo_style_aligner.launch.initialization import bind_address
+from nemo_style_aligner.services.secret import resolve_token
 from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, configure_logging
 from nemo_style_aligner.wording import unescaped
 
@@ -63,9 +63,9 @@ def main() -> None:
         parser.error(f"--threads {args.threads}: give at least 1")
 
     # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.algorithms.reward_function import RewardFunctionService, open_tokenizer
+    from nemo_style_aligner.jobs.reward_function import RewardFunctionService, open_tokenizer
     from nemo_style_aligner.rl.reward_functions import FunctionRewards
-    from nemo_style_aligner.servers.routes import HttpSettings
+    from nemo_style_aligner.services.routes import HttpSettings
     from nemo_style_aligner.user_code import load_function
 
     configure_logging(level=getattr(logging, args.log_level.upper()), log_format=args.log_format)

@@ -7,17 +7,17 @@ except ModuleNotFoundError as error:
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.parallel.launch import job
+from nemo_style_aligner.launch.start import job
 
 
-@job("inference_rm", check="nemo_style_aligner.algorithms.config_checks.check_job", is_service=True)
+@job("inference_rm", check="nemo_style_aligner.jobs.config_checks.check_job", is_service=True)
 def main(cfg: DictConfig) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.algorithms.job_setup import start_service_watchdog
-    from nemo_style_aligner.algorithms.service_setup import build_reward_service, listen_as_reward_model, serve
-    from nemo_style_aligner.jobs.run_control import RunControl, parse_duration
+    from nemo_style_aligner.jobs.job_setup import start_service_watchdog
+    from nemo_style_aligner.jobs.service_setup import build_reward_service, listen_as_reward_model, serve
     from nemo_style_aligner.models.restore import open_base_model
     from nemo_style_aligner.parallel.groups import initialize_model_parallel
+    from nemo_style_aligner.training.run_control import RunControl, parse_duration
 
     layout = initialize_model_parallel(
         cfg.model.tensor_model_parallel_size,

@@ -10,13 +10,13 @@ except ModuleNotFoundError as error:
 
 from omegaconf import DictConfig
 
-from nemo_style_aligner.parallel.launch import job
+from nemo_style_aligner.launch.start import job
 
 
-@job("gpt_ppo_actor", check="nemo_style_aligner.algorithms.config_checks.check_job")
+@job("gpt_ppo_actor", check="nemo_style_aligner.jobs.config_checks.check_job")
 def main(cfg: DictConfig) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.algorithms.rl_setup import run_actor
+    from nemo_style_aligner.jobs.rl_setup import run_actor
 
     return run_actor(cfg)
 

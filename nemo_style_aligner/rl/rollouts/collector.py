@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.generation.engine import GenerationResult
+from nemo_style_aligner.engine.contract import GenerationResult
+from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.packing import shares
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
@@ -28,7 +29,6 @@ from nemo_style_aligner.parallel.groups import (
     device,
     exchange_rows,
 )
-from nemo_style_aligner.parallel.stop_signals import stops
 from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts.disaggregated import (
     KeptRound,

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.generation.engine import GenerationResult
+from nemo_style_aligner.engine.contract import GenerationResult
+from nemo_style_aligner.launch.roles import Channel, Wait
+from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.parallel.groups import all_reduce_max, broadcast_object, current_layout
-from nemo_style_aligner.parallel.roles import Channel, Wait
-from nemo_style_aligner.parallel.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator, Take
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.telemetry import activity

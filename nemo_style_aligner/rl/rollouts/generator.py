@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from nemo_style_aligner.generation.engine import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
-from nemo_style_aligner.generation.shard import EngineGroup
+from nemo_style_aligner.engine.contract import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.shard import EngineGroup
+from nemo_style_aligner.launch import roles
+from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.parallel import roles
 from nemo_style_aligner.parallel.groups import all_reduce_sums, device
-from nemo_style_aligner.parallel.stop_signals import stops
 from nemo_style_aligner.rl.rollouts.work_queue import WorkSource
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.seeds import derive_seed

@@ -12,23 +12,23 @@ from megatron.core import parallel_state
 from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config import ConfigError
+from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
-from nemo_style_aligner.generation.embedded.engine import EmbeddedEngine, num_pages
-from nemo_style_aligner.generation.engine import GenerationEngine, SamplingParams
-from nemo_style_aligner.generation.megatron import MegatronEngine
-from nemo_style_aligner.generation.shard import EngineGroup, TensorParallel
-from nemo_style_aligner.generation.trtllm.construct import TensorRTLLMUnavailable, find_trtllm, trtllm_engine
+from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine, num_pages
+from nemo_style_aligner.engine.megatron import MegatronEngine
+from nemo_style_aligner.engine.shard import EngineGroup, TensorParallel
+from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMUnavailable, find_trtllm, trtllm_engine
+from nemo_style_aligner.launch import roles
+from nemo_style_aligner.launch.roles import Channel
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.parallel import roles
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, control_group, device, neighbour_group
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
-from nemo_style_aligner.parallel.roles import Channel
 from nemo_style_aligner.rl.rollouts.collector import Generator
 from nemo_style_aligner.rl.rollouts.disaggregated import RemoteGenerator, RolloutRank
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
 from nemo_style_aligner.rl.rollouts.work_queue import StaticPartition, WorkQueueClient, WorkQueueServer, WorkSource
-from nemo_style_aligner.servers.secret import resolve_token
+from nemo_style_aligner.services.secret import resolve_token
 from nemo_style_aligner.weights.stream import lendable_weights
 from nemo_style_aligner.wording import counted, unescaped
 

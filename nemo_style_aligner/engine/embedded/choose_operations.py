@@ -1,0 +1,111 @@
+"""Chooses the operations of `TorchModel`: Triton kernels on GPUs that can run them, else torch's functions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
+from nemo_style_aligner.engine.embedded.torch_operations import Batch, ChunkSegment, TorchOperations
+from nemo_style_aligner.native.with_triton import with_triton
+
+# Largest error, relative to the largest magnitude of the exact result.
+_TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 2e-5}
+_POSITIONS = 1280  # of the longest sequence in the check
+_MANY_PROCESSORS = 2**16  # so many that the check divides attention into parts, whatever the number of heads
+
+
+def choose_operations(shape: EngineShape, device: torch.device) -> TorchOperations:
+    """Triton's kernels, if this is a GPU on which they compile and pass `check`; else torch's. A failure is logged."""
+
+    def make() -> TorchOperations:
+        from nemo_style_aligner.engine.embedded.triton_operations import TritonOperations
+
+        tried = dataclasses.replace(shape, max_sequence_length=_POSITIONS)
+        check(TritonOperations(tried, device, num_processors=_MANY_PROCESSORS), tried, device)
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        return TritonOperations(shape, device, num_processors)
+
+    made = None
+    if device.type == "cuda" and shape.dtype != torch.float32:  # without tensor cores the kernels' attention is slow
+        made = with_triton(make, device, "generation runs")
+    return made or TorchOperations(shape, device)
+
+
+@torch.inference_mode()
+def check(operations: TorchOperations, shape: EngineShape, device: torch.device) -> None:
+    """Compile all kernels that passes need, and compare their results with those of torch's functions in fp32.
+
+    Raises:
+        ArithmeticError: the results differ by more than the dtype explains.
+    """
+    expected = TorchOperations(dataclasses.replace(shape, dtype=torch.float32), device)
+    a, groups, heads, dtype = shape.architecture, expected.groups, expected.heads, shape.dtype
+    draw = torch.Generator().manual_seed(1)
+
+    def random(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(size, generator=draw).to(device, of)
+
+    def compare(name: str, computed: torch.Tensor, exact: torch.Tensor) -> None:
+        error = ((computed.float() - exact.float()).abs().max() / exact.abs().max()).item()
+        if not error < _TOLERANCES[dtype]:
+            raise ArithmeticError(f"{name} by Triton in {dtype}: relative error {error:.2g}")
+
+    def wide(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.float()
+
+    weight = random(a.hidden_size, of=torch.float32)
+    norm_bias = None if a.normalization == "rmsnorm" else random(a.hidden_size, of=torch.float32)
+    for has_product, has_bias in ((False, False), (True, a.bias)):  # a pass's first norm, and all others
+        hidden = random(5, a.hidden_size, of=torch.float32)
+        product = random(5, a.hidden_size) if has_product else None
+        bias = random(a.hidden_size) if has_bias else None
+        exact_hidden = hidden.clone()
+        normed = operations.add_and_norm(hidden, product, bias, weight, norm_bias)
+        exact = expected.add_and_norm(exact_hidden, wide(product), wide(bias), weight, norm_bias)
+        compare("norm", normed, exact)
+        compare("residual stream", hidden, exact_hidden)
+
+    x = random(5, shape.shard.ffn_size * (2 if a.gated else 1))
+    compare("activation", operations.activate(x), expected.activate(x.float()))
+
+    pages = random(120, PAGE_TOKENS, 2 * groups, a.kv_channels)
+    head_norms = None
+    if a.qk_layernorm:
+        head_norms = random(a.kv_channels, of=torch.float32), random(a.kv_channels, of=torch.float32)
+    cases = [(4, True), (80, True)] + [(4, False)] * bool(a.no_rope_layers)
+    for num_pages, rotates in cases:  # pages of decoding tokens: attended to in one part, and in several
+        batch = example(num_pages, len(pages), device)
+        qkv = random(len(batch.positions), groups * (heads + 2) * a.kv_channels)
+        exact_qkv, exact_pages = (x.to(torch.float32, copy=True) for x in (qkv, pages))  # both are written to
+        exact = expected.attention_of(batch)(exact_qkv, head_norms, exact_pages, rotates)
+        attended = operations.attention_of(batch)(qkv, head_norms, pages, rotates)
+        compare("attention", attended, exact)
+        compare("keys and values", pages, exact_pages)
+
+
+def example(num_pages: int, num_all_pages: int, device: torch.device) -> Batch:
+    """A pass of three decoding tokens, a chunk that starts its sequence and one that continues another."""
+    order = np.random.default_rng(1).permutation(num_all_pages)
+    last = PAGE_TOKENS * num_pages - 1
+    tables = np.stack([order[:num_pages] for _ in range(3)])  # shared, but for pages that the tokens write to
+    tables[0, 0], tables[2, 37 // PAGE_TOKENS] = order[num_pages : num_pages + 2]
+    rows = [(tables[0], range(1)), (tables[1], range(last, last + 1)), (tables[2], range(37, 38))]
+    chunk_pages = order[num_pages + 2 :]
+    rows += [(chunk_pages[:4], range(50)), (chunk_pages[4:16], range(21, 100))]
+    positions = np.concatenate([np.array(places) for _, places in rows])
+    places = np.concatenate(
+        [pages[np.array(seen) // PAGE_TOKENS] * PAGE_TOKENS + np.array(seen) % PAGE_TOKENS for pages, seen in rows]
+    )
+    return Batch(
+        token_ids=torch.empty(0, device=device),  # never read
+        positions=torch.from_numpy(positions).to(device),
+        places=torch.from_numpy(places).to(device),
+        tables=torch.from_numpy(tables).to(device),
+        segments=(
+            ChunkSegment(3, 50, 0, chunk_pages[:4].astype(np.int32)),
+            ChunkSegment(53, 79, 21, chunk_pages[4:16].astype(np.int32)),
+        ),
+    )

@@ -1,0 +1,335 @@
+"""The embedded engine under the engine contract: the loop around scheduler, pages of KV memory and model step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.schema import StepChoice
+from nemo_style_aligner.engine.contract import (
+    GenerationEngine,
+    GenerationRequest,
+    GenerationResult,
+    GenerationStatistics,
+    SamplingParams,
+    StopCondition,
+    WeightStream,
+)
+from nemo_style_aligner.engine.embedded.block_table import BlockTable
+from nemo_style_aligner.engine.embedded.native.native_step import NativeStep
+from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Scheduler, StepPlan
+from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep
+from nemo_style_aligner.engine.embedded.torch_step import TorchStep
+from nemo_style_aligner.engine.embedded.trainer_weights import Offer, TrainerWeights
+from nemo_style_aligner.engine.sampling import SamplingRows, request_key
+from nemo_style_aligner.engine.shard import TensorParallel
+from nemo_style_aligner.native.compilation import NativeUnavailable
+from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.transfers import moved
+
+logger = logging.getLogger(__name__)
+
+# Prompt tokens in a pass that also decodes. Such a pass runs without a graph: on a GPU a few large ones cost less.
+_CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
+_IDLE_CHUNKS = 4  # a pass that decodes nothing may prefill this many chunks' worth of prompt tokens
+
+
+class EmbeddedEngine(GenerationEngine):
+    """Generates inside the trainer's process, on any device torch supports.
+
+    Memory of a rank: its shard of the weights once, less what it uses in place in the trainer's memory, plus 2 *
+    num_layers * kv_cache_tokens * (the rank's key heads) * kv_channels values of KV pages. The ranks of a
+    tensor-parallel group must make the same calls with the same requests in the same order; all get the same results.
+    """
+
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        kv_cache_tokens: int | None = None,
+        prefill_chunk_tokens: int | None = None,
+        tensor_parallel: TensorParallel | None = None,
+        step: StepChoice = "auto",
+        trainer_weights: Offer | None = None,
+        **options: Any,
+    ) -> None:
+        """Describe the engine; `build` allocates.
+
+        Args:
+            architecture: the model's shape.
+            dtype: of weights, KV cache and matrix products: float32 or bfloat16.
+            device: where to run.
+            kv_cache_tokens: tokens that KV memory holds; if they are too few, sequences wait, or are preempted and
+                computed again. None: enough for num_slots sequences of max_sequence_length.
+            prefill_chunk_tokens: the most prompt tokens in a forward pass that also decodes. None: 512 on a CPU, 4096
+                on a GPU, which passes of fewer tokens do not fill.
+            tensor_parallel: the ranks that share the model; None: this one alone.
+            step: what computes: "native", "torch", or "auto": the fastest that runs here.
+            trainer_weights: returns live parameters that may be read in place; `viewed_weights` names those that are.
+            options: what every engine is told, see `GenerationEngine`.
+
+        Raises:
+            ValueError: a value is out of its range, or the model cannot be divided over the ranks.
+        """
+        super().__init__(architecture.vocab_size, **options)
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the embedded engine runs in float32 or bfloat16, not {dtype}")
+        self._device = torch.device(device)
+        if prefill_chunk_tokens is None:
+            prefill_chunk_tokens = _CHUNK_TOKENS.get(self._device.type, _CHUNK_TOKENS["cpu"])
+        if prefill_chunk_tokens < 1:
+            raise ValueError(f"prefill_chunk_tokens={prefill_chunk_tokens} must be at least 1")
+        self._shape = EngineShape(
+            architecture=architecture,
+            dtype=dtype,
+            num_slots=self._num_slots,
+            max_sequence_length=self._max_sequence_length,
+            num_pages=num_pages(kv_cache_tokens, self._num_slots, self._max_sequence_length),
+            max_step_tokens=self._num_slots + _IDLE_CHUNKS * prefill_chunk_tokens,
+            tensor_parallel=tensor_parallel or TensorParallel(),
+        )
+        self._shape.shard  # noqa: B018  raises where the model cannot be divided
+        self._step_choice: StepChoice = step
+        self._blocks = BlockTable(self._num_slots, self._shape.pages_per_sequence, self._shape.num_pages)
+        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._trainer = TrainerWeights(trainer_weights)
+
+    # ---- life cycle -------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        self._step = choose_step(self._step_choice, self._shape, self._device, self._trainer)
+        self._num_compilations = self._step.num_compilations
+        logger.info("embedded engine: %s", self._step.description)
+
+    @torch.no_grad()
+    def _refit(self, weights: WeightStream) -> None:
+        """Copy the stream into the step's buffers. Raises RuntimeError if the trainer's weights have moved."""
+        self._blocks.reset()  # cached keys and values belong to the old weights
+        self._trainer.require_in_place()
+        self._step.weights.copy_from(weights)
+        self._trainer.remember()
+
+    def _unload(self) -> None:
+        self._step.release()
+        self._blocks.reset()
+
+    def _reload(self) -> None:
+        self._step.acquire()
+
+    def close(self) -> None:
+        """See `GenerationEngine.close`. NCCL groups cannot end before the graphs that captured their collectives."""
+        if self._built and self._loaded:
+            self._unload()
+            self._loaded = False
+
+    @property
+    def viewed_weights(self) -> frozenset[str]:
+        """See `GenerationEngine.viewed_weights`; known from `build` on."""
+        return self._trainer.names
+
+    @property
+    def takes_transient_weights(self) -> bool:
+        """See `GenerationEngine.takes_transient_weights`."""
+        return True
+
+    # ---- generation -------------------------------------------------------------------------
+
+    def _generate(
+        self, requests: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
+    ) -> Iterator[GenerationResult]:
+        """The generation loop: refill slots, plan, compute, sample, hand out what is finished."""
+        self._trainer.require_unchanged(self._weight_version)
+        sampler = SlotSampler(self._step, self._shape, sampling, stop.stop_ids, self._vocab_limit, self._device)
+        scheduler = Scheduler(
+            requests,
+            self._blocks,
+            sampling,
+            lambda request: self._admit(request, sampling),
+            prefill_chunk_tokens=self._prefill_chunk_tokens,
+            max_step_tokens=self._shape.max_step_tokens,
+        )
+        statistics = self._statistics
+        statistics.num_pages = self._shape.num_pages
+        try:
+            while True:
+                for sequence in scheduler.refill():
+                    sampler.enter(sequence)
+                if not scheduler.num_active:
+                    self._trainer.require_unchanged(self._weight_version)
+                    return
+                plan = scheduler.plan()
+                advanced = self._advance(plan, scheduler, sampler)
+                self._count(statistics, plan, scheduler, len(advanced))
+                for sequence in advanced:
+                    reason = stop.check(sequence.token_ids, sequence.request.limit(sampling))
+                    if reason is not None:
+                        scheduler.finish(sequence)
+                        yield GenerationResult(
+                            request_id=sequence.request.request_id,
+                            prompt_token_ids=sequence.request.prompt_token_ids,
+                            token_ids=sequence.token_ids,
+                            logprobs=sequence.logprobs,
+                            finish_reason=reason,
+                            weight_version=self._weight_version,
+                        )
+        finally:
+            if scheduler.num_active:  # ended early: the pages' content is unknown and may not be finite
+                self._blocks.reset()
+                self._step.clear_pages()  # 0 times NaN is NaN, so masking would not hide it
+
+    def _advance(self, plan: StepPlan, scheduler: Scheduler, sampler: SlotSampler) -> list[ScheduledSequence]:
+        """Run one forward pass; returns the sequences that got a token from it."""
+        try:
+            logits = self._step.forward(scheduler.arrays(plan))
+        except torch.OutOfMemoryError as error:
+            prompts = sum(chunk.length for chunk in plan.prefill)
+            raise torch.OutOfMemoryError(
+                f"memory ran out in a pass over {prompts} prompt tokens and {len(plan.decode)} responses: lower "
+                f"trainer.ppo.generation.prefill_chunk_tokens, now {self._prefill_chunk_tokens} (a pass without "
+                f"responses takes up to {_IDLE_CHUNKS} times as many), num_slots or kv_cache_tokens"
+            ) from error
+        sequences, slots = plan.sampled()
+        if not sequences:  # only chunks in the middle of long prompts
+            return sequences
+        tokens, logprobs = sampler.sample(logits, slots)
+        if not all(map(math.isfinite, logprobs)):
+            first = next(row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob))
+            raise self._diverged(sequences[first].request, len(sequences[first].token_ids))
+        scheduler.record(sequences, slots, tokens, logprobs)
+        return sequences
+
+    def _count(self, statistics: GenerationStatistics, plan: StepPlan, scheduler: Scheduler, advanced: int) -> None:
+        """Add one forward pass to ``statistics``."""
+        activity.progress()
+        statistics.steps += 1
+        statistics.active_slot_steps += scheduler.num_active
+        statistics.prefill_tokens += sum(chunk.length for chunk in plan.prefill)
+        statistics.generated_tokens += advanced
+        statistics.shared_prefix_tokens = scheduler.num_shared_tokens
+        statistics.preemptions = scheduler.num_preemptions
+        statistics.peak_pages = max(statistics.peak_pages, self._blocks.in_use)
+
+    def _admit(self, request: GenerationRequest, sampling: SamplingParams) -> int:
+        self._check(request, sampling)
+        return request_key(sampling.seed, request.seed)
+
+
+def num_pages(kv_cache_tokens: int | None, num_slots: int, max_sequence_length: int) -> int:
+    """Pages of KV memory; ValueError if they cannot hold one sequence of the greatest length."""
+    per_sequence = -(-max_sequence_length // PAGE_TOKENS)
+    if kv_cache_tokens is None:
+        return num_slots * per_sequence
+    if kv_cache_tokens // PAGE_TOKENS < per_sequence:
+        raise ValueError(
+            f"kv_cache_tokens={kv_cache_tokens} cannot hold one sequence of {max_sequence_length} tokens; set it to "
+            f"{per_sequence * PAGE_TOKENS} or more"
+        )
+    return kv_cache_tokens // PAGE_TOKENS
+
+
+class SlotSampler:
+    """Chooses tokens for slots; ranks that share a model all get those that the first one chooses."""
+
+    def __init__(
+        self,
+        step: ModelStep,
+        shape: EngineShape,
+        params: SamplingParams,
+        stop_ids: tuple[int, ...],
+        vocab_limit: int,
+        device: torch.device,
+    ) -> None:
+        self._step = step
+        self._params = params
+        self._device = device
+        self._vocab_limit = vocab_limit
+        self._tensor_parallel = shape.tensor_parallel
+        self._stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
+        self._keys = np.zeros(shape.num_slots, dtype=np.int64)
+        self._lengths = np.zeros(shape.num_slots, dtype=np.int64)  # of the responses
+        self._seen: torch.Tensor | None = None  # bool [num_slots, vocab]: ids in each slot's prompt and response
+        if params.repetition_penalty != 1.0:
+            size = (shape.num_slots, shape.architecture.vocab_size)
+            self._seen = torch.zeros(size, dtype=torch.bool, device=device)
+
+    def enter(self, sequence: ScheduledSequence) -> None:
+        """Take over a sequence that is new to its slot."""
+        self._keys[sequence.slot] = sequence.key
+        self._lengths[sequence.slot] = len(sequence.token_ids)
+        if self._seen is not None:
+            self._seen[sequence.slot] = False
+            self._seen[sequence.slot, torch.tensor(sequence.prefill_ids, device=self._device)] = True
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[list[int], list[float]]:
+        """A token and its log-prob for each of ``slots``, from ``logits`` [len(slots), vocab]. Collective."""
+        if self._tensor_parallel.size == 1:
+            tokens, logprobs = self._sample(logits, slots)
+        else:
+            # One message; float64 holds every token id exactly.
+            message = torch.empty(2, len(slots), dtype=torch.float64, device=self._device)
+            if self._tensor_parallel.rank == 0:
+                torch.stack([part.double() for part in self._sample(logits, slots)], out=message)
+            self._tensor_parallel.broadcast(message)
+            tokens, logprobs = message[0].long(), message[1]
+        self._lengths[slots] += 1
+        if self._seen is not None:
+            self._seen[moved(torch.from_numpy(slots), self._device), tokens] = True
+        if self._device.type == "cuda":  # one copy back, one wait; float64 holds every token id exactly
+            tokens, logprobs = torch.stack((tokens.double(), logprobs.double())).cpu()
+        return tokens.long().tolist(), logprobs.tolist()
+
+    def _sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = self._lengths[slots]
+        suppress = lengths < self._params.min_new_tokens
+        rows = SamplingRows(
+            keys=moved(torch.from_numpy(self._keys[slots]), self._device),
+            positions=moved(torch.from_numpy(lengths), self._device),
+            suppress_stop=moved(torch.from_numpy(suppress), self._device) if suppress.any() else None,
+            seen=None if self._seen is None else self._seen[moved(torch.from_numpy(slots), self._device)],
+        )
+        return self._step.sample(logits, self._params, rows, self._stop_ids, self._vocab_limit)
+
+
+def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, trainer: TrainerWeights) -> ModelStep:
+    """The step that ``choice`` asks for, built.
+
+    On a CPU "auto" is the native step or, where that is unavailable, the torch step; on a GPU it is the torch step with
+    Triton's kernels where they work. "torch" never uses these kernels.
+
+    Of ``trainer`` the torch step uses in place what it can, the native step packs its matrices at each refit.
+
+    Collective over the tensor-parallel ranks.
+
+    Raises:
+        ValueError: there is no such step on this device.
+        NativeUnavailable: the native step was asked for and cannot be had; the message says why.
+    """
+    if choice == "native" and device.type != "cpu":
+        raise ValueError(f"step=native runs on the CPU, not on {device}; choose auto or torch")
+    if choice != "torch" and device.type == "cpu":
+        native: NativeStep | None = None
+        error = NativeUnavailable("another rank of the tensor-parallel group cannot run the native step")
+        try:
+            native = NativeStep(shape, trainer)
+            native.build()
+        except NativeUnavailable as why:
+            native, error = None, why
+        # Ranks that share a model must run the same step: if one cannot run the native step, none does.
+        if shape.tensor_parallel.all_agree(native is not None) and native is not None:
+            return native
+        if choice == "native":
+            raise error
+        logger.warning("generation falls back to the slower torch step: %s", error)
+        trainer.copied.clear()
+    fallback = TorchStep(shape, device, trainer, use_kernels=choice != "torch")
+    fallback.build()
+    return fallback

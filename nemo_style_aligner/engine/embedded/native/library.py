@@ -1,0 +1,129 @@
+"""Compiles the native step for one model shape and one kind of processor, once, and keeps the result on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import errno
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.embedded.step import EngineShape
+from nemo_style_aligner.engine.shard import TensorParallel
+from nemo_style_aligner.native.compilation import (
+    INCLUDES,
+    KERNELS,
+    NativeUnavailable,
+    compilation_key,
+    compile_to,
+    compiler_flags,
+    find_compiler,
+    find_or_compile,
+)
+
+_FOLDER = Path(__file__).parent
+_SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "pairs.h", "sample.h")]
+_SOURCES += [INCLUDES / name for name in ("threads.h", "vectors.h")]
+_CHECK_SECONDS = 120.0
+_CHECKED_MODEL = ModelArchitecture(
+    num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
+)
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
+_NORMS = {"rmsnorm": 0, "layernorm": 1, "layernorm1p": 2}
+
+
+def load_library(shape: EngineShape, kernel: str) -> ctypes.CDLL:
+    """The compiled step for ``shape``: from disk, where it was compiled before.
+
+    Raises:
+        NativeUnavailable: there is no compiler, it failed, the kernels fail their check, no folder can keep the library
+            and execute it, or the system refuses the instructions.
+    """
+    compiler = find_compiler()
+    command = compile_command(compiler, shape, kernel)
+
+    def require_check(folder: Path) -> None:
+        _require_check(compiler, shape, kernel, folder)
+
+    check_first = require_check if KERNELS[kernel].checked else None
+    library = find_or_compile(command, _SOURCES, check_first)
+    if error := library.step_prepare():
+        too_small = "a thread's alternate signal stack is too small for their registers"
+        hint = too_small if error == errno.ENOSPC else "Linux 5.16 or newer has them"
+        raise NativeUnavailable(f"the system refused the {kernel} instructions ({os.strerror(error)}): {hint}")
+    return library
+
+
+def compile_command(compiler: Sequence[str], shape: EngineShape, kernel: str) -> list[str]:
+    """Compiler and flags for ``shape``, without source and output."""
+    return [*compiler, *compiler_flags(kernel), *(f"-D{name}={value}" for name, value in _macros(shape).items())]
+
+
+def _require_check(compiler: Sequence[str], shape: EngineShape, kernel: str, folder: Path) -> None:
+    """Run `check` on a small model, unless it has passed here before: once per kernel and dtype.
+
+    Raises:
+        NativeUnavailable: see `check`.
+    """
+    checked = dataclasses.replace(shape, architecture=_CHECKED_MODEL, tensor_parallel=TensorParallel())
+    command = compile_command(compiler, checked, kernel)
+    # One record per Linux release: instructions that one allows, another may refuse.
+    record = folder / f"check-{compilation_key(command, _SOURCES)}-{os.uname().release}.passed"
+    if not record.exists():
+        check(command, folder)
+        record.touch()
+
+
+def check(command: list[str], folder: Path) -> None:
+    """Compile ``check.cpp`` into ``folder`` and run it, in a process of its own: an illegal instruction ends only that.
+
+    Raises:
+        NativeUnavailable: results are wrong, the program crashed, the system refuses the instructions, or the check
+            could not be carried out.
+    """
+    handle, name = tempfile.mkstemp(dir=folder, prefix="check-", suffix=".tmp")
+    os.close(handle)
+    program = Path(name)
+    try:
+        compile_to(command, _FOLDER / "check.cpp", program)
+        result = subprocess.run([name], capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"the check of the compiled kernels took more than {_CHECK_SECONDS:.0f} s") from error
+    finally:
+        program.unlink(missing_ok=True)
+    if result.returncode:
+        raise NativeUnavailable(
+            "the compiled kernels fail their check on this processor "
+            f"(status {result.returncode}; {result.stdout.strip()})"
+        )
+
+
+def _macros(shape: EngineShape) -> dict[str, object]:
+    a, shard = shape.architecture, shape.shard
+    return {
+        "LAYERS": a.num_layers,
+        "HIDDEN": a.hidden_size,
+        "HEADS": shard.num_heads,
+        "GROUPS": shard.num_groups,
+        "HEAD_DIM": a.kv_channels,
+        "ROTARY": a.turned_channels,
+        "FFN": shard.ffn_size,
+        "VOCAB_ROWS": shard.vocab_rows,
+        "RANKS": shard.size,
+        "NORM": _NORMS[a.normalization],
+        "EPSILON": repr(a.layernorm_epsilon),
+        "ACTIVATION": _ACTIVATIONS[a.activation],
+        "GATED": int(a.gated),
+        "QK_NORM": int(a.qk_layernorm),
+        "SOFTMAX_SCALE": repr(a.attention_scale),
+        "EMBEDDING_MULTIPLIER": repr(float(a.embedding_multiplier)),
+        "RESIDUAL_MULTIPLIER": repr(float(a.residual_multiplier)),
+        "LOGITS_SCALING": repr(float(a.logits_scaling)),
+        "STORAGE_F32": int(shape.dtype == torch.float32),
+    }

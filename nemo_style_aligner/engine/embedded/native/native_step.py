@@ -1,0 +1,326 @@
+"""The native `ModelStep`: memory, weight destinations and calls into the compiled library."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from nemo_style_aligner.engine.contract import SamplingParams
+from nemo_style_aligner.engine.embedded.arena import Arena
+from nemo_style_aligner.engine.embedded.native.library import load_library
+from nemo_style_aligner.engine.embedded.native.panels import (
+    GATE,
+    PANEL,
+    SOURCE_DTYPES,
+    UP,
+    WHOLE,
+    PackedFromTrainer,
+    PackedRows,
+    lane_places,
+)
+from nemo_style_aligner.engine.embedded.native.structures import (
+    Context,
+    Layer,
+    Model,
+    Pass,
+    SampleArguments,
+)
+from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
+from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
+from nemo_style_aligner.engine.embedded.weight_table import Rows, WeightTable, Write, layer_rows
+from nemo_style_aligner.engine.sampling import SamplingRows
+from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, NothingCompiles, usable_kernels
+from nemo_style_aligner.wording import counted
+
+logger = logging.getLogger(__name__)
+
+_MAX_STOP_IDS = 64  # as in sample.h
+_MATRICES = ("qkv", "output", "fc1", "fc2")  # of a layer
+
+
+class NativeStep(ModelStep):
+    """A forward pass in C++: one library call (2 * num_layers + 2 under tensor parallelism).
+
+    On one kind of processor a token's logits have the same bits whatever else is in the pass, however prompts are
+    cut into chunks and however many threads there are. (Not so with three or more ranks: gloo adds up their results in
+    an order that depends on the number of tokens in the pass.)
+
+    Args:
+        shape: what to compile for.
+        trainer: its weights, to pack from.
+        kernel: a name of `compilation.KERNELS`; None: the best that the processor has.
+        num_threads: None: as many as torch uses.
+    """
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        trainer: TrainerWeights,
+        kernel: str | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Raises NativeUnavailable where no kernel can run."""
+        self._kernels = [kernel] if kernel else usable_kernels(shape.dtype)
+        if not self._kernels:
+            raise NativeUnavailable("the native generation step needs an x86-64 processor with AVX2 and FMA")
+        self._shape = shape
+        self._threads = num_threads or torch.get_num_threads()
+        self._trainer = trainer
+
+    def build(self) -> None:
+        """See `ModelStep.build`. Raises NativeUnavailable."""
+        self._load()
+        self._allocate()
+        self._context = Context(self._library, self._describe(), self._threads)
+        self.weights = self._weight_table()
+
+    def _load(self) -> None:
+        """Load the library of the best kernel that works here."""
+        while True:
+            self._kernel = self._kernels[0]
+            try:
+                self._library = load_library(self._shape, self._kernel)
+                return
+            except NothingCompiles:
+                raise
+            except NativeUnavailable as error:
+                self._kernels = self._kernels[1:]
+                if not self._kernels:
+                    raise
+                logger.warning(
+                    "native generation step: %s cannot run here, trying %s: %s", self._kernel, self._kernels[0], error
+                )
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """See `ModelStep.forward`; logits are fp32."""
+        arrays = (step.token_ids, step.positions, step.slots, step.segments, step.output_rows, step.block_table)
+        arguments = Pass(
+            *(array.ctypes.data for array in arrays),
+            num_tokens=len(step.token_ids),
+            num_segments=len(step.segments),
+            num_outputs=len(step.output_rows),
+            pages_per_sequence=step.block_table.shape[1],
+        )
+        last = 2 * self._shape.architecture.num_layers + 1
+        ranks = self._shape.tensor_parallel
+        if ranks.size == 1:
+            self._context.call("step_run", arguments, 0, last + 1)
+            return self._logits[: len(step.output_rows), : self._shape.architecture.vocab_size]
+        partial = self._activations["partial"][: len(step.token_ids)]
+        for stage in range(last):
+            self._context.call("step_run", arguments, stage, stage + 1)
+            ranks.all_reduce(partial)
+        self._context.call("step_run", arguments, last, last + 1)
+        shards = ranks.all_gather(self._logits[: len(step.output_rows), : self._shape.shard.vocab_rows])
+        return torch.cat(shards, dim=1)[:, : self._shape.architecture.vocab_size]
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        params: SamplingParams,
+        rows: SamplingRows,
+        stop_ids: torch.Tensor,
+        vocab_limit: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ModelStep.sample`: in C++, unless a filter or penalty acts or there are too many stop ids."""
+        filtered = params.repetition_penalty != 1.0 or not (
+            params.use_greedy or (not params.top_k and params.top_p == 1)
+        )
+        if filtered or len(stop_ids) > _MAX_STOP_IDS or logits.stride(1) != 1:
+            return super().sample(logits, params, rows, stop_ids, vocab_limit)
+        n = len(logits)
+        tokens, logprobs = torch.empty(n, dtype=torch.int64), torch.empty(n)
+        self._context.call(
+            "step_sample",
+            SampleArguments(
+                logits=logits.data_ptr(),
+                keys=rows.keys.data_ptr(),
+                positions=rows.positions.data_ptr(),
+                suppress=None if rows.suppress_stop is None else rows.suppress_stop.data_ptr(),
+                stop_ids=stop_ids.data_ptr(),
+                tokens=tokens.data_ptr(),
+                logprobs=logprobs.data_ptr(),
+                stride=logits.stride(0),
+                rows=n,
+                vocab=logits.shape[1],
+                limit=vocab_limit,
+                num_stop_ids=len(stop_ids),
+                greedy=int(params.use_greedy),
+                temperature=params.temperature,
+            ),
+        )
+        return tokens, logprobs
+
+    def clear_pages(self) -> None:
+        """See `ModelStep.clear_pages`."""
+        self._pages.release()
+
+    def release(self) -> None:
+        """See `ModelStep.release`."""
+        self._weights.release()
+        self._pages.release()
+        self._activations.release()
+
+    def acquire(self) -> None:
+        """Nothing to do: memory comes back as it is touched."""
+
+    @property
+    def num_compilations(self) -> int:
+        """The library, loaded by `build`."""
+        return 1
+
+    @property
+    def description(self) -> str:
+        """See `ModelStep.description`."""
+        return f"native step ({self._kernel}, {counted(self._threads, 'threads')})"
+
+    # ---- memory ---------------------------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        shape, shard, a = self._shape, self._shape.shard, self._shape.architecture
+        self._activations = Arena(_activation_regions(shape, KERNELS[self._kernel].bf16_activations))
+        self._logits = self._activations["logits"]
+        channels = _round_up(a.kv_channels, 16)
+        pages = (shape.num_pages, shard.num_groups, PAGE_TOKENS, channels)
+        self._pages = Arena(
+            {f"{kind}.{layer}": (pages, shape.dtype) for layer in range(a.num_layers) for kind in ("keys", "values")}
+        )
+        outputs = {
+            "qkv": shard.query_size + 2 * shard.group_size,
+            "output": a.hidden_size,
+            "fc1": 2 * _round_up(shard.ffn_size, 16) if a.gated else shard.ffn_size,
+            "fc2": a.hidden_size,
+            "head": shard.vocab_rows,
+        }
+        self._columns = {"qkv": a.hidden_size, "output": shard.query_size, "fc1": a.hidden_size, "fc2": shard.ffn_size}
+        self._columns["head"] = a.hidden_size
+        regions: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name in [f"{layer}.{matrix}" for layer in range(a.num_layers) for matrix in _MATRICES] + ["head"]:
+            kind = name.rpartition(".")[2]
+            panels = -(-outputs[kind] // PANEL)
+            regions[name] = ((panels, _round_up(self._columns[kind], 32), PANEL), shape.dtype)
+            regions[f"{name}.bias"] = ((panels * PANEL,), torch.float32)
+        if not a.tied_embeddings:
+            regions["embedding"] = ((shard.vocab_rows, a.hidden_size), shape.dtype)
+        for layer in range(a.num_layers):
+            for name in ("input_norm", "mlp_norm"):
+                regions[f"{layer}.{name}"] = regions[f"{layer}.{name}_bias"] = ((a.hidden_size,), torch.float32)
+            for name in ("query_norm", "key_norm"):
+                regions[f"{layer}.{name}"] = ((a.kv_channels,), torch.float32)
+        regions["final_norm"] = regions["final_norm_bias"] = ((a.hidden_size,), torch.float32)
+        self._weights = Arena(regions, huge_pages=True)
+        self._rotary = [table.contiguous() for table in shape.rotary_tables()]
+
+    def _describe(self) -> Model:
+        """Every address the library needs."""
+        a, weights = self._shape.architecture, self._weights
+
+        def biased(name: str, exists: bool) -> int | None:
+            return weights[f"{name}.bias"].data_ptr() if exists else None
+
+        self._layers = (Layer * a.num_layers)()
+        has_norm_bias = a.normalization != "rmsnorm"
+        for index, layer in enumerate(self._layers):
+            for matrix in _MATRICES:
+                setattr(layer, matrix, weights[f"{index}.{matrix}"].data_ptr())
+                exists = a.bias or (a.qkv_bias and matrix == "qkv")
+                setattr(layer, f"{matrix}_bias", biased(f"{index}.{matrix}", exists and self._adds_bias(matrix)))
+            for norm in ("input_norm", "mlp_norm"):
+                setattr(layer, norm, weights[f"{index}.{norm}"].data_ptr())
+                if has_norm_bias:
+                    setattr(layer, f"{norm}_bias", weights[f"{index}.{norm}_bias"].data_ptr())
+            for norm in ("query_norm", "key_norm"):
+                setattr(layer, norm, weights[f"{index}.{norm}"].data_ptr())
+            if index not in a.no_rope_layers:
+                layer.cosines, layer.sines = (table.data_ptr() for table in self._rotary)
+            layer.keys = self._pages[f"keys.{index}"].data_ptr()
+            layer.values = self._pages[f"values.{index}"].data_ptr()
+        activations: dict[str, Any] = {
+            name: self._activations[name].data_ptr()
+            for name in ("hidden", "qkv", "partial", "logits", "normed", "queries", "attended", "inner")
+        }
+        return Model(
+            layers=self._layers,
+            final_norm=weights["final_norm"].data_ptr(),
+            final_norm_bias=weights["final_norm_bias"].data_ptr() if has_norm_bias else None,
+            head=weights["head"].data_ptr(),
+            embedding=weights["embedding"].data_ptr() if "embedding" in weights else None,
+            **activations,
+            max_length=self._shape.max_sequence_length,
+            vocab_start=self._shape.shard.vocab_start,
+        )
+
+    def _adds_bias(self, matrix: str) -> bool:
+        """Biases of row-parallel products are added once, by the first rank."""
+        return matrix in ("qkv", "fc1") or self._shape.tensor_parallel.rank == 0
+
+    def _weight_table(self) -> WeightTable:
+        """Where each tensor goes, from a refit's stream or from the trainer's memory."""
+        shard, a, weights = self._shape.shard, self._shape.architecture, self._weights
+        packed = PackedFromTrainer(self._context)
+        writes: dict[str, Write] = {}
+
+        def pack(matrix: str, parts: dict[str, Rows], num_rows: int, has_bias: bool = False) -> None:
+            names = tuple(f"{module}.weight" for module in parts)
+            size = (num_rows, self._columns[matrix.rpartition(".")[2]])
+            source = self._trainer.find(names, size, SOURCE_DTYPES, torch.device("cpu"))
+            if source is not None:
+                self._trainer.copied[names] = source
+            halves = (GATE, UP) if matrix.endswith("fc1") and len(parts) == 2 else (WHOLE,) * len(parts)
+            first_row = 0
+            for (module, rows), half in zip(parts.items(), halves, strict=True):
+                to = PackedRows(self._context, weights[matrix], first_row, half)
+                writes[f"{module}.weight"] = to.write
+                if source is not None:
+                    packed.add(f"{module}.weight", to, source, rows)
+                count = rows.count * rows.groups
+                if has_bias:
+                    writes[f"{module}.bias"] = _into(weights[f"{matrix}.bias"], lane_places(count, first_row, half))
+                first_row += count if half == WHOLE else 0
+
+        for layer in range(a.num_layers):
+            prefix = f"model.layers.{layer}."
+            for matrix, parts in layer_rows(shard, prefix).items():
+                pack(f"{layer}.{matrix}", parts, Rows.total(parts), a.bias or (a.qkv_bias and matrix == "qkv"))
+            norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+            head_norms = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"} if a.qk_layernorm else {}
+            for region, module in (norms | head_norms).items():
+                writes[f"{prefix}{module}.weight"] = weights[f"{layer}.{region}"].copy_
+            for region, module in norms.items() if a.normalization != "rmsnorm" else ():
+                writes[f"{prefix}{module}.bias"] = weights[f"{layer}.{region}_bias"].copy_
+        writes["model.norm.weight"] = weights["final_norm"].copy_
+        if a.normalization != "rmsnorm":
+            writes["model.norm.bias"] = weights["final_norm_bias"].copy_
+        if not a.tied_embeddings:
+            writes["model.embed_tokens.weight"] = weights["embedding"][: shard.held_vocab_rows].copy_
+        head = "model.embed_tokens" if a.tied_embeddings else "lm_head"
+        pack("head", {head: Rows(0, shard.held_vocab_rows)}, shard.vocab_rows)
+        return WeightTable(shard, writes, copied=packed.names, copy=packed.write if packed.names else None)
+
+
+def _into(lanes: torch.Tensor, places: torch.Tensor) -> Write:
+    """Stores a bias, which is laid out like the panels of its matrix, in ``lanes``, fp32 [panels * 32]."""
+    return lambda part: lanes.index_copy_(0, places, part.to("cpu", torch.float32))
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _activation_regions(shape: EngineShape, bf16: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Buffers of one pass: rows in whole tiles of 32; columns that are multiplied with weights in multiples of 32."""
+    shard, a = shape.shard, shape.architecture
+    rows = _round_up(shape.max_step_tokens, 32)
+    multiplied = torch.bfloat16 if bf16 else torch.float32
+    return {
+        "hidden": ((rows, a.hidden_size), torch.float32),
+        "qkv": ((rows, shard.query_size + 2 * shard.group_size), torch.float32),
+        "partial": ((rows, a.hidden_size), torch.float32),
+        "logits": ((_round_up(shape.num_slots, 32), _round_up(shard.vocab_rows, PANEL)), torch.float32),
+        "normed": ((rows, _round_up(a.hidden_size, 32)), multiplied),
+        "queries": ((rows, shard.num_heads, _round_up(a.kv_channels, 16)), multiplied),
+        "attended": ((rows, _round_up(shard.query_size, 32)), multiplied),
+        "inner": ((rows, _round_up(shard.ffn_size, 32)), multiplied),
+    }

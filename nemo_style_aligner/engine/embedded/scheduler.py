@@ -1,0 +1,263 @@
+"""In-flight batching: which sequence sits in which slot, and what the next pass computes.
+
+Bookkeeping on the host only: no model, no clock. Ranks that share a model each run it on the same
+requests and tokens, and so agree. Each pass decodes one token of every sequence whose prompt is done and, in the same
+forward pass, prefills prompt chunks of waiting ones up to a token budget, so that the weights are read once for both.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
+from nemo_style_aligner.engine.embedded.block_table import BlockTable
+from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, StepInput
+
+_WAITING = -1
+
+
+@dataclasses.dataclass
+class ScheduledSequence:
+    """A request and its response so far, in a slot or waiting for one."""
+
+    request: GenerationRequest
+    number: int  # of arrival: the lower, the older
+    key: int  # of the random numbers, see `sampling.request_key`
+    longest: int  # positions that it may need: the last token of a response is never fed to the model
+    prefill_ids: list[int]  # to compute before the next token: the prompt and, after a preemption, the response so far
+    slot: int = _WAITING
+    prefilled: int = 0  # how many of them are in KV memory, the planned pass included
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its prefill is done, so that each pass decodes one token of it."""
+        return self.prefilled == len(self.prefill_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillChunk:
+    """``length`` of the ``prefill_ids`` of ``sequence``, from position ``start`` on."""
+
+    sequence: ScheduledSequence
+    start: int
+    length: int
+
+    @property
+    def completes_prompt(self) -> bool:
+        """Whether the next response token can be sampled after this chunk."""
+        return self.start + self.length == len(self.sequence.prefill_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One forward pass: a token of each sequence in ``decode``, then the chunks in ``prefill``."""
+
+    decode: list[ScheduledSequence]
+    decode_slots: np.ndarray  # int32, of the sequences in ``decode``, ascending
+    prefill: list[PrefillChunk]
+
+    def sampled(self) -> tuple[list[ScheduledSequence], np.ndarray]:
+        """The sequences that get a token from this pass, in the order of the logits' rows, and their slots."""
+        completed = [chunk.sequence for chunk in self.prefill if chunk.completes_prompt]
+        if not completed:
+            return self.decode, self.decode_slots
+        slots = np.array([sequence.slot for sequence in completed], dtype=np.int32)
+        return self.decode + completed, np.concatenate((self.decode_slots, slots))
+
+
+class Scheduler:
+    """Fills slots from a lazy iterator of requests and plans passes.
+
+    Sequences enter slots and prefill in order of arrival, and those in slots are older than those that wait. So a
+    sequence that shares pages of an older one is never computed in an earlier pass than those pages.
+
+    Attributes:
+        newest: int32 [num_slots], newest token of each decoding slot.
+        positions: int32 [num_slots], that token's position in its sequence.
+        num_preemptions, num_shared_tokens: counts so far.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[GenerationRequest],
+        blocks: BlockTable,
+        sampling: SamplingParams,
+        admit: Callable[[GenerationRequest], int],
+        *,
+        prefill_chunk_tokens: int,
+        max_step_tokens: int,
+    ) -> None:
+        """Begin with empty slots.
+
+        Args:
+            blocks: must have room for the longest sequence, else it could never finish.
+            sampling: bounds the length of responses.
+            admit: checks a request as it is pulled (raises ValueError) and returns the key of its random numbers.
+            prefill_chunk_tokens: the most prompt tokens of a pass that also decodes.
+            max_step_tokens: the most tokens of a pass that only prefills.
+        """
+        num_slots = len(blocks.table)
+        self.newest = np.zeros(num_slots, dtype=np.int32)
+        self.positions = np.zeros(num_slots, dtype=np.int32)
+        self.num_preemptions = 0
+        self.num_shared_tokens = 0
+        self._requests: Iterator[GenerationRequest] = iter(requests)
+        self._blocks = blocks
+        self._sampling = sampling
+        self._admit = admit
+        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._max_step_tokens = max_step_tokens
+        self._free_slots = list(range(num_slots))  # a heap: low slots first
+        self._active: dict[int, ScheduledSequence] = {}  # by slot
+        self._waiting: collections.deque[ScheduledSequence] = collections.deque()  # for memory; the oldest first
+        self._prefilling: collections.deque[ScheduledSequence] = collections.deque()  # the oldest first
+        self._decoding: tuple[list[ScheduledSequence], np.ndarray] | None = None  # see `_decode_rows`; None: outdated
+        self._growing: set[int] = set()  # slots whose sequences may need another page
+        self._num_pulled = 0
+        self._rows = np.arange(num_slots, dtype=np.int32)
+        self._single = np.stack((self._rows, np.ones_like(self._rows)), axis=1)  # segments of one token
+
+    @property
+    def num_active(self) -> int:
+        """Occupied slots."""
+        return len(self._active)
+
+    def refill(self) -> list[ScheduledSequence]:
+        """Fill free slots with waiting sequences, then new requests, while memory allows; returns the newcomers."""
+        newcomers: list[ScheduledSequence] = []
+        while self._free_slots:
+            if not self._waiting and not self._pull():
+                break
+            sequence, slot = self._waiting[0], self._free_slots[0]
+            # Pages are left for all sequences that may need another one, or one of them would soon be preempted.
+            grows = -(-len(sequence.prefill_ids) // PAGE_TOKENS) * PAGE_TOKENS < sequence.longest
+            shared = self._blocks.enter(slot, sequence.prefill_ids, len(self._growing) + grows)
+            if shared is None:
+                break
+            self._waiting.popleft()
+            sequence.slot, sequence.prefilled = heapq.heappop(self._free_slots), shared
+            self.num_shared_tokens += shared
+            self._active[slot] = sequence
+            if grows:
+                self._growing.add(slot)
+            self._prefilling.append(sequence)
+            newcomers.append(sequence)
+        return newcomers
+
+    def plan(self) -> StepPlan:
+        """Plan the next pass: take the pages that it needs and mark its chunks as prefilled."""
+        self._grow()
+        decode, slots = self._decode_rows()
+        return StepPlan(decode, slots, self._plan_prefill(bool(decode)))
+
+    def arrays(self, plan: StepPlan) -> StepInput:
+        """What ``plan`` computes, decode tokens first."""
+        slots, num_decode = plan.decode_slots, len(plan.decode)
+        token_ids, positions = [self.newest[slots]], [self.positions[slots]]
+        all_slots, segments, output_rows = [slots], [self._single[:num_decode]], [self._rows[:num_decode]]
+        first = num_decode
+        for chunk in plan.prefill:
+            end = chunk.start + chunk.length
+            token_ids.append(np.array(chunk.sequence.prefill_ids[chunk.start : end], dtype=np.int32))
+            positions.append(np.arange(chunk.start, end, dtype=np.int32))
+            all_slots.append(np.full(chunk.length, chunk.sequence.slot, dtype=np.int32))
+            segments.append(np.array([[first, chunk.length]], dtype=np.int32))
+            first += chunk.length
+            if chunk.completes_prompt:
+                output_rows.append(np.array([first - 1], dtype=np.int32))
+        return StepInput(
+            token_ids=_joined(token_ids),
+            positions=_joined(positions),
+            slots=_joined(all_slots),
+            segments=_joined(segments),
+            num_decode=num_decode,
+            output_rows=_joined(output_rows),
+            block_table=self._blocks.table,
+        )
+
+    def record(
+        self, sequences: list[ScheduledSequence], slots: np.ndarray, tokens: list[int], logprobs: list[float]
+    ) -> None:
+        """Add the sampled token to each of ``sequences``, which sit in ``slots``."""
+        self.newest[slots] = tokens
+        self.positions[slots] += 1
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+
+    def finish(self, sequence: ScheduledSequence) -> None:
+        """Free the slot and the pages of ``sequence``."""
+        self._leave(sequence)
+
+    def _pull(self) -> bool:
+        """Append the next request to those that wait; False if there is none."""
+        request = next(self._requests, None)
+        if request is None:
+            return False
+        key, prompt = self._admit(request), request.prompt_token_ids
+        longest = len(prompt) + request.limit(self._sampling) - 1
+        self._waiting.append(ScheduledSequence(request, self._num_pulled, key, longest, prompt))
+        self._num_pulled += 1
+        return True
+
+    def _grow(self) -> None:
+        """Give a page to every sequence whose newest token begins one, oldest first; may preempt the youngest."""
+        decode, slots = self._decode_rows()
+        starved = np.flatnonzero(self.positions[slots] % PAGE_TOKENS == 0)
+        for sequence in sorted((decode[row] for row in starved), key=lambda sequence: sequence.number):
+            while sequence.slot != _WAITING and not self._blocks.grow(sequence.slot):
+                self._preempt(max(self._active.values(), key=lambda candidate: candidate.number))
+            if sequence.slot != _WAITING and self._blocks.held(sequence.slot) * PAGE_TOKENS >= sequence.longest:
+                self._growing.discard(sequence.slot)
+
+    def _preempt(self, sequence: ScheduledSequence) -> None:
+        """Take the memory of ``sequence``; it will compute prompt and response again, then go on as before."""
+        if not sequence.is_decoding:
+            self._prefilling.remove(sequence)
+        self._leave(sequence)
+        sequence.prefill_ids = sequence.request.prompt_token_ids + sequence.token_ids
+        sequence.prefilled = 0
+        self._waiting.appendleft(sequence)  # the youngest of all that were in slots, older than all that wait
+        self.num_preemptions += 1
+
+    def _leave(self, sequence: ScheduledSequence) -> None:
+        self._blocks.release(sequence.slot, sequence.prefilled)
+        del self._active[sequence.slot]
+        self._growing.discard(sequence.slot)
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot = _WAITING
+        self._decoding = None
+
+    def _decode_rows(self) -> tuple[list[ScheduledSequence], np.ndarray]:
+        """The decoding sequences and their slots, ascending."""
+        if self._decoding is None:
+            slots = sorted(slot for slot, sequence in self._active.items() if sequence.is_decoding)
+            self._decoding = [self._active[slot] for slot in slots], np.array(slots, dtype=np.int32)
+        return self._decoding
+
+    def _plan_prefill(self, decodes: bool) -> list[PrefillChunk]:
+        """The prefill chunks of a pass; ``decodes``: whether it also decodes."""
+        budget = self._prefill_chunk_tokens if decodes else self._max_step_tokens
+        chunks: list[PrefillChunk] = []
+        while self._prefilling and budget > 0:
+            sequence = self._prefilling[0]
+            length = min(budget, len(sequence.prefill_ids) - sequence.prefilled)
+            chunks.append(PrefillChunk(sequence, sequence.prefilled, length))
+            sequence.prefilled += length
+            budget -= length
+            if sequence.is_decoding:
+                self._prefilling.popleft()
+                self.positions[sequence.slot] = sequence.prefilled - 1
+                self._decoding = None
+        return chunks
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,187 @@
+"""What the layers of `TorchModel` compute between their matrix products, on any device that torch supports.
+
+Each sequence's pages are gathered for torch's `scaled_dot_product_attention`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
+from nemo_style_aligner.transfers import moved
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkSegment:
+    """A prompt chunk: ``length`` tokens of one sequence, from token ``first`` of the pass on, at position ``start``."""
+
+    first: int
+    length: int
+    start: int
+    pages: np.ndarray  # int32, on the host: of all positions that the chunk attends to
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The tokens of one pass on the device: one decoding token for each row of ``tables``, then the segments."""
+
+    token_ids: torch.Tensor  # int64 [t]
+    positions: torch.Tensor  # int64 [t]
+    places: torch.Tensor  # int64 [t]: page * PAGE_TOKENS + offset, where keys and values go
+    tables: torch.Tensor  # int64 [n, p]: pages that each decoding token attends to
+    segments: tuple[ChunkSegment, ...] = ()
+    output_rows: torch.Tensor | None = None  # int64 [o]: tokens whose logits are wanted; None: all
+
+
+HeadNorms: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | None"
+"""Weights of the norms of query and key heads, float32 [d] each, of models that have them."""
+
+Attention: TypeAlias = Callable[[torch.Tensor, HeadNorms, torch.Tensor, bool], torch.Tensor]
+"""Attention of one pass in one layer: [t, heads * d], before the output projection.
+
+Called with the output of the qkv projection [t, groups * (heads per group + 2) * d] (for each group its query heads,
+its key head and its value head), which it may overwrite; with the weights of the head norms; with the layer's pages
+[pages, PAGE_TOKENS, 2 * groups, d], into which it writes the pass's keys and values; and with whether the layer rotates
+queries and keys.
+"""
+
+
+class TorchOperations:
+    """These operations with torch's functions. Residual stream and norms are float32, whatever the engine's dtype."""
+
+    name = "torch's functions"
+
+    def __init__(self, shape: EngineShape, device: torch.device) -> None:
+        self.architecture = a = shape.architecture
+        self.groups = shape.shard.num_groups
+        self.heads = shape.shard.num_heads // self.groups
+        self.dtype = shape.dtype
+        self.cos, self.sin = (table.to(device) for table in shape.rotary_tables())
+        self.norm_offset = 1.0 if a.normalization == "layernorm1p" else 0.0
+
+    def add_and_norm(
+        self,
+        hidden: torch.Tensor,
+        product: torch.Tensor | None,
+        product_bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Add ``product`` and its bias to ``hidden``, float32 [t, h], in place; return its norm in the engine's dtype.
+
+        What is added is multiplied by the model's ``residual_multiplier``.
+
+        Args:
+            product: [t, h] in the engine's dtype, the output of the preceding projection; None: there is none.
+            weight, bias: float32 [h], of the norm; only RMSNorm has no bias.
+        """
+        multiplier = self.architecture.residual_multiplier
+        if product is not None:
+            hidden.add_(product, alpha=multiplier)
+        if product_bias is not None:
+            hidden.add_(product_bias, alpha=multiplier)
+        shape, epsilon = (hidden.shape[-1],), self.architecture.layernorm_epsilon
+        if bias is None:
+            return F.rms_norm(hidden, shape, weight, epsilon).to(self.dtype)
+        return F.layer_norm(hidden, shape, weight + self.norm_offset, bias, epsilon).to(self.dtype)
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        """The MLP's non-linearity on [t, fc1 rows]: gate and value side by side where it is gated."""
+        gate, value = x.chunk(2, dim=-1) if self.architecture.gated else (x, None)
+        if self.architecture.activation == "silu":
+            active = F.silu(gate)
+        elif self.architecture.activation == "gelu":
+            active = F.gelu(gate)
+        elif self.architecture.activation == "gelu-tanh":
+            active = F.gelu(gate, approximate="tanh")
+        else:
+            active = F.relu(gate).square()
+        return active if value is None else active * value
+
+    def attention_of(self, batch: Batch) -> Attention:
+        """The attention function for all layers of the pass ``batch``, whose tables and masks are made once."""
+        cos, sin = self.cos[batch.positions][:, None, None], self.sin[batch.positions][:, None, None]
+        scale, num_decode, device = self.architecture.attention_scale, len(batch.tables), batch.positions.device
+        tables, mask = batch.tables.flatten(), self._decode_mask(batch)
+        chunks = [(segment, *_pages_and_mask(segment, device)) for segment in batch.segments]
+
+        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor, rotates: bool) -> torch.Tensor:
+            heads, channels = self.heads, self.architecture.kv_channels
+            qkv = qkv.view(len(qkv), self.groups, heads + 2, channels)
+            turning = qkv[:, :, : heads + 1]
+            if norms is None:
+                normed = turning
+            else:
+                parts = zip(turning.float().split([heads, 1], dim=2), norms, strict=True)
+                epsilon = self.architecture.layernorm_epsilon
+                normed = torch.cat([F.rms_norm(part, (channels,), weight, epsilon) for part, weight in parts], dim=2)
+            if norms is not None or rotates:
+                turning.copy_(_rotated(normed, cos, sin) if rotates else normed)
+            query, key_value = qkv[:, :, :heads], qkv[:, :, heads:].transpose(1, 2)
+            pages.view(-1, 2, self.groups, channels).index_copy_(0, batch.places, key_value)
+            attended = [_attend_decoding(pages, query[:num_decode], tables, mask, scale)] if num_decode else []
+            attended += [_attend_chunk(pages, query, *chunk, scale) for chunk in chunks]
+            return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+        return attention
+
+    def _decode_mask(self, batch: Batch) -> torch.Tensor:
+        """Additive mask [n, 1, heads per group, positions of ``tables``] that hides what comes after each token."""
+        rows, num_pages = batch.tables.shape
+        device = batch.tables.device
+        hidden = torch.arange(num_pages * PAGE_TOKENS, device=device) > batch.positions[:rows, None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=device).masked_fill_(hidden, -torch.inf)
+        return mask[:, None, None, :].expand(-1, 1, self.heads, -1)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The first ``2 * cos.shape[-1]`` channels of ``x`` [t, ..., d] rotated, float32; tables are [t, 1..., r / 2].
+
+    The two halves of the rotated part pair up (Hugging Face's order, not interleaved).
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*rotated, rest.float()) if rest.shape[-1] else rotated, dim=-1)
+
+
+def _attend_decoding(
+    pages: torch.Tensor, query: torch.Tensor, tables: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One token per sequence: ``query`` [n, groups, heads per group, d] -> [n, heads * d]. ``tables`` [n * p] is flat.
+
+    The query heads that share a key head become the rows of one product with it, so keys are never expanded.
+    """
+    n, groups, _, channels = query.shape
+    seen = pages.index_select(0, tables).view(n, -1, 2 * groups, channels).transpose(1, 2)
+    keys, values = seen[:, :groups], seen[:, groups:]
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).reshape(n, -1)
+
+
+def _attend_chunk(
+    pages: torch.Tensor,
+    query: torch.Tensor,
+    segment: ChunkSegment,
+    seen_pages: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of one chunk, [length, heads * d]; ``query`` is that of the whole pass."""
+    seen = pages.index_select(0, seen_pages).flatten(0, 1)[: segment.start + segment.length].unflatten(1, (2, -1))
+    keys, values = seen.permute(1, 2, 0, 3)[:, :, None]  # each [groups, 1, end, d]: groups are the batch dimension
+    own = query[segment.first : segment.first + segment.length].permute(1, 2, 0, 3)
+    out = F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out.permute(2, 0, 1, 3).flatten(1)
+
+
+def _pages_and_mask(segment: ChunkSegment, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pages that a chunk attends to, int64, and its mask, bool [length, positions]."""
+    pages = moved(torch.from_numpy(segment.pages).long(), device)
+    mask = torch.ones(segment.length, segment.start + segment.length, dtype=torch.bool, device=device)
+    return pages, mask.tril_(segment.start)

@@ -1,0 +1,234 @@
+"""`TorchOperations` with Triton kernels, for NVIDIA GPUs: one kernel where torch's functions need three to ten.
+
+When few sequences decode, a GPU waits less for its memory than for the next kernel to start.
+
+Import this module where Triton is installed only; `choose_operations` does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nemo_style_aligner.engine.embedded.paged_attention import PagedAttention
+from nemo_style_aligner.engine.embedded.step import EngineShape
+from nemo_style_aligner.engine.embedded.torch_operations import Attention, Batch, HeadNorms, TorchOperations
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
+_ACTIVE_BLOCK = 1024  # results per program of `activate_kernel`
+
+
+class TritonOperations(TorchOperations):
+    """The kernels for one shape of models; each is compiled at its first call, for passes of all sizes."""
+
+    name = "Triton's kernels"
+
+    def __init__(self, shape: EngineShape, device: torch.device, num_processors: int) -> None:
+        """``num_processors``: of the GPU (streaming multiprocessors)."""
+        super().__init__(shape, device)
+        a = self.architecture
+        self._activation = _ACTIVATIONS[a.activation]
+        self._rows = triton.next_power_of_2(self.heads + 1)
+        self._width = triton.next_power_of_2(a.kv_channels)
+        self._paged = PagedAttention(self.groups, self.heads, a.kv_channels, a.attention_scale, num_processors)
+
+    def add_and_norm(
+        self,
+        hidden: torch.Tensor,
+        product: torch.Tensor | None,
+        product_bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `TorchOperations.add_and_norm`."""
+        t, size = hidden.shape
+        out = torch.empty(t, size, dtype=self.dtype, device=hidden.device)
+        block = triton.next_power_of_2(size)
+        add_and_norm_kernel[(t,)](
+            hidden,
+            out if product is None else product,  # not touched where there is none
+            weight if product_bias is None else product_bias,
+            weight,
+            weight if bias is None else bias,
+            out,
+            self.architecture.layernorm_epsilon,
+            SIZE=size,
+            BLOCK=block,
+            OFFSET=self.norm_offset,
+            MULTIPLIER=self.architecture.residual_multiplier,
+            HAS_PRODUCT=product is not None,
+            HAS_PRODUCT_BIAS=product_bias is not None,
+            IS_LAYER_NORM=bias is not None,
+            num_warps=_warps(block),
+            enable_fp_fusion=True,
+        )
+        return out
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        """As `TorchOperations.activate`, without intermediate rounding."""
+        t, width = x.shape
+        is_gated = self.architecture.gated
+        size = width // 2 if is_gated else width
+        out = torch.empty(t, size, dtype=x.dtype, device=x.device)
+        activate_kernel[(t, triton.cdiv(size, _ACTIVE_BLOCK))](
+            *(x, out),
+            SIZE=size,
+            BLOCK=_ACTIVE_BLOCK,
+            ACTIVATION=self._activation,
+            IS_GATED=is_gated,
+            enable_fp_fusion=True,
+        )
+        return out
+
+    def attention_of(self, batch: Batch) -> Attention:
+        """As `TorchOperations.attention_of`."""
+        attend = self._paged.of_pass(batch)
+
+        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor, rotates: bool) -> torch.Tensor:
+            channels, turned = self.architecture.kv_channels, self.cos.shape[1]
+            qkv = qkv.view(len(qkv), self.groups, self.heads + 2, channels)
+            query_norm, key_norm = (self.cos, self.cos) if norms is None else norms  # not touched where there are none
+            rotate_and_store_kernel[len(qkv), self.groups](
+                *(qkv, self.cos, self.sin, query_norm, key_norm, batch.positions, batch.places, pages),
+                self.architecture.layernorm_epsilon,
+                batch.positions.stride(0),
+                GROUPS=self.groups,
+                HEADS=self.heads,
+                CHANNELS=channels,
+                TURNED=turned,
+                ROWS=self._rows,
+                WIDTH=self._width,
+                HAS_NORMS=norms is not None,
+                ROTATES=rotates,
+                num_warps=_warps(self._rows * self._width),
+                enable_fp_fusion=True,
+            )
+            return attend(pages, qkv[:, :, : self.heads])
+
+        return attention
+
+
+def _warps(elements: int) -> int:
+    """Warps for a program of ``elements``, both powers of two: 16 elements per thread."""
+    return min(16, max(1, elements // 512))
+
+
+@triton.jit
+def add_and_norm_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations up
+    hidden,
+    product,
+    product_bias,
+    weight,
+    bias,
+    out,
+    epsilon,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    HAS_PRODUCT: tl.constexpr,
+    HAS_PRODUCT_BIAS: tl.constexpr,
+    IS_LAYER_NORM: tl.constexpr,
+):
+    """`TorchOperations.add_and_norm` of one token, the program's place in the grid."""
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    places = tl.program_id(0).to(tl.int64) * SIZE + columns
+    x = tl.load(hidden + places, mask=is_column, other=0.0)
+    if HAS_PRODUCT:
+        x += tl.load(product + places, mask=is_column, other=0.0).to(tl.float32) * MULTIPLIER
+    if HAS_PRODUCT_BIAS:
+        x += tl.load(product_bias + columns, mask=is_column, other=0.0).to(tl.float32) * MULTIPLIER
+    if HAS_PRODUCT or HAS_PRODUCT_BIAS:
+        tl.store(hidden + places, x, mask=is_column)
+    if IS_LAYER_NORM:
+        x = tl.where(is_column, x - tl.sum(x, 0) / SIZE, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon)
+    normed = x * scale * (tl.load(weight + columns, mask=is_column, other=0.0) + OFFSET)
+    if IS_LAYER_NORM:
+        normed += tl.load(bias + columns, mask=is_column, other=0.0)
+    tl.store(out + places, normed.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def activate_kernel(  # type: ignore[no-untyped-def]
+    x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr
+):
+    """`TorchOperations.activate` of one token and block of columns, the program's place in the grid."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    row = x + token * (2 * SIZE if IS_GATED else SIZE)
+    gate = tl.load(row + columns, mask=is_column, other=0.0).to(tl.float32)
+    if ACTIVATION == 0:
+        active = gate * tl.sigmoid(gate)
+    elif ACTIVATION == 1:
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == 3:
+        active = gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
+    else:
+        active = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
+    if IS_GATED:
+        active *= tl.load(row + SIZE + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + token * SIZE + columns, active.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit(do_not_specialize=["position_stride"], do_not_specialize_on_alignment=["positions", "places"])
+def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    positions,
+    places,
+    pages,
+    epsilon,
+    position_stride,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    ROTATES: tl.constexpr,
+):
+    """Norm, rotate and store one token's heads of one group; token and group are the program's place in the grid.
+
+    Query heads and key head are normed and rotated in place; then key and value are stored at their place in ``pages``.
+    For i < TURNED channels i and i + TURNED are rotated by one angle; channels from 2 * TURNED on stay as they are, and
+    all do unless ROTATES.
+    """
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heads, channels = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    own = qkv + (token * GROUPS + group) * ((HEADS + 2) * CHANNELS)
+    is_channel = channels < CHANNELS
+    is_real = (heads <= HEADS)[:, None] & is_channel[None, :]
+    is_turned = channels < 2 * TURNED
+    other_channels = tl.where(is_turned, (channels + TURNED) % (2 * TURNED), channels)
+    x = tl.load(own + heads[:, None] * CHANNELS + channels[None, :], mask=is_real, other=0.0).to(tl.float32)
+    other = tl.load(own + heads[:, None] * CHANNELS + other_channels[None, :], mask=is_real, other=0.0).to(tl.float32)
+    value = tl.load(own + (HEADS + 1) * CHANNELS + channels, mask=is_channel, other=0.0)
+    if HAS_NORMS:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / CHANNELS + epsilon)[:, None]
+        is_query = (heads < HEADS)[:, None]
+        of_query = tl.load(query_norm + channels, mask=is_channel, other=0.0)[None, :]
+        of_key = tl.load(key_norm + channels, mask=is_channel, other=0.0)[None, :]
+        x = x * scale * tl.where(is_query, of_query, of_key)
+        of_query = tl.load(query_norm + other_channels, mask=is_channel, other=0.0)[None, :]
+        of_key = tl.load(key_norm + other_channels, mask=is_channel, other=0.0)[None, :]
+        other = other * scale * tl.where(is_query, of_query, of_key)
+    if ROTATES:
+        angles = tl.load(positions + token * position_stride) * TURNED + channels % TURNED
+        cosines = tl.load(cos + angles, mask=is_turned, other=1.0)[None, :]
+        sines = tl.load(sin + angles, mask=is_turned, other=0.0)[None, :]
+        x = x * cosines + tl.where(channels < TURNED, -1.0, 1.0)[None, :] * other * sines
+    turned = x.to(qkv.dtype.element_ty)
+    tl.debug_barrier()  # all threads have read what is overwritten now
+    tl.store(own + heads[:, None] * CHANNELS + channels[None, :], turned, mask=is_real)
+    place = pages + tl.load(places + token) * (2 * GROUPS * CHANNELS) + group * CHANNELS
+    key_places = place + (heads - HEADS)[:, None] * CHANNELS + channels[None, :]
+    tl.store(key_places, turned, mask=is_real & (heads == HEADS)[:, None])
+    tl.store(place + GROUPS * CHANNELS + channels, value, mask=is_channel)

@@ -1,0 +1,354 @@
+"""Settings of an actor job that cannot work together, or do nothing: the algorithm, rollouts, engines, services."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from omegaconf import ListConfig, OmegaConf
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.fields import values
+from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.jobs.job_view import (
+    GLOBAL_BATCH,
+    LENGTH,
+    PP,
+    RESPONSES,
+    ROLLOUT_RANKS,
+    TP,
+    JobView,
+    as_served,
+    base_config,
+)
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.policy_losses import LOSSES
+from nemo_style_aligner.models.restore import lay_over
+from nemo_style_aligner.rl.estimators import ESTIMATORS, Estimator, find_estimator
+from nemo_style_aligner.rl.math_verifier import MathVerifier
+from nemo_style_aligner.rl.reward_config import REWARDS, RewardSpec, reward_specs
+from nemo_style_aligner.rl.reward_functions import require_arguments
+from nemo_style_aligner.rl.rollouts.setup import engine_size
+from nemo_style_aligner.user_code import UserCodeError, load_function
+
+_PPO_LENGTH = "model.ppo.length_params.max_length"
+_ESTIMATOR, _GROUP, _LOSS = "trainer.ppo.estimator", RESPONSES[1], "trainer.ppo.policy_loss"
+_CLIPPED = ("ppo", "gspo")
+
+
+# ---- rollouts, engines, services ----------------------------------------------------------------
+
+
+def _rollout_batches(view: JobView) -> Iterator[str]:
+    if not view.get(GLOBAL_BATCH) or view.responses % view.get(GLOBAL_BATCH) == 0:
+        return
+    product = "" if view.get(RESPONSES[1]) == 1 else f": their product, {view.responses},"
+    yield f"{view.shown_responses}{product} is not a multiple of {view.show(GLOBAL_BATCH)}; change one of them"
+
+
+def _rollout_lengths(view: JobView) -> Iterator[str]:
+    length, response = view.get(LENGTH), view.get(_PPO_LENGTH)
+    prompt, bos = "trainer.ppo.trt_llm.max_input_len", bool(view.get("model.ppo.sampling_params.add_BOS"))
+    text = "a BOS token and a prompt" if bos else "a prompt"
+    room = min(length, view.get("model.data.seq_length")) - response
+    if room < 1 + bos:
+        yield (
+            f"{view.show(_PPO_LENGTH)} leaves no room for {text} in {view.show(LENGTH, 'model.data.seq_length')}; "
+            "lower it or raise them"
+        )
+    elif view.get(prompt) < 1 + bos:
+        yield f"{view.show(prompt)}: must be {1 + bos} or more, for {text}"
+    elif view.get(prompt) + response > length:
+        yield f"{view.show(prompt)} + {view.show(_PPO_LENGTH)} is longer than {view.show(LENGTH)}; lower one of them"
+    memory = "trainer.ppo.generation.kv_cache_tokens"
+    if view.get(memory) is not None and view.get(memory) < response + 1:
+        yield (
+            f"{view.show(memory)} cannot hold one sequence: a prompt and {view.show(_PPO_LENGTH)}; raise it or set it "
+            "to null"
+        )
+
+
+def _generation(view: JobView) -> Iterator[str]:
+    ppo = "trainer.ppo"
+    engine, size = f"{ppo}.generation.engine", f"{ppo}.generation.tensor_parallel_size"
+    trt_llm = f"{ppo}.trt_llm.enable"
+    if view.get(engine) == "megatron" and view.get(trt_llm):
+        yield f"{view.show(engine, trt_llm)} ask for two engines: set {trt_llm}=False, or {engine}=trtllm"
+    if view.get(engine) == "megatron" and view.pp_size > 1:
+        yield f"{view.show(engine)} cannot generate with {view.show(PP)}; choose embedded"
+    parallel = "model.sequence_parallel"
+    if view.get(engine) == "megatron" and view.get(parallel) and view.tp_size > 1:
+        yield f"{view.show(engine)} cannot generate with {view.show(parallel, TP)}; choose embedded"
+    ranks = engine_size(view.get(size), bool(view.get(f"{ppo}.trt_llm.reshard")), view.tp_size, view.pp_size)
+    if view.get(engine) != "embedded" or ranks == 1:
+        return
+    generating = view.rollout_ranks or view.world_size
+    if generating % ranks:
+        yield f"{view.show(size)}: {generating} ranks cannot be divided into groups of {ranks}"
+    if view.architecture is not None and ranks != view.tp_size:
+        yield from view.architecture.layout_problems(ranks, engine_key=size)
+
+
+def _trtllm(view: JobView) -> Iterator[str]:
+    """Asked for by name, TensorRT-LLM must be there; `choose_engine` would find out only when the critic is ready."""
+    engine = "trainer.ppo.generation.engine"
+    if view.get(engine) != "trtllm":
+        return
+    try:
+        find_trtllm(view.cfg)
+    except (TensorRTLLMUnavailable, TensorRTLLMMismatch) as error:
+        yield f"{view.show(engine)}: {error}"
+
+
+def _rollout_ranks(view: JobView) -> Iterator[str]:
+    staleness, unload = "trainer.ppo.staleness", "trainer.ppo.trt_llm.unload_engine_train"
+    if view.get(staleness) and not view.rollout_ranks:
+        yield (
+            f"{view.show(staleness)} with {view.show(ROLLOUT_RANKS)}: no rank is free to generate while a step trains; "
+            f"set {ROLLOUT_RANKS} to the number of ranks that only generate, or set {staleness}=0"
+        )
+    if not view.rollout_ranks:
+        return
+    engine, trt_llm = "trainer.ppo.generation.engine", "trainer.ppo.trt_llm.enable"
+    if view.get(engine) != "embedded" or view.get(trt_llm):
+        yield (
+            f"{view.show(engine, trt_llm)} with {view.show(ROLLOUT_RANKS)}: ranks that only generate use the "
+            f"embedded engine; set {engine}=embedded and {trt_llm}=False, or {ROLLOUT_RANKS}=0"
+        )
+    if view.get(unload):
+        yield f"{view.show(unload, ROLLOUT_RANKS)}: training shares no memory with rollout ranks; leave it out"
+
+
+def _importance(view: JobView) -> Iterator[str]:
+    key = "trainer.ppo.importance_sequence_bounds"
+    bounds = view.get(key)
+    if bounds is not None and (len(bounds) != 2 or not 0 <= bounds[0] < bounds[1]):
+        yield f"{key}={bounds}: give two numbers, a lower bound of at least 0 and an upper bound above it"
+
+
+def _policy_logprobs(view: JobView) -> Iterator[str]:
+    key, ppo = "trainer.ppo.policy_logprobs", "trainer.ppo"
+    if view.get(key) != "engine":
+        return
+    corrections = [f"{ppo}.{name}" for name in ("importance_weight_cap", "importance_sequence_bounds")]
+    if asked := [name for name in corrections if view.get(name) is not None]:
+        yield (
+            f"{view.show(key, *asked)}: without the trainer's log-probs there are no importance ratios; choose "
+            f"{key}=trainer, or set {' and '.join(asked)} to null"
+        )
+
+
+def _kl_estimator(view: JobView) -> Iterator[str]:
+    absolute, estimator = "trainer.ppo.use_absolute_kl", "trainer.ppo.kl_estimator"
+    if view.get(absolute) is False and view.get(estimator) == "abs":
+        yield f"{view.show(absolute, estimator)} contradict each other: choose {estimator}=k1, or {absolute}=True"
+
+
+def _services(view: JobView) -> Iterator[str]:
+    critic, reward = "remote_critic_rm.critic", "remote_critic_rm.reward_model"
+    has_critic = view.get(critic) is not None and needs_critic(view)
+    if has_critic:
+        yield from _host(view, f"{critic}.ip")
+    if not uses_reward_service(view) or (has_critic and view.get("remote_critic_rm.combine_rm_and_critic_server")):
+        return
+    yield from _host(view, f"{reward}.ip")
+    if has_critic and all(view.get(f"{critic}.{part}") == view.get(f"{reward}.{part}") for part in ("ip", "port")):
+        yield (
+            f"{view.show(f'{critic}.port', f'{reward}.port')}: the critic and the reward model cannot share an "
+            "address; give the reward model's, or set remote_critic_rm.combine_rm_and_critic_server=True"
+        )
+
+
+def _host(view: JobView, key: str) -> Iterator[str]:
+    host = str(view.get(key))
+    is_plain = re.fullmatch(r"([\w-]{1,63}\.)*[\w-]{1,63}\.?", host) is not None
+    if ":" in host and not re.search(r"[\s/]", host):
+        with contextlib.suppress(ValueError):
+            is_plain = bool(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
+    if not is_plain:
+        port = key.removesuffix("ip") + "port"
+        yield f"{view.show(key)}: give only a host name or address, such as node7; the port goes into {port}"
+
+
+# ---- the algorithm ------------------------------------------------------------------------------
+
+
+def _estimator_of(view: JobView) -> Estimator | None:
+    """None if there is no such estimator, and on ranks that only generate, whose machine may lack the user's file."""
+    try:
+        return None if view.only_generates else find_estimator(str(view.get(_ESTIMATOR)), _ESTIMATOR)
+    except UserError:
+        return None
+
+
+def needs_critic(view: JobView) -> bool:
+    """Whether there must be a critic, as far as can be told."""
+    estimator = _estimator_of(view)
+    return estimator is None or estimator.needs_values
+
+
+def uses_reward_service(view: JobView) -> bool:
+    """Whether rewards come from the service that ``remote_critic_rm`` names."""
+    return any(spec.kind == "service" for spec in _specs(view))
+
+
+def shares_secret(view: JobView) -> bool:
+    """Whether the actor job serves anybody, or asks a service."""
+    is_asking = needs_critic(view) or any(spec.kind in ("service", "url") for spec in _specs(view))
+    return is_asking or bool(view.get("trainer.ppo.batch_iterator.use_flask"))
+
+
+def _specs(view: JobView) -> list[RewardSpec]:
+    """Where rewards come from; nowhere if that cannot be read, which `_rewards` reports."""
+    with contextlib.suppress(ConfigError):
+        return reward_specs(_plain_rewards(view))
+    return []
+
+
+def _plain_rewards(view: JobView) -> Any:
+    rewards = view.get(REWARDS)
+    return OmegaConf.to_container(rewards, resolve=True) if isinstance(rewards, ListConfig) else None
+
+
+def _estimator(view: JobView) -> Iterator[str]:
+    if view.only_generates:
+        return
+    try:
+        estimator = find_estimator(str(view.get(_ESTIMATOR)), _ESTIMATOR)
+    except UserError as error:
+        yield str(error)
+        return
+    if estimator.needs_groups and view.get(_GROUP) == 1:
+        yield f"{view.show(_ESTIMATOR, _GROUP)}: it compares the responses to a prompt; give 2 or more"
+    if estimator.needs_values and view.get("remote_critic_rm.critic") is None:
+        others = ", ".join(name for name, other in ESTIMATORS.items() if not other.needs_values)
+        yield f"{view.show(_ESTIMATOR)} needs a critic, which only train_gpt_ppo_actor.py has; choose one of {others}"
+    warm_up = "trainer.ppo.critic_warmup_steps"
+    if not estimator.needs_values and view.get(warm_up):
+        yield f"{view.show(warm_up, _ESTIMATOR)}: there is no critic to warm up; set {warm_up}=0"
+
+
+def _policy_loss(view: JobView) -> Iterator[str]:
+    loss, dual, high = str(view.get(_LOSS)), "trainer.ppo.dual_clip", "model.ppo.ratio_eps_high"
+    is_users = loss not in LOSSES
+    if is_users and ":" not in loss:
+        yield f"{_LOSS}={loss}: choose {', '.join(LOSSES)}, or give a file and a function of yours, FILE.py:NAME"
+    elif is_users and not view.only_generates:
+        try:
+            load_function(loss, _LOSS)
+        except UserCodeError as error:
+            yield str(error)
+    if view.get(dual) is not None and loss != "ppo" and not is_users:
+        yield f"{view.show(dual, _LOSS)}: only ppo has this bound; set {dual}=null"
+    if view.get(high) is not None and loss not in _CLIPPED and not is_users:
+        yield f"{view.show(high, _LOSS)}: only {' and '.join(_CLIPPED)} clip ratios so; set {high}=null"
+    constant, aggregation = "trainer.ppo.loss_constant_length", "trainer.ppo.loss_aggregation"
+    if view.get(constant) is not None and view.get(aggregation) != "sequence_sum":
+        yield f"{view.show(constant, aggregation)}: only sequence_sum divides by it; set {constant}=null"
+    kl_in, weight = "trainer.ppo.kl_in", "trainer.ppo.initial_policy_kl_penalty"
+    if view.get(kl_in) == "loss" and view.get(weight) == 0:
+        yield f"{view.show(kl_in, weight)}: there is no penalty to put there; give it a weight, or set {kl_in}=reward"
+
+
+def _dynamic_sampling(view: JobView) -> Iterator[str]:
+    enable, staleness = "trainer.ppo.dynamic_sampling.enable", "trainer.ppo.staleness"
+    if not view.get(enable):
+        return
+    if view.get(_GROUP) == 1:
+        yield f"{view.show(enable, _GROUP)}: it compares the rewards of a prompt's responses; give 2 or more"
+    if view.get(staleness):
+        yield (
+            f"{view.show(enable, staleness)}: what a step generates ahead is fixed before its rewards are known; set "
+            f"{staleness}=0"
+        )
+
+
+def _overlong(view: JobView) -> Iterator[str]:
+    buffer, longest = "trainer.ppo.overlong.buffer_tokens", view.get(_PPO_LENGTH)
+    if longest and (view.get(buffer) or 0) > longest:
+        yield f"{view.show(buffer)} is longer than the longest response, {view.show(_PPO_LENGTH)}; lower it"
+
+
+def _rewards(view: JobView) -> Iterator[str]:
+    try:
+        specs = reward_specs(_plain_rewards(view))
+    except ConfigError as error:
+        yield from str(error).splitlines()
+        return
+    if view.only_generates:
+        return
+    for place, spec in enumerate(specs):
+        key = f"{REWARDS}[{place}].source"
+        yield from _misfits(view, spec.source, key) if spec.kind == "archive" else _missing(spec, key)
+
+
+def _misfits(view: JobView, path: str, key: str) -> Iterator[str]:
+    """Problems of a reward model in this job, as far as its config tells."""
+    try:
+        given = OmegaConf.to_container(as_served(view.cfg).model, resolve=True)
+        config = lay_over(base_config(path, key), given)
+        problems = ModelArchitecture.from_nemo_config(config).layout_problems(view.tp_size, view.pp_size)
+        RewardHeadConfig.from_model_config(config)
+    except (ValueError, KeyError) as error:
+        problems = [str(error.args[0])]
+    for problem in problems:
+        yield problem if problem.startswith(key) else f"{key}={path}: {problem}"
+
+
+def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
+    """A problem if what a source of rewards needs is not on this machine."""
+    try:
+        if spec.kind == "function":
+            require_arguments(load_function(spec.source, key), f"{key}={spec.source}")
+        elif spec.kind == "math_verify":
+            MathVerifier()
+    except UserError as error:
+        yield str(error) if str(error).startswith(key) else f"{key}={spec.source}: {error}"
+
+
+def settings_in_vain(view: JobView) -> Iterator[str]:
+    """A line for each of an actor's settings that makes others that have been given pointless, with these."""
+    defaults, present = load_defaults(view.name), dict(values(view.cfg))
+    for key, patterns in _in_vain(view):
+        given = [
+            name
+            for name, value in present.items()
+            if any(fnmatchcase(name, pattern) for pattern in patterns) and value != OmegaConf.select(defaults, name)
+        ]
+        if given:
+            yield f"{view.show(*given)}: no effect with {view.show(key)}"
+
+
+def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Keys, each with patterns of those that have no effect with its present value."""
+    loss, service = view.get(_LOSS), "remote_critic_rm"
+    if not needs_critic(view):
+        of_critic = ("critic.*", "combine_rm_and_critic_server", "trained_critic", "journal_*", "timeouts.training_*")
+        yield _ESTIMATOR, tuple(f"{service}.{name}" for name in of_critic)
+        if view.get(_ESTIMATOR) in ESTIMATORS:
+            yield _ESTIMATOR, ("trainer.ppo.gae_lambda",)
+    if loss in LOSSES and loss not in _CLIPPED:
+        yield _LOSS, ("model.ppo.ratio_eps",)
+    if loss in LOSSES and loss != "cispo":
+        yield _LOSS, ("model.ppo.cispo_ratio_max",)
+    if not view.get("trainer.ppo.dynamic_sampling.enable"):
+        yield "trainer.ppo.dynamic_sampling.enable", ("trainer.ppo.dynamic_sampling.max_rounds",)
+    if view.get("trainer.ppo.overlong.buffer_tokens") == 0:
+        yield "trainer.ppo.overlong.buffer_tokens", ("trainer.ppo.overlong.penalty",)
+    if view.get(REWARDS) is None:
+        yield REWARDS, ("trainer.ppo.reward_functions.*",)
+
+
+def actor_problems(view: JobView) -> Iterator[str]:
+    """The problems of an actor's settings: key=value, why it cannot be, what to do."""
+    for check in (
+        *(_rollout_batches, _rollout_lengths, _generation, _trtllm, _rollout_ranks, _importance, _policy_logprobs),
+        *(_kl_estimator, _estimator, _policy_loss, _dynamic_sampling, _overlong, _rewards, _services),
+    ):
+        yield from check(view) if view.is_actor else ()

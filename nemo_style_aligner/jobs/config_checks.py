@@ -1,0 +1,336 @@
+"""Checks for settings that cannot work together: all are reported at once, before a job loads anything.
+
+`check_job` is what the entry scripts have ``@job`` call. It reads the checkpoint's own config (not its weights), so it
+knows the model's shape, and runs every check that concerns the job. A check is a function over a `JobView` that yields
+one line per problem: key=value, why it cannot be, what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.config.fields import value_problems
+from nemo_style_aligner.config.loading import ConfigError, load_defaults, plain_config
+from nemo_style_aligner.config.schema import fields_of_job
+from nemo_style_aligner.data.sft import SFTFormat
+from nemo_style_aligner.jobs.actor_checks import actor_problems, settings_in_vain, shares_secret
+from nemo_style_aligner.jobs.checkpoint_checks import (
+    archive_name_problems,
+    checkpoint_name_problems,
+    ranking_problems,
+)
+from nemo_style_aligner.jobs.job_view import (
+    GLOBAL_BATCH,
+    LENGTH,
+    MICRO_BATCH,
+    POSITIONS,
+    PP,
+    ROLLOUT_RANKS,
+    TP,
+    Check,
+    JobView,
+    base_config,
+)
+from nemo_style_aligner.jobs.path_checks import (
+    checkpoint_directory_problems,
+    data_problems,
+    log_directory_problems,
+    resume_problems,
+    secret_problems,
+)
+from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.kept_passes import why_not_kept
+from nemo_style_aligner.models.optimizer import Schedule
+from nemo_style_aligner.models.restore import lay_over
+from nemo_style_aligner.parallel.detection import detect_launch
+from nemo_style_aligner.rl.rollouts.setup import sampling_params
+from nemo_style_aligner.telemetry.metrics import wandb_settings
+from nemo_style_aligner.training.run_control import parse_duration
+
+logger = logging.getLogger(__name__)
+
+_ARCHIVES = ("pretrained_checkpoint.restore_from_path", "model.restore_from_path", "rm_model_file")  # a job has one
+
+
+def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
+    """Check a job's settings against each other and against its model.
+
+    Args:
+        name: the job's YAML file, without its ending.
+        cfg: its config, which `config.check_config` has passed; left as it is.
+        world_size: ranks that the job will have.
+
+    Raises:
+        ConfigError: one line for each problem.
+    """
+    rank = detect_launch(os.environ).rank
+    problems = find_problems(name, cfg, world_size, rank)
+    if problems:
+        raise ConfigError("these settings cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
+    for doubt in _doubts(JobView(name, cfg, world_size, None)) if rank == 0 else ():
+        logger.warning(doubt)
+
+
+def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) -> list[str]:
+    """The problems that `check_job` raises, one line each."""
+    problems: list[str] = []
+    cfg = cfg.copy()
+    architecture = None
+    key = next(key for key in _ARCHIVES if key in fields_of_job(name))
+    try:
+        base = base_config(OmegaConf.select(cfg, key), key)
+        OmegaConf.set_struct(cfg, False)
+        cfg.model = plain_config(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
+        if wrong := list(value_problems(cfg, fields_of_job(name), load_defaults(name))):  # of the checkpoint's config
+            return wrong
+        architecture = ModelArchitecture.from_nemo_config(cfg.model)
+    except (OSError, ValueError, KeyError) as error:
+        problems.append(str(error.args[0] if isinstance(error, KeyError) else error))
+    view = JobView(name, cfg, world_size, architecture, rank)
+    return problems + [problem for check in _CHECKS for problem in check(view)]
+
+
+# ---- single values ------------------------------------------------------------------------------
+
+
+def _attempt(read: Callable[[], Any]) -> Iterator[str]:
+    """The message of the ValueError or TypeError that ``read`` raises, if it does."""
+    try:
+        read()
+    except (ValueError, TypeError) as error:
+        yield str(error)
+
+
+def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
+    cfg = view.cfg
+    yield from _attempt(lambda: parse_precision(cfg.trainer.precision))
+    yield from _attempt(lambda: parse_duration(cfg.exp_manager.max_time_per_run))
+    yield from archive_name_problems(str(cfg.exp_manager.name))
+    if view.has("exp_manager.checkpoint_callback_params"):
+        yield from _attempt(lambda: CheckpointSettings.from_config(cfg.exp_manager))
+        yield from checkpoint_name_problems(view, cfg.exp_manager.checkpoint_callback_params.filename)
+    if view.has("model.optim"):
+        betas = view.get("model.optim.betas")
+        if betas is not None and len(betas) != 2:
+            yield f"model.optim.betas={list(betas)}: give two numbers"
+        yield from _attempt(lambda: Schedule.from_config(cfg.model.optim, 1))
+    if view.has("model.force_head_dtype"):
+        yield from _attempt(lambda: RewardHeadConfig.from_model_config(cfg.model))
+    if view.is_actor:
+        for problem in _attempt(lambda: sampling_params(cfg)):
+            yield f"model.ppo.sampling_params and length_params: {problem}"
+
+
+def _sft_format(view: JobView) -> Iterator[str]:
+    if not view.has("model.data.train_ds"):
+        return
+    data = view.cfg.model.data
+    for part in ("train_ds", "validation_ds"):
+        if data[part].file_path:
+            for problem in _attempt(functools.partial(SFTFormat.from_config, view.cfg.model, part)):
+                yield f"model.data.{part}: {problem}"
+
+
+def _wandb(view: JobView) -> Iterator[str]:
+    key = "exp_manager.create_wandb_logger"
+    if view.get(key) and "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
+        yield f"{view.show(key)}: wandb is not installed; pip install -e '.[wandb]', or set {key}=False"
+    elif view.get(key):
+        import wandb
+
+        try:
+            settings = wandb_settings(view.get("exp_manager.wandb_logger_kwargs") or {})
+        except ValueError as error:
+            yield str(error)
+            return
+        known = inspect.signature(wandb.init).parameters
+        if unknown := [f"exp_manager.wandb_logger_kwargs.{name}" for name in settings if name not in known]:
+            yield f"{', '.join(unknown)}: wandb.init takes no such argument; leave it out"
+
+
+# ---- paths --------------------------------------------------------------------------------------
+
+
+def _paths(view: JobView) -> Iterator[str]:
+    has_checkpoints = view.has("exp_manager.checkpoint_callback_params")
+    if has_checkpoints or view.get("exp_manager.watchdog_minutes") is not None:
+        yield from log_directory_problems(view.cfg.exp_manager)  # where every rank's watchdog writes
+    if view.only_generates:
+        return
+    if has_checkpoints:
+        yield from checkpoint_directory_problems(view.cfg.exp_manager)
+        yield from resume_problems(view.cfg.exp_manager)
+    if view.has("model.data"):
+        yield from data_problems(view.cfg.model.data)
+    if view.is_actor and not shares_secret(view):
+        return
+    for token in ("remote_critic_rm.token", "trainer.ppo.token", "inference.token"):  # each in another job
+        yield from secret_problems(view.get(token), token)
+
+
+def _doubts(view: JobView) -> Iterator[str]:
+    """Settings that work, but hardly as intended."""
+    cfg = view.cfg
+    watchdog, limit = "exp_manager.watchdog_minutes", "trainer.distributed_timeout_minutes"
+    minutes, timeout = OmegaConf.select(cfg, watchdog), OmegaConf.select(cfg, limit)
+    if minutes is not None and minutes >= timeout:
+        yield (
+            f"{watchdog}={minutes} is not below {limit}={timeout}: a hanging collective will end the job before the "
+            "watchdog can report who held it up"
+        )
+    reshard = "trainer.ppo.trt_llm.reshard"
+    if OmegaConf.select(cfg, reshard) and (OmegaConf.select(cfg, PP) or 1) == 1:
+        yield (
+            f"{reshard}=True has no effect without pipeline stages ({PP}=1): the number of ranks that share an engine "
+            "is set by trainer.ppo.generation.tensor_parallel_size"
+        )
+    if view.is_actor:
+        yield from settings_in_vain(view)
+    for key in (GLOBAL_BATCH, MICRO_BATCH):
+        of_data = key.replace("model.", "model.data.train_ds.")
+        size, other = OmegaConf.select(cfg, key), OmegaConf.select(cfg, of_data)
+        if other is not None and size != other:
+            yield f"{of_data}={other} has no effect: {key}={size} wins"
+
+
+# ---- layout -------------------------------------------------------------------------------------
+
+
+def _ranks(view: JobView) -> Iterator[str]:
+    parts = view.tp_size * view.pp_size
+    if view.training_ranks < 1:
+        yield (
+            f"{view.show(ROLLOUT_RANKS)}: none of the {view.world_size} ranks is left to train; lower it or start more "
+            "ranks"
+        )
+    elif view.training_ranks % parts:
+        rest = f", less {view.show(ROLLOUT_RANKS)}" if view.rollout_ranks else ""
+        yield (
+            f"{view.show(TP, PP)}: {view.training_ranks} ranks (trainer.devices x trainer.num_nodes{rest}) are not a "
+            f"multiple of {parts}; change the sizes or the number of ranks"
+        )
+    if view.architecture is not None:
+        yield from view.architecture.layout_problems(view.tp_size, view.pp_size)
+
+
+def _batches(view: JobView) -> Iterator[str]:
+    """Both sizes must be set. Nothing has to divide a global batch: shares of it may be smaller, or empty."""
+    for key in (GLOBAL_BATCH, MICRO_BATCH):
+        if view.has(key) and not view.get(key):
+            yield f"{key} is not set, neither in the job's config nor in the checkpoint's: give it a value"
+
+
+def _lengths(view: JobView) -> Iterator[str]:
+    length, positions = view.get(LENGTH), view.get(POSITIONS)
+    if length and positions and length > positions:
+        yield f"{view.show(LENGTH)} is longer than {view.show(POSITIONS)}; raise the latter or lower the former"
+    for key in (
+        "model.data.seq_length",
+        "model.data.train_ds.max_seq_length",
+        "model.data.validation_ds.max_seq_length",
+    ):
+        if length and (view.get(key) or 0) > length:
+            yield f"{view.show(key)} is longer than {view.show(LENGTH)}; lower it or raise {LENGTH}"
+    for part in ("model.data.train_ds", "model.data.validation_ds"):
+        least, greatest = view.get(f"{part}.min_seq_length"), view.get(f"{part}.max_seq_length")
+        if least and greatest and least > greatest:
+            yield f"{view.show(f'{part}.min_seq_length')} is above {view.show(f'{part}.max_seq_length')}"
+
+
+def _recompute(view: JobView) -> Iterator[str]:
+    layers, own = "model.activations_checkpoint_num_layers", view.architecture
+    if view.get("model.activations_checkpoint_granularity") != "full" or own is None or view.get(layers) is None:
+        return
+    of_stage, method = own.num_layers // view.pp_size, view.get("model.activations_checkpoint_method") or "uniform"
+    if view.get(layers) > of_stage:
+        yield f"{view.show(layers)}: a pipeline stage has only {of_stage} layers; lower it"
+    elif method == "uniform" and of_stage % view.get(layers):
+        divisors = [n for n in range(1, of_stage) if of_stage % n == 0]
+        yield (
+            f"{view.show(layers)}: the {of_stage} layers of a pipeline stage cannot be divided into blocks of so many; "
+            f"choose one of {', '.join(map(str, divisors))}, or activations_checkpoint_method=block"
+        )
+
+
+# ---- passes that are kept -----------------------------------------------------------------------
+
+
+def _keep_activations(view: JobView) -> Iterator[str]:
+    """With placement ``auto`` only `keep_passes` can tell, once the model is built, whether weights are swapped."""
+    if view.is_actor:
+        key, placement = "model.ppo.keep_activations", "trainer.ppo.reference_policy_placement"
+        has_second = (view.get("trainer.ppo.initial_policy_kl_penalty") or 0) > 0
+    else:
+        key, placement = "model.keep_activations", "model.rm_placement"
+        has_second = bool(view.get("trainer.ppo.combine_rm_and_critic_server"))
+    if view.get(key) != "always":
+        return
+    drops_out = any(view.get(f"model.{name}") for name in ("hidden_dropout", "attention_dropout"))
+    reasons = [why_not_kept(has_second and view.get(placement) == "swap", view.pp_size, drops_out)]
+    logprobs = "trainer.ppo.policy_logprobs"
+    if view.is_actor and view.get(GLOBAL_BATCH) not in (None, view.responses):
+        reasons.append(f"with {view.shown_responses}, {view.show(GLOBAL_BATCH)} a step makes several updates")
+    if view.is_actor and view.get(logprobs) == "engine":
+        reasons.append(f"with {view.show(logprobs)} there is no log-prob pass to keep")
+    yield from (f"{view.show(key)}: {why}; choose auto or never" for why in reasons if why)
+
+
+# ---- the reward model and the critic ------------------------------------------------------------
+
+
+def _reward_head(view: JobView) -> Iterator[str]:
+    if not view.has("model.force_head_dtype") or not view.has("model.optim"):
+        return
+    precision, head, optim = "trainer.precision", "model.force_head_dtype", "model.optim.name"
+    try:
+        dtypes = parse_precision(view.get(precision)), RewardHeadConfig.from_model_config(view.cfg.model).dtype
+    except (ValueError, TypeError):
+        return  # `_values_that_are_read_as_a_whole` reports it
+    if dtypes[0].itemsize > dtypes[1].itemsize and not uses_distributed_optimizer(view.cfg.model):
+        yield (
+            f"{view.show(head, precision, optim)}: this optimizer cannot train a head less precise than the model; set "
+            f"{head}=float32, or {optim}=distributed_fused_adam"
+        )
+
+
+def _attributes(view: JobView) -> Iterator[str]:
+    kind, number = "model.reward_model_type", "model.regression.num_attributes"
+    count = view.get(number)
+    if view.has(kind) and view.get(kind) in (None, "binary_ranking") and isinstance(count, int) and count > 1:
+        yield (
+            f"{number}={count}, {kind}=binary_ranking: only a regression model has several attributes; set "
+            f"{kind}=regression, or {number}=1"
+        )
+
+
+def _schedule_of_the_critic(view: JobView) -> Iterator[str]:
+    key = "trainer.ppo.max_steps"  # an actor's is of the run
+    has_end = view.get("model.optim.sched.name") in (None, "constant") or view.get("model.optim.sched.max_steps")
+    if not view.is_actor and view.get(key) == -1 and not has_end:
+        yield f"{view.show(key)}: the learning rate's schedule needs a number of critic updates; give 1 or more"
+
+
+def _model_name(view: JobView) -> Iterator[str]:
+    key, name = "inference.model_name", str(view.get("inference.model_name"))
+    if view.has(key) and (name == "stats" or not re.fullmatch(r"[^\s/?#%]+", name)):
+        yield f"{key}={name!r}: the service's paths have this name (/v2/models/NAME/infer); give a single plain word"
+
+
+_CHECKS: tuple[Check, ...] = (
+    *(_values_that_are_read_as_a_whole, _wandb, _ranks, _batches, _lengths, _recompute, ranking_problems),
+    *(_sft_format, _reward_head, _attributes, _schedule_of_the_critic, _model_name, _keep_activations),
+    *(actor_problems, _paths),
+)  # each concerns the jobs that have the keys of which it speaks

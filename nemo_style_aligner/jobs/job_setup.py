@@ -1,0 +1,280 @@
+"""What every job does before its loop: process groups, log, checkpoints, signals."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
+from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
+from nemo_style_aligner.config.loading import ConfigError, log_directory
+from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
+from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.jobs.log_lock import hold_log_directory
+from nemo_style_aligner.jobs.run_settings import (
+    base_of_run,
+    changed_settings,
+    digests_of_data,
+    job_of,
+    settings_of_run,
+    why_another_base,
+)
+from nemo_style_aligner.launch import roles
+from nemo_style_aligner.launch.ending import abort_job, failures
+from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.optimizer import Optimizer
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.restore import BaseModel, portable_config
+from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
+from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
+from nemo_style_aligner.parallel.machine import is_on_one_machine
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.telemetry.watchdog import Watchdog
+from nemo_style_aligner.training.run_control import RunControl, parse_duration
+from nemo_style_aligner.wording import size_of, some_of
+
+logger = logging.getLogger(__name__)
+
+
+class Resumable(Protocol):
+    """A trainer or service whose counters live in the checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken."""
+        ...
+
+
+_BYTES_OF_STATE = 12  # of a parameter in a checkpoint, beside the weight: fp32 main weight and Adam's two moments
+_SURELY_NEEDED = 0.9  # of the estimated size of a checkpoint: a reward model has no output layer
+_SHARED_SECONDS = 10.0  # until a file is seen on all machines: file systems may keep what they knew for some seconds
+# Limits of the wait for W&B: a job that is stopped has to end in time, and its next start continues the W&B run.
+_WANDB_SECONDS, _WANDB_SECONDS_STOPPED = 60.0, 10.0
+
+
+@dataclasses.dataclass
+class Run:
+    """The surroundings of a job.
+
+    Attributes:
+        log_dir: where the job writes.
+        layout: the model-parallel layout.
+        metrics: rank 0's log.
+        control: when to stop early.
+        checkpoints: saving and resuming.
+        watchdog: ends the job when it hangs; None if it is turned off.
+    """
+
+    log_dir: Path
+    layout: ParallelLayout
+    metrics: MetricsLogger
+    control: RunControl
+    checkpoints: CheckpointManager
+    watchdog: Watchdog | None = None
+
+    def resume(self, cfg: DictConfig, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
+        """Continue from the checkpoint that ``exp_manager`` selects, if there is one. Log the job's config ``cfg``.
+
+        Raises:
+            ConfigError: it is a checkpoint of another kind of job, or of a run that began with another archive.
+            CheckpointMismatchError: it is another model's.
+        """
+        try:
+            state = self.checkpoints.resume(model, optimizer, self._require_same_run)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(
+                f"{error}. To train another model than that of this run, give another exp_manager.explicit_log_dir"
+            ) from error
+        if self.checkpoints.nemo is not None and self.checkpoints.nemo.tokenizer is not None:
+            cfg.model[TEXT_FORMAT] = self.checkpoints.nemo.tokenizer.format.to_config()  # for archives of checkpoints
+        # Not before: a start that is refused has nothing to do with what is here.
+        self.metrics.log_hyperparameters(cfg)
+        if state is not None:
+            self._warn_of_other_settings(state.get(RUN_SETTINGS) or {})
+            trainer.load_state_dict(state)
+
+    def note_format(self, written: TextFormat) -> None:
+        """Have the archives say how the texts are written that the model is trained on."""
+        nemo = self.checkpoints.nemo
+        if nemo is not None and nemo.tokenizer is not None:
+            nemo.tokenizer.format = nemo.tokenizer.format.followed_by(written)
+
+    def _require_same_run(self, path: Path, state: Mapping[str, Any]) -> None:
+        settings, own_settings = state.get(RUN_SETTINGS) or {}, self.checkpoints.run_settings or {}
+        before, now = job_of(settings), job_of(own_settings)
+        if None not in (before, now) and before != now:
+            raise ConfigError(
+                f"{path} is a checkpoint of {before}, and this is {now}: give each job a log directory of its own "
+                "(exp_manager.explicit_log_dir). To start from that checkpoint's weights, make an archive of it with "
+                "convert_checkpoint_to_nemo.py"
+            )
+        if (reason := why_another_base(settings, own_settings)) is not None:
+            raise ConfigError(
+                f"{path} cannot be continued: {reason}. To start a new run from the latter, give another "
+                "exp_manager.explicit_log_dir"
+            )
+
+    def _warn_of_other_settings(self, before: Mapping[str, str]) -> None:
+        changed = changed_settings(before, self.checkpoints.run_settings or {})
+        if changed and self.metrics.rank == 0:
+            logger.warning(
+                "the run continues with settings that differ from those of its checkpoint: %s. To start a new run with "
+                "them, give another exp_manager.explicit_log_dir",
+                some_of(changed, shown=10),
+            )
+
+    def close(self) -> int:
+        """Wait for the checkpoint and archive being written, and for the log; return the job's exit status.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        self.checkpoints.finish()
+        if self.control.status == EXIT_REQUEUE and dist.get_rank() == 0:
+            # Before the log is closed: that may wait for a network, and the process may be killed meanwhile.
+            write_requeue_file(self.log_dir, STOPPED_EARLY)
+        self.metrics.close(_WANDB_SECONDS_STOPPED if self.control.status == EXIT_REQUEUE else _WANDB_SECONDS)
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        return self.control.status
+
+
+def start_run(cfg: DictConfig) -> Run:
+    """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it).
+
+    Raises:
+        ConfigError: another job works in its log directory, it may not be written to, or machines see different ones.
+        NotWrittenError: there is no room in it.
+    """
+    layout = initialize_model_parallel(
+        int(cfg.model.tensor_model_parallel_size),
+        int(cfg.model.pipeline_model_parallel_size),
+        int(cfg.model.seed),
+        cfg.trainer.distributed_timeout_minutes,
+    )
+    log_dir = log_directory(cfg.exp_manager)
+    on_first_rank(lambda: hold_log_directory(log_dir, cfg.exp_manager.name))
+    require_shared(log_dir)
+    run_settings = settings_of_run(cfg)
+    if "data" in cfg.model and dist.get_rank() == 0:  # whose settings are saved and compared
+        run_settings |= digests_of_data(cfg.model.data)
+    return Run(
+        log_dir=log_dir,
+        layout=layout,
+        metrics=MetricsLogger.from_config(cfg.exp_manager, log_dir, dist.get_rank()),
+        control=RunControl(parse_duration(cfg.exp_manager.max_time_per_run)),
+        checkpoints=CheckpointManager(
+            log_dir / "checkpoints",
+            CheckpointSettings.from_config(cfg.exp_manager),
+            run_settings=run_settings,
+        ),
+        watchdog=start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
+    )
+
+
+def require_shared(log_dir: Path) -> None:
+    """Make sure that all machines see the same log directory: every rank writes its part of a checkpoint. Collective.
+
+    Raises:
+        ConfigError: some do not.
+    """
+    if is_on_one_machine():
+        return
+
+    def look() -> tuple[str, bool]:
+        deadline = time.monotonic() + _SHARED_SECONDS
+        while not (is_there := (log_dir / name).exists()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return socket.gethostname(), is_there
+
+    name = on_first_rank(lambda: Path(tempfile.mkdtemp(prefix="shared_", dir=log_dir)).name)
+    seen = on_every_rank(look, None)
+    if dist.get_rank() == 0:
+        (log_dir / name).rmdir()
+    if others := sorted({host for host, is_there in seen if not is_there}):
+        raise ConfigError(
+            f"the log directory {log_dir} is not the same folder on all machines: what rank 0 writes on {seen[0][0]} "
+            f"is not there on {some_of(others, shown=10)}. All ranks write checkpoints: set "
+            "exp_manager.explicit_log_dir to a folder on a file system that the machines share"
+        )
+
+
+def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
+    """The watchdog of a service that writes nothing else in its log directory. Collective.
+
+    Raises:
+        ConfigError: another job works there. Without a watchdog nothing is written, so any number of jobs may.
+    """
+    log_dir = log_directory(exp_manager)
+    if exp_manager.watchdog_minutes is not None:
+        on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
+    return start_watchdog(exp_manager.watchdog_minutes, log_dir)
+
+
+def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
+    """Start this rank's watchdog in a directory that is this job's alone; None: no watchdog.
+
+    ``minutes`` are ``exp_manager.watchdog_minutes``.
+    """
+    if minutes is None:
+        return None
+    channel = roles.channel()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if channel is None else (channel.rank, channel.size)
+    watchdog = Watchdog(log_dir, rank, size, float(minutes) * 60, failures.run, abort_job, failures.first)
+    watchdog.start()
+    return watchdog
+
+
+def training_batching(model: DictConfig, group: int = 1, micro_batch_size: int | None = None) -> MicroBatching:
+    """Micro batches of forward-backward passes, from the ``model`` section; ``group`` rows make an example.
+
+    ``micro_batch_size``, if given, replaces the section's.
+    """
+    examples = int(model.micro_batch_size) if micro_batch_size is None else micro_batch_size
+    return MicroBatching(examples * group, model.max_tokens_per_micro_batch, group)
+
+
+def forward_batching(section: DictConfig) -> MicroBatching:
+    """Micro batches of passes without gradients, from ``model.ppo`` of an actor or ``model`` of a service."""
+    return MicroBatching(int(section.forward_micro_batch_size), section.forward_max_tokens_per_micro_batch)
+
+
+def _announce_checkpoints(run: Run, base: BaseModel) -> None:
+    """Log how large checkpoints will be, before anything is trained that could not be saved. Collective."""
+    size = base.architecture.num_parameters * (base.dtype.itemsize + _BYTES_OF_STATE)
+    free = on_first_rank(lambda: shutil.disk_usage(run.log_dir).free)
+    logger.info("a checkpoint takes about %s; %s are free in %s", size_of(size), size_of(free), run.log_dir)
+    if free < size * _SURELY_NEEDED:
+        raise NotWrittenError(
+            f"a checkpoint takes about {size_of(size)}, and {size_of(free)} are free in {run.log_dir}: make room, or "
+            "give another exp_manager.explicit_log_dir"
+        )
+
+
+def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
+    """Log the model once; tell the checkpoints what their archives need, and what the run begins with. Collective.
+
+    Raises:
+        NotWrittenError: the disk has no room for a checkpoint.
+
+    For other errors see `base_of_run`.
+    """
+    config: Any = OmegaConf.to_container(base.config, resolve=True)
+    run.checkpoints.nemo = NemoExport(portable_config(config, base.architecture, cfg.trainer), base.tokenizer)
+    _announce_checkpoints(run, base)
+    began_with = on_first_rank(lambda: base_of_run(base.path, base.tokenizer))
+    run.checkpoints.run_settings = {**(run.checkpoints.run_settings or {}), **began_with}
+    logger.info(
+        "%s: %.1f M parameters, %s, %s", base.path, base.architecture.num_parameters / 1e6, base.dtype, run.layout
+    )

@@ -1,0 +1,121 @@
+"""What the checks of a job's settings read, and the keys that several of them use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import fields_of_job
+from nemo_style_aligner.models.restore import read_base_config
+
+TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
+GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
+LENGTH, POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
+ROLLOUT_RANKS = "trainer.ppo.rollout_devices"
+RESPONSES = ("model.ppo.num_rollout_samples", "trainer.ppo.num_rollouts_per_prompt")  # factors of those of a step
+
+
+@dataclasses.dataclass(frozen=True)
+class JobView:
+    """A job's config and surroundings, as the checks see them.
+
+    Attributes:
+        name: the job's YAML file, without its ending.
+        cfg: the config, its ``model`` section laid over the checkpoint's.
+        world_size: ranks of the job.
+        architecture: the model's shape; None if the checkpoint's config could not be read.
+        rank: this process's.
+    """
+
+    name: str
+    cfg: DictConfig
+    world_size: int
+    architecture: ModelArchitecture | None
+    rank: int = 0
+
+    def get(self, key: str) -> Any:
+        """The value of a key; None if it is not set."""
+        return OmegaConf.select(self.cfg, key)
+
+    def has(self, key: str) -> bool:
+        """Whether it is a key or a section of this job."""
+        return key in fields_of_job(self.name)
+
+    def show(self, *keys: str) -> str:
+        """``key=value`` of each key, for messages."""
+        return ", ".join(f"{key}={self.get(key)}" for key in keys)
+
+    @property
+    def is_actor(self) -> bool:
+        """Whether the job trains a policy by reinforcement learning, whatever the algorithm."""
+        return self.has("remote_critic_rm")
+
+    @property
+    def responses(self) -> int:
+        """Responses of a step of an actor."""
+        return int(self.get(RESPONSES[0])) * int(self.get(RESPONSES[1]))
+
+    @property
+    def shown_responses(self) -> str:
+        """What makes `responses` as many, for messages."""
+        return self.show(*(RESPONSES if self.get(RESPONSES[1]) != 1 else RESPONSES[:1]))
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Ranks that only generate."""
+        return int(self.get(ROLLOUT_RANKS) or 0)
+
+    @property
+    def training_ranks(self) -> int:
+        """Ranks that train."""
+        return self.world_size - self.rollout_ranks
+
+    @property
+    def only_generates(self) -> bool:
+        """Whether this rank only generates: it reads no data or training checkpoint, and its machine may have none."""
+        return self.rank >= self.training_ranks > 0
+
+    @property
+    def tp_size(self) -> int:
+        """The tensor-parallel size that the config asks for."""
+        return int(self.get(TP) or 1)
+
+    @property
+    def pp_size(self) -> int:
+        """The pipeline-parallel size that the config asks for."""
+        return int(self.get(PP) or 1)
+
+
+Check = Callable[[JobView], Iterator[str]]
+"""One line for each problem: key=value, why it cannot be, what to do."""
+
+
+def base_config(path: str | None, key: str) -> dict[str, Any]:
+    """The config that `read_base_config` reads.
+
+    Raises:
+        ValueError: in one line that begins with ``key``.
+    """
+    try:
+        return read_base_config(path, key)[1]
+    except (OSError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).splitlines())  # tarfile's error has a line for each compression
+        raise ValueError(text if text.startswith(key) else f"{key}={path}: {text}") from error
+
+
+def as_served(cfg: DictConfig) -> DictConfig:
+    """The config with which ``serve_reward_model.py`` would serve a reward model in the layout of an actor's job.
+
+    As in the critic's job, the attributes of a regression model are merged.
+    """
+    served = load_defaults("inference_rm")
+    for key in (TP, PP, "model.sequence_parallel", "trainer.precision"):
+        if (value := OmegaConf.select(cfg, key)) is not None:
+            OmegaConf.update(served, key, value)
+    served.model.regression.merge_attributes = True
+    return served

@@ -1,0 +1,100 @@
+"""Settings that define a run: a start with other values still continues the old run, which may surprise its user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.checkpoints.manifest import describe_file
+from nemo_style_aligner.checkpoints.nemo_archive import archive_identity
+from nemo_style_aligner.config.schema import may_change
+from nemo_style_aligner.data.datasets import data_source, load_data_prefix
+from nemo_style_aligner.data.tokenizer import Tokenizer
+
+_NOT_TRAINED_ON = ("model.data.data_prefix.validation", "model.data.data_prefix.test")
+
+_JOBS = (
+    ("trainer.sft.", "an SFT job"),
+    ("trainer.rm.", "a reward model job"),
+    ("model.ppo.", "a PPO actor job"),
+    ("trainer.ppo.", "a critic job"),  # an actor has this section as well
+)  # sections that tell jobs apart
+
+
+def job_of(settings: Mapping[str, str]) -> str | None:
+    """What kind of job was started with these settings (see `settings_of_run`); None if they do not say."""
+    return next((job for section, job in _JOBS if any(key.startswith(section) for key in settings)), None)
+
+
+def settings_of_run(cfg: DictConfig) -> dict[str, str]:
+    """The config values that all starts of a run should share, by dotted key; a run's checkpoints keep them.
+
+    These are all but those that the schema marks as free, secrets among them.
+    Interpolations are not resolved, so that a key that follows another is not reported beside it.
+    """
+    container: Any = OmegaConf.to_container(cfg, resolve=False)
+    leaves = {key: str(value) for key, value in _leaves(container) if key not in _NOT_TRAINED_ON}
+    return {key: value for key, value in leaves.items() if not may_change(key)}
+
+
+def digests_of_data(data: DictConfig) -> dict[str, str]:
+    """SHA-256 of each file that a run trains on, by name: with other contents it is not the same run either.
+
+    Args:
+        data: the section ``model.data``.
+    """
+    if "data_prefix" in data:
+        source = load_data_prefix(data.data_prefix).train
+    else:
+        source = data_source(data.train_ds.file_path, "model.data.train_ds.file_path")
+    return {f"SHA-256 of {path}": describe_file(path)["sha256"][:16] for path in source.paths}
+
+
+_BASE, _IDENTITY, _TOKENIZER = "base archive", "fingerprint of the base archive", "fingerprint of the tokenizer"
+
+
+def base_of_run(path: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """What a run's settings keep of the archive that it begins with: where it is, and fingerprints. Not collective.
+
+    For the errors see `archive_identity`.
+    """
+    return {_BASE: str(path), _IDENTITY: archive_identity(path)[:16], _TOKENIZER: tokenizer.fingerprint()}
+
+
+def why_another_base(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """What is another archive than that with which a run began; None if nothing is, or if they do not say.
+
+    The same archive may lie in another place.
+    """
+    if _IDENTITY not in before or _IDENTITY not in now or before[_IDENTITY] == now[_IDENTITY]:
+        return None
+    what = "another tokenizer and other" if before[_TOKENIZER] != now[_TOKENIZER] else "other"
+    return (
+        f"this run began with {before[_BASE]} (fingerprint {before[_IDENTITY]}); {now[_BASE]} (fingerprint "
+        f"{now[_IDENTITY]}) has {what} contents. Put the former back, or give its path if it was moved"
+    )
+
+
+def _leaves(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """``key=value (before: value)`` for each key whose values differ.
+
+    Keys that only one of them has are left out: they may be those of another version of this project. So are the places
+    of base archives, of which `why_another_base` compares the contents.
+    """
+    return [
+        f"{key}={value} (before: {before[key]})"
+        for key, value in now.items()
+        if key in before and before[key] != value and key != _BASE and not key.endswith("restore_from_path")
+    ]

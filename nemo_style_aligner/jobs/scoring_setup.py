@@ -1,0 +1,154 @@
+"""Builds what scores samples from the actor job's config: reward sources, and the critic where one is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head, require_weights
+from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.jobs.job_setup import Run, forward_batching
+from nemo_style_aligner.jobs.job_view import as_served
+from nemo_style_aligner.launch.ending import fail_job
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
+from nemo_style_aligner.rl.estimators import Estimator
+from nemo_style_aligner.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.rl.reward_config import build_reward_source, reward_specs
+from nemo_style_aligner.rl.reward_models import ModelRewards
+from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource
+from nemo_style_aligner.rl.rollouts.setup import shared_token
+from nemo_style_aligner.rl.scoring import Scorer
+from nemo_style_aligner.services.client import CriticClient
+from nemo_style_aligner.services.exactly_once.journal import CriticJournal
+from nemo_style_aligner.services.http_client import ClientLimits
+from nemo_style_aligner.services.http_connection import server_url
+from nemo_style_aligner.services.reward_client import RewardClient, SequencesToScore
+
+_INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted
+
+
+def build_scorer(
+    cfg: DictConfig, run: Run, estimator: Estimator, policy: BaseModel, sequences: SequencesToScore
+) -> Scorer:
+    """The reward source of the job, and its critic if the estimator needs values; no weights are read.
+
+    Args:
+        policy: whose responses are scored.
+        sequences: what they are.
+
+    Raises:
+        ConfigError, CheckpointMismatchError: a reward model in this job does not fit.
+    """
+    critic = build_remote_critic(cfg, run) if estimator.needs_values else None
+    models: list[ModelRewards] = []
+
+    def service() -> RewardSource:
+        if critic is not None and cfg.remote_critic_rm.combine_rm_and_critic_server:
+            return critic
+        return _reward_service(cfg)
+
+    def reward_model(path: str, key: str) -> ModelRewards:
+        models.append(_reward_model(cfg, policy, sequences, path, key))
+        return models[-1]
+
+    rewards = service() if cfg.trainer.ppo.rewards is None else _listed_rewards(cfg, service, reward_model)
+    timeouts = cfg.remote_critic_rm.timeouts
+    silence = 2 * sum(float(timeouts[key]) for key in ("total_seconds", "restart_seconds"))
+    described = "the rewards" if critic is None else "the critic and the rewards"
+    return Scorer(rewards, critic, silence, described, models)
+
+
+def _listed_rewards(
+    cfg: DictConfig, service: Callable[[], RewardSource], reward_model: Callable[[str, str], RewardSource]
+) -> RewardSource:
+    listed: Any = OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True)
+    functions = cfg.trainer.ppo.reward_functions
+    asks_others = any(spec.kind == "url" for spec in reward_specs(listed))
+    return build_reward_source(
+        listed,
+        service=service,
+        reward_model=reward_model,
+        limits=_limits(cfg),
+        token=shared_token(cfg) if asks_others else None,  # what asks nobody needs no secret
+        threads=functions.threads,
+        seconds=float(functions.seconds),
+    )
+
+
+def _reward_model(cfg: DictConfig, policy: BaseModel, sequences: SequencesToScore, path: str, key: str) -> ModelRewards:
+    """A reward model in this job, if it can score the sequences."""
+    base = open_base_model(path, as_served(cfg), key=key)
+    require_same_tokenizer(policy.path, base.path)
+    require_reward_head(base.path)
+    require_weights(base.path, base.architecture)
+    length = base.max_sequence_length
+    if sequences.max_length > length:
+        raise ConfigError(
+            f"{key}={path} takes sequences of at most {length} tokens, but this job's longest prompt and response may "
+            f"have {sequences.max_length} together: lower model.ppo.length_params.max_length or "
+            "trainer.ppo.trt_llm.max_input_len"
+        )
+    if sequences.vocab_size > base.architecture.vocab_size:
+        raise ConfigError(
+            f"{key}={path}: its token ids end at {base.architecture.vocab_size - 1}, those of this job at "
+            f"{sequences.vocab_size - 1}: give a reward model that was trained from the policy's base model"
+        )
+    head = RewardHeadConfig.from_model_config(base.config)
+    return ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
+
+
+def _reward_service(cfg: DictConfig) -> RewardSource:
+    """The reward model's service, where the critic's job does not have it."""
+    section = cfg.remote_critic_rm.reward_model
+    client = RewardClient(
+        server_url(section.ip, section.port),
+        section.name,
+        limits=_limits(cfg),
+        token=shared_token(cfg),
+        pad_to_length=cfg.remote_critic_rm.pad_to_length,
+    )
+    return RemoteRewards(client)
+
+
+def build_remote_critic(cfg: DictConfig, run: Run) -> RemoteCritic:
+    """The critic in its own job."""
+    section = cfg.remote_critic_rm
+    journal = CriticJournal(run.log_dir / "critic_journal")
+    client = build_critic_client(cfg)
+    return RemoteCritic(client, journal if dist.get_rank() == 0 else None, section.trained_critic)
+
+
+def _limits(cfg: DictConfig) -> ClientLimits:
+    """Of requests for scores."""
+    timeouts = cfg.remote_critic_rm.timeouts
+    return ClientLimits(
+        connect_s=float(timeouts.connect_seconds),
+        read_s=float(timeouts.read_seconds),
+        total_s=float(timeouts.total_seconds),
+        away_s=float(timeouts.restart_seconds),
+        internal_errors=_INTERNAL_ERRORS,
+    )
+
+
+def build_critic_client(cfg: DictConfig) -> CriticClient:
+    """This rank's client of the critic and reward service."""
+    limits, training = _limits(cfg), float(cfg.remote_critic_rm.timeouts.training_seconds)
+    train_limits = dataclasses.replace(
+        limits,
+        read_s=training / 2,
+        total_s=training,
+        too_slow="give it more ranks, or both sides more time for training and saving (the service's "
+        "command_timeout_seconds, and remote_critic_rm.timeouts.training_seconds here)",
+    )
+    return CriticClient(
+        cfg.remote_critic_rm,
+        token=shared_token(cfg),
+        infer_limits=limits,
+        train_limits=train_limits,
+        on_lost=fail_job,
+    )

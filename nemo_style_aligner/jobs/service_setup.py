@@ -1,0 +1,148 @@
+"""Builds the critic and reward services from their configs."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
+from nemo_style_aligner.checkpoints.random_states import random_states, set_random_states
+from nemo_style_aligner.jobs.job_setup import Run, forward_batching, training_batching
+from nemo_style_aligner.launch.initialization import bind_address
+from nemo_style_aligner.models.critic import Critic, RewardModel
+from nemo_style_aligner.models.frozen import FrozenWeights
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.kept_passes import keep_passes
+from nemo_style_aligner.models.nonfinite import NonFinitePolicy
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.parallel.groups import ParallelLayout, device
+from nemo_style_aligner.services.critic_service import CriticService, RewardService
+from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints, reward_endpoint
+from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.services.http_server import ConnectionLimits
+from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer, ScoringBackend
+from nemo_style_aligner.services.routes import HttpSettings
+from nemo_style_aligner.services.secret import resolve_token
+from nemo_style_aligner.training.run_control import RunControl
+
+
+def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
+    """Open the critic's port: the service is alive from now on, and ready once `serve` runs the backend."""
+    ppo = cfg.trainer.ppo
+    combined = bool(ppo.combine_rm_and_critic_server)
+    limits = _limits(base)
+    endpoints = critic_endpoints(limits, combined=combined, tokenize=base.tokenizer.text_as_trained)
+    http = _http_settings(ppo, "trainer.ppo")
+    return ModelServer(endpoints, http, _dispatch(ppo, run.layout, limits), device=device())
+
+
+def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel) -> ModelServer:
+    """Open a reward model's port; see `listen_as_critic`."""
+    head = RewardHeadConfig.from_model_config(cfg.model)
+    limits = _limits(base)
+    endpoints = reward_endpoint(
+        limits,
+        name=cfg.inference.model_name,
+        num_attributes=head.num_rewards,
+        tokenize=base.tokenizer.text_as_trained,
+    )
+    http = _http_settings(cfg.inference, "inference")
+    return ModelServer(endpoints, http, _dispatch(cfg.inference, layout, limits), device=device())
+
+
+def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:
+    """Build the critic, its optimizer and (if combined) the reward model, resumed if there is a checkpoint.
+
+    If combined, both start from the reward model's weights.
+    """
+    head = RewardHeadConfig.from_model_config(cfg.model, merge_attributes=True)
+    is_combined = bool(cfg.trainer.ppo.combine_rm_and_critic_server)
+    model = base.load(head=head, needs_head=is_combined)
+    reward_model, weights = None, None
+    if is_combined:
+        # Frozen before a checkpoint is loaded: the reward model never changes.
+        weights = FrozenWeights(model, cfg.model.rm_placement, lambda: base.build(head=head, trainable=False))
+        reward_model = RewardModel(weights, head, forward_batching(cfg.model))
+    schedule = Schedule.from_config(cfg.model.optim, int(cfg.trainer.ppo.max_steps))
+    ppo = cfg.trainer.ppo
+    nonfinite = NonFinitePolicy.from_config(ppo)
+
+    def make_optimizer() -> Optimizer:
+        clip, offload = float(ppo.gradient_clip_val or 0.0), bool(cfg.model.offload_adam_states)
+        return Optimizer(model, cfg.model.optim, schedule, clip, nonfinite, offload=offload)
+
+    critic = Critic(
+        model,
+        make_optimizer(),
+        head,
+        training_batching=training_batching(cfg.model),
+        global_batch_size=int(cfg.model.global_batch_size),
+        forward_batching=forward_batching(cfg.model),
+        loss_clip=float(cfg.model.loss_clip_val or 0.0),
+    )
+    keep_passes(model, weights, cfg.model.keep_activations, int(cfg.model.global_batch_size))
+    initial_random_states = random_states()
+    # The archive may be a language model's, which has no head: then nothing else keeps the head's initial values.
+    head_parameters = {name: p for name, p in model.gpt.named_parameters() if name.startswith("rm_head.")}
+    initial_head = {name: p.detach().clone() for name, p in head_parameters.items()}
+
+    def reset() -> None:
+        load_nemo_weights(base.path, model)
+        for name, values in initial_head.items():
+            head_parameters[name].data.copy_(values)
+        critic.optimizer = make_optimizer()
+        set_random_states(initial_random_states)
+
+    service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset)
+    run.resume(cfg, model, critic.optimizer, service)
+    schedule.warn_if_nothing_decays()
+    return service
+
+
+def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
+    """Build the service of a reward model that is never trained."""
+    head = RewardHeadConfig.from_model_config(cfg.model)
+    model = base.load(head=head, trainable=False, needs_head=True)
+    return RewardService(RewardModel(model, head, forward_batching(cfg.model)))
+
+
+def serve(server: ModelServer, backend: ScoringBackend, control: RunControl) -> int:
+    """Serve until a rank is asked to stop or the time is up; return the job's exit status, the same on every rank."""
+    control.begin()
+    control.watch_service(server.request_stop)
+    server.run(backend)
+    return control.service_status()
+
+
+def _limits(base: BaseModel) -> ModelLimits:
+    return ModelLimits(
+        max_sequence_length=base.max_sequence_length,
+        vocab_size=base.architecture.vocab_size,
+        tokenizer=base.tokenizer.fingerprint(),
+    )
+
+
+def _dispatch(section: DictConfig, layout: ParallelLayout, limits: ModelLimits) -> DispatchSettings:
+    sizes = section.inference_micro_batch_size  # NeMo-Aligner's configs may list several
+    return DispatchSettings(
+        max_batch_rows=(sizes if isinstance(sizes, int) else max(sizes)) * layout.dp_size,
+        max_queue_delay_microseconds=int(section.max_queue_delay_microseconds),
+        strip_sequence_length_to_multiple=section.strip_sequence_length_to_multiple,
+        max_sequence_length=limits.max_sequence_length,
+    )
+
+
+def _http_settings(section: DictConfig, key: str) -> HttpSettings:
+    """From the config's section at ``key``."""
+    return HttpSettings(
+        port=int(section.port),
+        host=bind_address(section.host),
+        section=key,
+        token=resolve_token(section.token, f"{key}.token"),
+        known_as=tuple(section.known_as),
+        max_body_bytes=int(section.max_body_bytes),
+        max_outstanding_requests=int(section.max_outstanding_requests),
+        infer_timeout_s=float(section.infer_timeout_seconds),
+        command_timeout_s=float(section.get("command_timeout_seconds", 3600)),
+        connections=ConnectionLimits(**section.connections),
+    )
