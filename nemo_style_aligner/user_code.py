@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +23,7 @@ class UserCodeError(UserError, ValueError):
     """A function of the user's cannot be loaded; the message says why."""
 
 
-def load_function(named: str, what: str) -> Callable[..., Any]:
+def load_function(named: str, what: str, takes: Sequence[str]) -> Callable[..., Any]:
     """Load the function that ``FILE.py:NAME`` names. The file is executed; it may import modules that lie beside it.
 
     A file is executed once in a process, however many of its functions are loaded.
@@ -29,9 +31,11 @@ def load_function(named: str, what: str) -> Callable[..., Any]:
     Args:
         named: the file and the function in it.
         what: where it is named, for messages: a config key or a command line's option.
+        takes: what it is called with, for messages; a callable object that is no function is not checked.
 
     Raises:
-        UserCodeError: there is no such file or function, everybody may write to it, or the file raises an error.
+        UserCodeError: there is no such file or function, everybody may write to it, the file raises an error, or the
+            function takes something else.
     """
     path, _, name = named.rpartition(":")
     file = Path(path)
@@ -42,9 +46,28 @@ def load_function(named: str, what: str) -> Callable[..., Any]:
     module = _load_module(file.resolve(), what)
     function = getattr(module, name, None)
     if not callable(function):
-        there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserCodeError(f"{what}={named}: {file} has no function {name}; it has {some_of(there) or 'none'}")
+        own = [key for key, value in vars(module).items() if _is_own(value, module) and not key.startswith("_")]
+        own.sort(key=lambda key: -difflib.SequenceMatcher(None, key, name).ratio())
+        raise UserCodeError(f"{what}={named}: {file} has no function {name}; it has {some_of(own) or 'none'}")
+    require_arguments(function, takes, f"{what}={named}")
     return function
+
+
+def _is_own(value: object, module: ModuleType) -> bool:
+    """Whether a module defines a callable itself, perhaps in a wrapper such as an `Estimator`, and imports it not."""
+    return callable(value) and getattr(getattr(value, "function", value), "__module__", None) == module.__name__
+
+
+def require_arguments(function: Callable[..., Any], takes: Sequence[str], what: str) -> None:
+    """Make sure that a function takes so many arguments; ``what`` it is, for the message. Raises `UserCodeError`."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of C code that does not say
+        return
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        raise UserCodeError(f"{what} takes {signature}, but is called with ({', '.join(takes)}): {error}") from error
 
 
 def _load_module(file: Path, what: str) -> ModuleType:

@@ -423,8 +423,16 @@ def test_keys_of_the_users_own_are_unknown_where_there_is_no_place_for_them(job:
 
 def test_a_key_in_the_wrong_section_is_found_by_its_name() -> None:
     cfg = composed("gpt_ppo_actor", "model.port=1", "trainer.ratio_eps=0.1")
-    with pytest.raises(ConfigError, match=r"trainer.ratio_eps; did you mean .*model.ppo.ratio_eps"):
+    with pytest.raises(ConfigError, match=r"trainer.ratio_eps; did you mean model.ppo.ratio_eps"):
         check_config(cfg, "gpt_ppo_actor")
+
+
+def test_keys_of_other_projects_are_known_by_what_they_mean_here() -> None:
+    cfg = composed("gpt_ppo_actor", "trainer.ppo.num_generations=8", "algorithm.adv_estimator=grpo")
+    with pytest.raises(ConfigError) as error:
+        check_config(cfg, "gpt_ppo_actor")
+    assert "num_generations; did you mean trainer.ppo.num_rollouts_per_prompt?" in str(error.value)
+    assert "adv_estimator; did you mean trainer.ppo.estimator?" in str(error.value)
 
 
 def test_architecture_keys_are_accepted_in_every_job() -> None:

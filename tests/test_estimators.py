@@ -264,6 +264,9 @@ def test_one_of_the_users(tmp_path: Path) -> None:
         "@estimator(needs_groups=False, whitens=True)\n"
         "def marked(step):\n"
         "    return step.spread(2 * step.rewards), None\n"
+        "@estimator()\n"
+        "def mark(step, gamma):\n"
+        "    return step.spread(step.rewards), None\n"
     )
     plain, marked = find_estimator(f"{file}:plain"), find_estimator(f"{file}:marked")
     assert (plain.name, plain.needs_values, plain.needs_groups, plain.whitens) == ("plain", False, True, False)
@@ -271,8 +274,12 @@ def test_one_of_the_users(tmp_path: Path) -> None:
     step = make_step(fp64(1, NAN, 3), [0, 0, 1], [2, 1, 1])
     assert plain(step)[0].tolist() == [1, 1, 0, 3]
     assert marked(step)[0].tolist() == [2, 2, 0, 6]
-    with pytest.raises(UserCodeError, match="no function other"):
-        find_estimator(f"{file}:other")
+    with pytest.raises(UserCodeError, match=r"mine.py has no function marke; it has marked, mark, plain$"):
+        find_estimator(f"{file}:marke")
+    with pytest.raises(
+        UserCodeError, match=r"estimator=.*mine.py:mark takes \(step, gamma\), but is called with \(step"
+    ):
+        find_estimator(f"{file}:mark")
 
 
 def test_names() -> None:

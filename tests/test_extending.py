@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_style_aligner.models.policy_losses import LossInput, LossSettings, policy_objective
+from nemo_style_aligner.models.policy_losses import LossInput, LossSettings, find_policy_loss, policy_objective
 from nemo_style_aligner.rl.estimators import StepRewards, find_estimator
-from nemo_style_aligner.rl.reward_functions import FunctionRewards
+from nemo_style_aligner.rl.reward_functions import FunctionRewards, load_reward_function
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.user_code import load_function
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -47,7 +46,7 @@ def test_estimator(file: Path) -> None:
 @pytest.mark.parametrize("advantage", [3.0, -3.0])
 def test_loss(file: Path, advantage: float) -> None:
     """Its gradient is PPO's where the policy has not moved, and 0 where the ratio is at the bound."""
-    loss: Callable[..., Any] = load_function(f"{file}:simple_policy_optimization", "trainer.ppo.policy_loss")
+    loss: Callable[..., Any] = find_policy_loss(f"{file}:simple_policy_optimization")
     settings = LossSettings(policy_loss=loss, clip_high=0.25)
     bound = 1.25 if advantage > 0 else 0.75
     logprobs = torch.tensor([1.0, bound]).log().requires_grad_()
@@ -59,7 +58,7 @@ def test_loss(file: Path, advantage: float) -> None:
 
 
 def test_reward_function(file: Path) -> None:
-    source = FunctionRewards(load_function(f"{file}:reward", "trainer.ppo.rewards"), "reward")
+    source = FunctionRewards(load_reward_function(f"{file}:reward", "trainer.ppo.rewards"), "reward")
     line = {"text": "2+2=", "answer": "4"}
     samples = [Sample(i, 0, line, [0, answer], 1, True, lambda ids: str(ids[0])) for i, answer in enumerate((4, 5))]
     right, wrong = source.score(samples).result(10)

@@ -200,11 +200,25 @@ def without_secrets(cfg: DictConfig) -> DictConfig:
     return copy
 
 
+# What TRL, verl and OpenRLHF call settings of ours, by the last part of their names.
+_ELSEWHERE = {
+    **dict.fromkeys(("num_generations", "n", "n_samples_per_prompt"), "num_rollouts_per_prompt"),
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"), "initial_policy_kl_penalty"),
+    **dict.fromkeys(("max_completion_length", "max_new_tokens", "generate_max_len"), "max_length"),
+    **dict.fromkeys(("learning_rate", "actor_lr", "actor_learning_rate"), "lr"),
+    **dict.fromkeys(("epsilon", "clip_ratio", "eps_clip", "cliprange"), "ratio_eps"),
+    **dict.fromkeys(("adv_estimator", "advantage_estimator"), "estimator"),
+    **dict.fromkeys(("reward_funcs", "reward_func"), "rewards"),
+}
+
+
 def _describe_unknown(unknown: Sequence[str], known: Sequence[str], job: str) -> str:
     lines = [f"conf/{job}.yaml has no such key{'s' if len(unknown) > 1 else ''}:"]
     for key in unknown:
-        alike = difflib.get_close_matches(key, known, n=2, cutoff=0.75)
-        same_name = [other for other in known if other.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+        name = key.rsplit(".", 1)[-1]
+        name = _ELSEWHERE.get(name, name)
+        same_name = [other for other in known if other.rsplit(".", 1)[-1] == name]
+        alike = [] if same_name else difflib.get_close_matches(key, known, n=2, cutoff=0.75)
         nearest = list(dict.fromkeys([*alike, *same_name]))[:3]
         hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
         lines.append(f"  {key}{hint}")

@@ -28,14 +28,13 @@ from nemo_style_aligner.jobs.job_view import (
     base_config,
 )
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.policy_losses import LOSSES
+from nemo_style_aligner.models.policy_losses import LOSSES, find_policy_loss
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.rl.estimators import ESTIMATORS, Estimator, find_estimator
 from nemo_style_aligner.rl.math_verifier import MathVerifier
 from nemo_style_aligner.rl.reward_config import REWARDS, RewardSpec, reward_specs
-from nemo_style_aligner.rl.reward_functions import require_arguments
+from nemo_style_aligner.rl.reward_functions import load_reward_function
 from nemo_style_aligner.rl.rollouts.setup import engine_size
-from nemo_style_aligner.user_code import UserCodeError, load_function
 
 _PPO_LENGTH = "model.ppo.length_params.max_length"
 _ESTIMATOR, _GROUP, _LOSS = "trainer.ppo.estimator", RESPONSES[1], "trainer.ppo.policy_loss"
@@ -237,12 +236,10 @@ def _estimator(view: JobView) -> Iterator[str]:
 def _policy_loss(view: JobView) -> Iterator[str]:
     loss, dual, high = str(view.get(_LOSS)), "trainer.ppo.dual_clip", "model.ppo.ratio_eps_high"
     is_users = loss not in LOSSES
-    if is_users and ":" not in loss:
-        yield f"{_LOSS}={loss}: choose {', '.join(LOSSES)}, or give a file and a function of yours, FILE.py:NAME"
-    elif is_users and not view.only_generates:
+    if is_users and not view.only_generates:
         try:
-            load_function(loss, _LOSS)
-        except UserCodeError as error:
+            find_policy_loss(loss, _LOSS)
+        except UserError as error:
             yield str(error)
     if view.get(dual) is not None and loss != "ppo" and not is_users:
         yield f"{view.show(dual, _LOSS)}: only ppo has this bound; set {dual}=null"
@@ -305,7 +302,7 @@ def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
     """A problem if what a source of rewards needs is not on this machine."""
     try:
         if spec.kind == "function":
-            require_arguments(load_function(spec.source, key), f"{key}={spec.source}")
+            load_reward_function(spec.source, key)
         elif spec.kind == "math_verify":
             MathVerifier()
     except UserError as error:

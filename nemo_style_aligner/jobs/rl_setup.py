@@ -24,7 +24,7 @@ from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.policy_losses import LOSSES, LossSettings
+from nemo_style_aligner.models.policy_losses import LossSettings, find_policy_loss
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.rl.experience import AdvantageSettings
 from nemo_style_aligner.rl.loop import RLTrainer
@@ -42,7 +42,6 @@ from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.services.reward_client import SequencesToScore
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
-from nemo_style_aligner.user_code import load_function
 
 
 def run_actor(cfg: DictConfig) -> int:
@@ -171,10 +170,10 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
 def loss_settings(cfg: DictConfig, advantages: AdvantageSettings) -> LossSettings:
     """What the policy's updates minimise."""
     trainer, model = cfg.trainer.ppo, cfg.model.ppo
-    named, low = str(trainer.policy_loss), float(model.ratio_eps)
+    low = float(model.ratio_eps)
     constant = trainer.loss_constant_length or model.length_params.max_length
     return LossSettings(
-        policy_loss=named if named in LOSSES else load_function(named, "trainer.ppo.policy_loss"),
+        policy_loss=find_policy_loss(trainer.policy_loss),
         clip_low=low,
         clip_high=low if model.ratio_eps_high is None else float(model.ratio_eps_high),
         dual_clip=trainer.dual_clip,

@@ -16,6 +16,7 @@ from nemo_style_aligner.config.schema import KLEstimator
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.functional import kl_penalty, segment_mean, sequence_ratios, spread
 from nemo_style_aligner.transfers import moved
+from nemo_style_aligner.user_code import load_function
 
 _TAKEN = {
     *("loss", "num_items", "num_tokens", "approximate_kl", "kl_loss", "scaled_entropy", "padding_efficiency"),
@@ -155,6 +156,22 @@ def reinforce(given: LossInput, settings: LossSettings) -> tuple[torch.Tensor, S
 
 
 LOSSES: dict[str, PolicyLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+
+
+def find_policy_loss(named: str, key: str = "trainer.ppo.policy_loss") -> PolicyLoss | str:
+    """A name in `LOSSES`, or a user's function, ``FILE.py:NAME``; ``key`` is the config's, for messages.
+
+    Raises:
+        PolicyLossError: there is none of this name.
+        UserCodeError: the file or its function cannot be loaded.
+    """
+    if named in LOSSES:
+        return named
+    if ":" not in named:
+        raise PolicyLossError(
+            f"{key}={named}: choose {', '.join(LOSSES)}, or give a file and a function of yours, FILE.py:NAME"
+        )
+    return load_function(named, key, ["given", "settings"])
 
 
 def _clipped(

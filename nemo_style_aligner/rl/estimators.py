@@ -17,7 +17,7 @@ import torch
 
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models import functional
-from nemo_style_aligner.user_code import load_function
+from nemo_style_aligner.user_code import load_function, require_arguments
 
 Estimate = tuple[torch.Tensor, torch.Tensor | None]
 """Advantages, fp32 [R], and returns, fp32 [R], which train the critic; None where there is none."""
@@ -249,8 +249,10 @@ def find_estimator(named: str, key: str = "trainer.ppo.estimator") -> Estimator:
             f"{key}={named}: there is no such estimator: choose one of {', '.join(ESTIMATORS)}, or give a file and a "
             "function of yours, FILE.py:NAME"
         )
-    function = load_function(named, key)
-    return function if isinstance(function, Estimator) else Estimator(function)
+    function = load_function(named, key, ["step"])
+    found = function if isinstance(function, Estimator) else Estimator(function)
+    require_arguments(found.function, ["step"], f"{key}={named}")
+    return found
 
 
 # ---- the estimators -----------------------------------------------------------------------------

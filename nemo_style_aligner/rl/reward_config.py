@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from nemo_style_aligner.config.loading import ConfigError
-from nemo_style_aligner.rl.reward_functions import DEFAULT_SECONDS, FunctionRewards, MathRewards
+from nemo_style_aligner.rl.reward_functions import DEFAULT_SECONDS, FunctionRewards, MathRewards, load_reward_function
 from nemo_style_aligner.rl.rewards import ExactMatch, RemoteRewards, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.services.http_client import ClientLimits
 from nemo_style_aligner.services.reward_client import RewardClient
-from nemo_style_aligner.user_code import load_function
 
 REWARDS = "trainer.ppo.rewards"
 
@@ -113,7 +112,7 @@ def build_reward_source(
             url, _, model = spec.source.rpartition("/")
             return RemoteRewards(RewardClient(url, model, limits=limits, token=token, setting=key))
         if spec.kind == "function":
-            function = load_function(spec.source, key)
+            function = load_reward_function(spec.source, key)
             return FunctionRewards(function, spec.source, seconds=seconds, max_parallel=threads)
         return reward_model(spec.source, key)
 

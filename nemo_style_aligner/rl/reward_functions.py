@@ -17,7 +17,7 @@ from nemo_style_aligner.rl.math_verifier import MAX_SECONDS, MathVerifier
 from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, fits_fp32, when_all
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.services.reward_client import SequencesToScore
-from nemo_style_aligner.user_code import UserCodeError, describe
+from nemo_style_aligner.user_code import describe, load_function, require_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 """``(prompt, response, line) -> reward``, ``def`` or ``async def``: two texts, and the prompt's line with all its keys;
 a number, or named parts of one: the reward is their sum, or the part ``reward`` where there is one."""
 
+_ARGUMENTS = ("prompt", "response", "line")
 DEFAULT_SECONDS = 60.0
 _COROUTINES = 64  # at once
 _MOST_HANGING = 8  # calls that are over their limit and still run
@@ -60,7 +61,7 @@ class FunctionRewards:
         seconds: float = DEFAULT_SECONDS,
         max_parallel: int | None = None,
     ) -> None:
-        require_arguments(function, f"the reward function {name}")
+        require_arguments(function, _ARGUMENTS, f"the reward function {name}")
         self._function, self._name, self._seconds = function, name, seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         if _is_coroutine_function(function):
@@ -199,21 +200,13 @@ def _run(call: concurrent.futures.Future[Any], function: RewardFunction, *args: 
         call.set_exception(error)
 
 
+def load_reward_function(named: str, what: str) -> RewardFunction:
+    """The function ``FILE.py:NAME``; ``what`` names it, for messages. Raises `UserCodeError`."""
+    return load_function(named, what, _ARGUMENTS)
+
+
 def _is_coroutine_function(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def require_arguments(function: RewardFunction, what: str) -> None:
-    """Make sure that a function takes what it gets; ``what`` it is, for the message. Raises `UserCodeError`."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function of C code that does not say
-        return
-    try:
-        signature.bind("", "", {})
-    except TypeError as error:
-        message = f"{what} takes {signature}, but is called with (prompt, response, line): {error}"
-        raise UserCodeError(message) from error
 
 
 def _as_number(reward: Any) -> float | None:

@@ -64,14 +64,13 @@ def main() -> None:
 
     # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
     from nemo_style_aligner.jobs.reward_function import RewardFunctionService, open_tokenizer
-    from nemo_style_aligner.rl.reward_functions import FunctionRewards
+    from nemo_style_aligner.rl.reward_functions import FunctionRewards, load_reward_function
     from nemo_style_aligner.services.routes import HttpSettings
-    from nemo_style_aligner.user_code import load_function
 
     configure_logging(level=getattr(logging, args.log_level.upper()), log_format=args.log_format)
     try:
         tokenizer = open_tokenizer(args.tokenizer)
-        function = load_function(args.function, "--function")
+        function = load_reward_function(args.function, "--function")
         service = RewardFunctionService(
             FunctionRewards(function, args.function, seconds=CALL_SECONDS, max_parallel=args.threads),
             tokenizer,

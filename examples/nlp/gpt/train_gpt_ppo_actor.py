@@ -1,6 +1,7 @@
 """The PPO actor: python train_gpt_ppo_actor.py pretrained_checkpoint.restore_from_path=sft.nemo ...
 
-The critic and reward service (serve_ppo_critic.py) must be running or starting.
+The critic and reward service (serve_ppo_critic.py) must be running or starting, unless
+trainer.ppo.estimator needs no critic and trainer.ppo.rewards names other sources.
 """
 
 try:

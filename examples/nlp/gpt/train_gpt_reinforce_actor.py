@@ -1,6 +1,7 @@
 """The REINFORCE actor: python train_gpt_reinforce_actor.py pretrained_checkpoint.restore_from_path=sft.nemo ...
 
-The reward service (serve_reward_model.py or serve_reward_function.py) must be running or starting; there is no critic.
+The reward service (serve_reward_model.py or serve_reward_function.py) must be running or starting,
+unless trainer.reinforce.rewards names other sources; there is no critic.
 """
 
 try:
