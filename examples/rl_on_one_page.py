@@ -3,7 +3,7 @@
     python examples/rl_on_one_page.py
 
 Nobody shows it an answer. It guesses, a function says which guesses were right, and what was right becomes likelier.
-It takes less than a minute on a CPU. The parts are those of the training jobs, here used as a library; jobs add many
+It takes a minute or two on a CPU. The parts are those of the training jobs, here used as a library; jobs add many
 ranks, large models, checkpoints and services (examples/nlp/gpt/train_gpt_ppo_actor.py).
 """
 
