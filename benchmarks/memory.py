@@ -31,8 +31,8 @@ from training_pass import OPTIM, Workload, add_batching_arguments, add_workload_
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.checkpoints.sharded_tensors import model_tensors
-from nemo_style_aligner.checkpoints.sharded_writing import prepare, snapshot
+from nemo_style_aligner.checkpoints.sharded_tensors import model_parts
+from nemo_style_aligner.checkpoints.sharded_writing import own_parts, snapshot
 from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.models import gpt, logprobs
 from nemo_style_aligner.models.actor import Actor
@@ -174,7 +174,7 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
         forward(model, batch, None, batching, lambda x, _: x, scoring=Scoring())
 
     def copy() -> None:
-        snapshot(prepare(model_tensors(model.gpt)))
+        snapshot(own_parts(model_parts(model.gpt)))
 
     static = settled(take_peak)
     measured = {"weights, gradients, Adam": static - start}
