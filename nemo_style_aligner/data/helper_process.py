@@ -41,6 +41,10 @@ class HelperProcess:
             )
         self.stream = self._connection.makefile("rwb")
 
+    def wait_at_most(self, seconds: float) -> None:
+        """From now on."""
+        self._connection.settimeout(seconds)
+
     def close(self) -> None:
         """End it."""
         self._process.kill()

@@ -10,17 +10,15 @@ import contextlib
 import importlib.util
 import json
 import logging
-import os
 import queue
 import resource
-import select
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
+from io import BufferedRWPair
 from typing import Any
 
 from nemo_style_aligner.data.answers import EXTRACTION, find_answer, is_right, right_answers
+from nemo_style_aligner.data.helper_process import HelperProcess
 from nemo_style_aligner.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -32,8 +30,7 @@ _MEMORY_BYTES = 4 << 30
 MAX_SECONDS = _START_SECONDS + 2 * _KILL_SECONDS
 """What verifying a response may take at most."""
 
-_ENVIRONMENT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH")  # of the variables, those that a process gets
-_START = "import sys; sys.path[:] = {path!r}; from {module} import _serve; _serve()"
+_READY = b"ready\n"
 
 
 class MathVerifyError(UserError, RuntimeError):
@@ -53,7 +50,7 @@ class MathVerifier:
     def __init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise MathVerifyError("math_verify needs the package of that name: pip install 'math-verify==0.9.*'")
-        self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[HelperProcess] = queue.SimpleQueue()
 
     def __call__(self, prompt: str, response: str, line: Mapping[str, Any]) -> dict[str, float]:
         """The reward of a response, as a reward function gives it; thread-safe.
@@ -77,64 +74,39 @@ class MathVerifier:
         return {"reward": float(verdict is not None and verdict["right"]), "undecided": float(verdict is None)}
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        """The verdict; None if the process has ended, is silent or gave up. Only the last of these is asked again."""
         try:
             process = self._idle.get_nowait()
         except queue.Empty:
-            process = _Process()
-        if process.send(question) and (verdict := process.answer(_KILL_SECONDS)) is not None:
-            self._idle.put(process)
-            return verdict if "right" in verdict or "problem" in verdict else None
-        process.kill()
-        return None
+            process = _started()
+        try:
+            process.stream.write(json.dumps(question).encode() + b"\n")
+            process.stream.flush()
+            verdict: dict[str, Any] = json.loads(process.stream.readline())
+        except (OSError, ValueError):
+            process.close()
+            return None
+        self._idle.put(process)
+        return verdict or None
 
     def close(self) -> None:
         """End the processes that are idle. Others end with this one."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self._idle.get_nowait().kill()
+                self._idle.get_nowait().close()
 
 
-class _Process:
-    """A process that answers one question at a time. It ends with its standard input, and so with this process."""
-
-    def __init__(self) -> None:
-        start = _START.format(path=sys.path, module=__name__)
-        # -I and the path: nothing is imported from the folder that the job was started in.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", start],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the job
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-        )
-        if self.answer(_START_SECONDS) is None:
-            self.kill()
-            raise MathVerifyError(f"a process that imports math-verify did not start within {_START_SECONDS:g} s")
-
-    def send(self, question: Mapping[str, Any]) -> bool:
-        """Whether the process took a question."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:  # it has ended
-            return False
-        return True
-
-    def answer(self, seconds: float) -> dict[str, Any] | None:
-        """Its answer; None if it has ended, or gives none in time."""
-        assert self._process.stdout is not None
-        is_there, _, _ = select.select([self._process.stdout], [], [], seconds)
-        line = self._process.stdout.readline() if is_there else b""
-        return json.loads(line) if line.endswith(b"\n") else None
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                stream.close() if stream is not None else None
-        self._process.wait()
+def _started() -> HelperProcess:
+    process = HelperProcess(__name__, _START_SECONDS)
+    try:
+        is_ready = process.stream.readline() == _READY
+    except OSError:
+        is_ready = False
+    if not is_ready:
+        process.close()
+        raise MathVerifyError(f"a process that imports math-verify did not start within {_START_SECONDS:g} s")
+    process.wait_at_most(_KILL_SECONDS)
+    return process
 
 
 # ---- in a process of its own --------------------------------------------------------------------
@@ -144,25 +116,29 @@ class _TooLongError(BaseException):
     """The time for a response is up. No error of Python's own, lest computer algebra catch it."""
 
 
-def _serve() -> None:
-    """Answer questions, until the job has ended, in whatever way."""
+def serve(stream: BufferedRWPair) -> None:
+    """Answer questions, until the other end is closed."""
     import math_verify
 
     logging.disable()  # of limits that are switched off, and of each expression that cannot be read
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     signal.signal(signal.SIGALRM, _raise_too_long)
-    answers, sys.stdout = sys.stdout, sys.stderr
-    print("{}", file=answers, flush=True)
-    for line in sys.stdin:
+    _write(stream, _READY)
+    while question := stream.readline():
         signal.alarm(_SECONDS)
         try:
-            verdict = _verdict(math_verify, **json.loads(line))
+            verdict = _verdict(math_verify, **json.loads(question))
         except (_TooLongError, MemoryError, RecursionError):
             verdict = {}
         finally:
             signal.alarm(0)
-        print(json.dumps(verdict), file=answers, flush=True)
+        _write(stream, json.dumps(verdict).encode() + b"\n")
+
+
+def _write(stream: BufferedRWPair, line: bytes) -> None:
+    stream.write(line)
+    stream.flush()
 
 
 def _raise_too_long(*_: object) -> None:
