@@ -207,7 +207,7 @@ class ModelArchitecture:
         sizes: dict[str, Any] = {key: _whole(cfg, key) for key in (*_SIZES, "kv_channels")}
         sizes["ffn_hidden_size"] = sizes["ffn_hidden_size"] or 4 * sizes["hidden_size"]
         sizes["num_query_groups"] = sizes["num_query_groups"] or sizes["num_attention_heads"]
-        numbers: dict[str, Any] = {key: _number(cfg, key) for key in _POSITIVE if cfg.get(key) is not None}
+        numbers: dict[str, Any] = {key: _number(cfg, key) for key in _POSITIVE if key in cfg}
         qkv_bias = "add_qkv_bias" if cfg.get("qkv_bias") is None else "qkv_bias"  # megatron's name and NeMo's
         return cls(
             **sizes,

@@ -669,7 +669,7 @@ def test_a_mistake_is_told_where_the_first_rank_is_late(is_told: bool, tmp_path:
     code = (
         "from pathlib import Path\n"
         "from nemo_style_aligner.config.loading import ConfigError\n"
-        "from nemo_style_aligner.parallel import ending\n"
+        "from nemo_style_aligner.launch import ending\n"
         f"ending.in_slurm_step = lambda _: {not is_told}\n"
         "ending._ANY_RANK_SECONDS = 0.1\n"
         "ending.install_excepthook()\n"
