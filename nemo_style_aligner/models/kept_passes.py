@@ -313,6 +313,7 @@ def keep_passes(model: MegatronModel, second: FrozenWeights | None, choice: Keep
     Raises:
         ValueError: ``choice`` is ``always``, but passes cannot be kept.
     """
+    model.kept_passes = None
     if choice == "never":
         return
     drops_out = bool(model.config.hidden_dropout or model.config.attention_dropout)
