@@ -2,7 +2,10 @@
 # make demo           from a base model to PPO, on a small model made from scratch: about 10 minutes on 2 cores
 # make demo-grpo      the same task by GRPO with the right answers as the reward: no reward model, no critic
 # make demo-smollm2   the same on SmolLM2-135M-Instruct and GSM8K questions
-# make test           the test suite: a quarter of an hour on 2 cores (TEST_PPO_STEP=1: also benchmarks that start jobs)
+# make check          what a developer runs between two edits: lint, and the tests that start no processes
+# make test           the test suite
+# make test-long      also what takes long: the same again at more layouts, under more launchers, on software devices; the
+#                     benchmarks (TEST_PPO_STEP=1: also those that start jobs)
 # make test-lowest    the test suite with the lowest versions that pyproject.toml allows (PYTHON=python3.10: also of Python)
 # make bench          the benchmarks, also of OpenVINO GenAI, Hugging Face and TRL: hours on 2 cores, see docs/performance.md
 # make faults         fault injection: PPO jobs are killed, disconnected, left without disk; 20 trials (FAULT_TRIALS=20)
@@ -35,7 +38,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-smollm2 bench faults attack test test-lowest test-gpu test-smollm2 test-slurm lint clean
+.PHONY: install demo demo-grpo demo-smollm2 bench faults attack check test test-long test-lowest test-gpu test-smollm2 test-slurm lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -91,8 +94,14 @@ bench: $(BENCH_STAMP)
 	        if [ $$status -gt $$worst ]; then worst=$$status; fi; }; ) \
 	exit $$worst
 
+check: lint
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' $(PYTEST_FLAGS)
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_FLAGS)
+
+test-long:
+	TEST_LONG=1 $(MAKE) test
 
 test-lowest:
 	$(MAKE) .venv-lowest/bin/python VENV=.venv-lowest
@@ -105,7 +114,7 @@ faults: $(STAMP)
 	FAULT_TRIALS=$${FAULT_TRIALS:-20} $(BIN)/python -m pytest -q -s tests/test_faults.py $(PYTEST_FLAGS)
 
 attack: $(STAMP)
-	ATTACK_ROUNDS=$${ATTACK_ROUNDS:-5} $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS) \
+	TEST_LONG=1 ATTACK_ROUNDS=$${ATTACK_ROUNDS:-5} $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS) \
 	    tests/attack tests/test_secret.py tests/test_service_limits.py
 
 test-smollm2: $(SMOLLM2_STAMP)

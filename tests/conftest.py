@@ -42,6 +42,16 @@ SLOWEST_FILES = (
     "test_watchdog.py",
     "test_launch.py",
 )
+# Files that `make check` leaves out, beside those above: they start processes, or compute for seconds.
+SLOW_FILES = (
+    *("test_config_checks.py", "test_cpu_support.py", "test_demo.py", "test_engines_and_trainer.py", "test_gguf.py"),
+    *("test_generation_embedded.py", "test_generation_lifecycle.py", "test_generation_native.py"),
+    *("test_generation_torch_step.py", "test_generation_triton.py", "test_reward_function.py", "test_service.py"),
+    *("test_service_clients.py", "test_service_limits.py", "test_staleness.py", "test_tokenized.py"),
+    *("test_triton_kernels.py", "test_trtllm_sidecar.py", "test_software_cuda.py"),
+    *("test_hostile_checkpoints.py", "test_hostile_files.py", "test_hostile_wire.py", "test_neighbours.py"),
+    *("test_protocol_fuzz.py", "test_second_user.py"),
+)
 
 
 def pytest_report_header() -> str | None:
@@ -55,9 +65,14 @@ def pytest_report_header() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first. Within a file the order stays."""
+    """Slow files first. Within a file the order stays. What takes long is skipped unless it is asked for."""
     places = {name: place for place, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    for item in items:
+        if item.path.name in (*SLOWEST_FILES, *SLOW_FILES):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("long") and not os.environ.get("TEST_LONG"):
+            item.add_marker(pytest.mark.skip(reason="NOT TESTED: takes long; make test-long does (TEST_LONG=1)"))
 
 
 @pytest.fixture(params=[1, 3])

@@ -26,6 +26,8 @@ from job_processes import ROOT, Job, environment, run
 
 from nemo_style_aligner.architecture import ModelArchitecture
 
+pytestmark = pytest.mark.long
+
 TEST_PPO_STEP = bool(os.environ.get("TEST_PPO_STEP"))
 
 SPREAD = {"median", "min", "max"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -51,3 +52,21 @@ def test_nobody_imports_a_script() -> None:
     names = [".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in SCRIPTS]
     imported = {name for path in PACKAGE.glob("**/*.py") for name in imports(ast.parse(path.read_text()))}
     assert not [name for name in imported if any(f"{name}.".startswith(f"{script}.") for script in names)]
+
+
+def _is_there(module: str, attribute: str) -> bool:
+    return hasattr(importlib.import_module(module), attribute) or bool(
+        importlib.util.find_spec(f"{module}.{attribute}")
+    )
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_scripts_import_what_there_is(folder: str) -> None:
+    """What a script imports of the package, wherever in it, without running it."""
+    missing = []
+    for path in (REPOSITORY / folder).glob("**/*.py"):
+        for name in imports(ast.parse(path.read_text())):
+            module, _, attribute = name.rpartition(".")
+            if module.startswith("nemo_style_aligner") and not _is_there(module, attribute):
+                missing.append(f"{path.relative_to(REPOSITORY)} imports {name}")
+    assert not missing

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 CPU = torch.device("cpu")
 
 
+@pytest.mark.long
 def test_interpreted_kernels_equal_torch(tmp_path: Path) -> None:
     """Kernels, and engines with them."""
     script = Path(__file__).with_name("interpreted_kernels.py")
@@ -74,6 +75,7 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
         operations.attention_of(batch)(qkv, norms, qkv, True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "architectures"), [(80, [LLAMA]), (90, [LLAMA, BIASED, NORMED_HEADS]), (100, [LLAMA])]
 )

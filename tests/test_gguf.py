@@ -604,6 +604,7 @@ def test_smollm2_tokenizer_splits_digits_and_keeps_the_chat_template(tmp_path: P
     assert tokenizer.eos_token == "<|im_end|>"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_smollm2_has_the_logits_of_transformers_own_loader() -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

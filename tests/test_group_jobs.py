@@ -241,6 +241,7 @@ def test_killed_and_resumed_is_as_if_never_killed(
     require_same_end(tmp_path, done)
 
 
+@pytest.mark.long
 def test_own_estimator_loss_and_reward_a_step_ahead(flags: Callable[..., list[str]], tmp_path: Path) -> None:
     """The examples of docs/extending.md; one rank trains, another generates; killed and resumed, too."""
 
@@ -372,6 +373,7 @@ def test_a_missing_reward_ends_the_job(failing: Callable[[str], list[str]], tmp_
 # ---- services -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_reinforce_against_a_reward_model_and_a_function_that_comes_back(
     artefacts: Artefacts, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:

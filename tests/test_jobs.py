@@ -294,6 +294,7 @@ def test_tutorial_pair(tutorial_actor: tuple[Path, str], tutorial_critic: tuple[
     assert len(read_metrics(critic_log)["train/loss"]) >= 4  # two updates per step
 
 
+@pytest.mark.long
 def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) -> None:
     """The flags of the tutorial's Slurm script and its TensorRT-LLM section; tensor parallel, with the queue."""
     critic_flags = (
@@ -366,6 +367,7 @@ def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) 
 # ---- other layouts and services -----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
     """serve_reward_model.py beside the critic; PP 2, critic warm-up, two PPO epochs; int8 rollouts, corrected for.
 
@@ -689,6 +691,7 @@ def test_evaluation_asks_and_compares_as_ppo_does(artefacts: Artefacts, monkeypa
 # ---- generation beside training -----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_rollouts_a_step_ahead(artefacts: Artefacts, tmp_path: Path) -> None:
     """Two ranks train, one generates. When that one is killed the job ends; started again it trains on the responses
     that the checkpoint has, made with weights that are gone."""
@@ -805,6 +808,7 @@ def kill_a_rank(actor: Job, rank: int, log_dir: Path) -> None:
         actor.kill()
 
 
+@pytest.mark.long
 def test_killed_and_resumed_is_as_if_never_killed(artefacts: Artefacts, tmp_path: Path) -> None:
     """One rank of the actor is killed: the job ends within seconds. Critic and actor, started again, go on from their
     checkpoints. The actor is asked to stop, between two saves or in the middle of a step, and started again. They end

@@ -172,6 +172,7 @@ def test_threads_of_a_rank(
     assert os.environ["OMP_NUM_THREADS"] == str(expected)
 
 
+@pytest.mark.long
 def test_products_of_fp32_are_computed_in_fp32() -> None:
     """In NVIDIA's images, too; and torch has no word to say about the names that this goes by."""
     code = (
@@ -600,6 +601,7 @@ wait
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
 def test_ranks_of_two_machines_that_call_themselves_loopback(script: Path) -> None:
     """Machines are networks and host names of their own, on this one. Their default route leads to other networks."""
@@ -812,6 +814,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("ps") is None, reason="ps is not installed")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -> None:
@@ -885,6 +888,7 @@ except BaseException:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("by", "phase"),
     [
@@ -933,6 +937,7 @@ def test_a_stopped_job_asks_to_be_started_again(tmp_path: Path, by: str, phase: 
         assert output.count("saved because received SIG") == 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("ps") is None, reason="ps is not installed")
 @pytest.mark.parametrize("by", ["torchrun", pytest.param("mpirun", marks=needs_mpi)])
 def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, by: str) -> None:
@@ -959,6 +964,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path, by: str) ->
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", ["python", "nohup"])
 def test_a_job_whose_terminal_is_closed_saves_and_ends_unless_nohup_keeps_it(tmp_path: Path, by: str) -> None:
     path, log_dir = tmp_path / "script.py", tmp_path / "log"

@@ -151,6 +151,7 @@ def rollouts(folder: Path) -> Callable[[str], dict[str, torch.Tensor]]:
     return lambda name: load_file(folder / f"rollouts_{name}.safetensors")
 
 
+@pytest.mark.long
 def test_rollouts_are_worth_comparing(rollouts: Callable[[str], dict[str, torch.Tensor]]) -> None:
     batch = rollouts("static")
     assert len(batch["lengths"]) == NUM_SAMPLES
@@ -162,6 +163,7 @@ def test_rollouts_are_worth_comparing(rollouts: Callable[[str], dict[str, torch.
     assert batch["rewards"].std() > 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: way.name)
 def test_rollouts_are_the_same(rollouts: Callable[[str], dict[str, torch.Tensor]], way: Any) -> None:
     """With and without the queue, on one rank or more, whatever the batches, the engine, its memory and its layout."""

@@ -25,7 +25,7 @@ TIMEOUT = 240.0
 SMALL = ("trainer.ppo.generation.num_slots=4", "model.ppo.num_rollout_samples=8", "trainer.ppo.val_check_interval=0")
 SOFTWARE = ROOT / "tests" / "software_cuda"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: the software devices are NOT tested"),
     pytest.mark.skipif(

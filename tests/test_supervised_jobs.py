@@ -95,6 +95,7 @@ def long_sft(artefacts: Artefacts, log_dir: Path) -> Job:
     )
 
 
+@pytest.mark.long
 def test_stopped_and_resumed_is_as_if_never_stopped(artefacts: Artefacts, tmp_path: Path) -> None:
     """SIGTERM in the middle: a checkpoint after the present step, status 75; then the same numbers to the last bit."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
@@ -174,6 +175,7 @@ def test_a_run_is_not_continued_with_another_archive(artefacts: Artefacts, tmp_p
 # ---- regression, two attributes, over the wire --------------------------------------------------
 
 
+@pytest.mark.long
 def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
     """Trained with TP 2 and sequence parallelism under mpirun, average pooling; served on one rank."""
     lines = []

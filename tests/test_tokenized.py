@@ -184,6 +184,7 @@ def test_errors_are_those_of_one_process(
     assert said[0] == said[1] and not [entry for entry in cache.iterdir() if entry.suffix == ""]
 
 
+@pytest.mark.long
 def test_processes_that_die_leave_their_part_to_this_one(cache: Path, folder: Path, tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "data.jsonl", load_tokenizer(folder)
     write_jsonl(path, rows_of("comparisons"))
@@ -236,6 +237,7 @@ def show(path: Path, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
 
 
+@pytest.mark.long
 def test_one_process_of_a_machine_tokenizes_and_the_others_wait(cache: Path, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     write_jsonl(path, rows_of("sft", 300, 3700))  # large for processes that nothing has been changed in
@@ -253,6 +255,7 @@ def test_one_process_of_a_machine_tokenizes_and_the_others_wait(cache: Path, fol
     assert [entry.suffix for entry in cache.iterdir()] == [""]
 
 
+@pytest.mark.long
 def test_a_job_that_is_started_again_learns_the_same(cache: Path, artefacts: Artefacts, tmp_path: Path) -> None:
     """On two ranks, with the same losses and warnings."""
     path = tmp_path / "data.jsonl"

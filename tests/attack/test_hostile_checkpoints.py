@@ -389,6 +389,7 @@ def test_a_file_that_is_one_big_hole_is_not_read(small: Path, attack_count: Call
 # ---- damage -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_file_cut_at_any_byte_is_refused(small: Path, tmp_path: Path, attack_count: Callable[..., None]) -> None:
     metadata, states = small / "state" / ".metadata", tmp_path / "states.json"
     tried = 0
@@ -418,6 +419,7 @@ def test_a_file_cut_at_any_byte_is_refused(small: Path, tmp_path: Path, attack_c
     attack_count("files cut short", tried=tried, refused=tried)
 
 
+@pytest.mark.long
 def test_changed_bytes_are_refused_or_change_nothing_but_numbers(
     small: Path, tmp_path: Path, attack_count: Callable[..., None]
 ) -> None:
