@@ -472,11 +472,12 @@ def test_secrets_functions_and_temporary_files(
     assert as_user(VICTIM, lambda: read_secret(ground / "home" / "link").value) == secret
 
     as_user(VICTIM, lambda: (shared / "own.py").write_text("def reward(prompt, response, line):\n    return 1.0\n"))
+    takes = ["prompt", "response", "line"]
     for name in ("reward.py", "own.py", "mine/reward.py"):  # own.py: what it imports would be looked for beside it
         with pytest.raises(UserCodeError, match="would be executed, but"):
-            as_user(VICTIM, lambda name=name: load_function(f"{shared / name}:reward", "rewards") and None)
+            as_user(VICTIM, lambda name=name: load_function(f"{shared / name}:reward", "rewards", takes) and None)
     as_user(VICTIM, lambda: shutil.copytree(mine, ground / "home" / "own", symlinks=True))
-    as_user(VICTIM, lambda: load_function(f"{ground}/home/own/reward.py:reward", "rewards") and None)
+    as_user(VICTIM, lambda: load_function(f"{ground}/home/own/reward.py:reward", "rewards", takes) and None)
 
     (ground / "open").mkdir()
     (ground / "open").chmod(0o777)

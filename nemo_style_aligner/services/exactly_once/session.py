@@ -273,8 +273,9 @@ class CriticWatch:
         away_since: float | None = None
         last_line = 0.0
         while not self._stopped.is_set():
-            is_woken = self._wake.wait(_WATCH_SECONDS * random.uniform(0.5, 1.5))
-            self._wake.clear()
+            self._wake.wait(_WATCH_SECONDS * random.uniform(0.5, 1.5))
+            if is_woken := self._wake.is_set():  # a call of `wake` after this line is for the next round
+                self._wake.clear()
             if self._stopped.is_set():
                 return
             instance = self._ask()
