@@ -234,7 +234,16 @@ class Service(Section):
 # ---- supervised jobs ----------------------------------------------------------------------------
 
 
-class SupervisedLoop(Section):
+class Updates(Section):
+    gradient_clip_val: Number | None = 1.0  # largest gradient norm; 0: no clipping
+    # NaN or Inf in the loss or the gradients. stop: the job ends with an error before the update is applied; skip: the
+    # update is left out, logged with its samples and counted (metric skipped_updates).
+    on_nonfinite: Free[Action] = "stop"
+    # With skip: more skipped updates in a row than this end the job.
+    max_consecutive_skips: Free[CountFrom0] = 10
+
+
+class SupervisedLoop(Updates):
     max_epochs: Count = 1  # passes over the training data
     max_steps: Steps = -1  # updates of the whole run, over all restarts; -1: as many as max_epochs allows
     # Updates between validations; 0: none; a float up to 1.0: a fraction of the run.
@@ -242,12 +251,6 @@ class SupervisedLoop(Section):
     # Updates between checkpoints; 0: only at the end and when stopped; a float up to 1.0: a fraction of the run.
     save_interval: Free[IntervalOrShare | None] = of("${.val_check_interval}")
     limit_val_batches: Free[IntervalOrShare] = 1.0  # global batches per validation; up to 1.0: a fraction of the data
-    gradient_clip_val: Number | None = 1.0  # largest gradient norm; 0: no clipping
-    # NaN or Inf in the loss or the gradients. stop: the job ends with an error before the update is applied; skip: the
-    # update is left out, logged with its samples and counted (metric skipped_updates).
-    on_nonfinite: Free[Action] = "stop"
-    # With skip: more skipped updates in a row than this end the job.
-    max_consecutive_skips: Free[CountFrom0] = 10
 
 
 class SFTTrainer(Trainer):
@@ -405,16 +408,10 @@ class RewardService(Section):
 # ---- the critic ---------------------------------------------------------------------------------
 
 
-class CriticLoop(Service):
+class CriticLoop(Service, Updates):
     command_timeout_seconds: Free[Seconds] = 3600  # the same as infer_timeout_seconds for training and saving
     combine_rm_and_critic_server: bool = True  # serve the reward model too: rewards come with the values
     max_steps: Steps = 10000  # length of the learning rate schedule, in critic updates
-    gradient_clip_val: Number | None = 1.0  # largest gradient norm; 0: no clipping
-    # NaN or Inf in the loss or the gradients. stop: the job ends with an error before the update is applied; skip: the
-    # update is left out, logged with its samples and counted (metric skipped_updates).
-    on_nonfinite: Free[Action] = "stop"
-    # With skip: more skipped updates in a row than this end the job.
-    max_consecutive_skips: Free[CountFrom0] = 10
 
 
 class CriticTrainer(Trainer):
@@ -535,19 +532,16 @@ class BatchIterator(Section):
     wait_seconds: Seconds = 3600
 
 
-class ActorLoop(Section):
+class ActorLoop(Updates):
     max_epochs: Count = 1  # passes over the training prompts
     max_steps: Steps = -1  # steps of the whole run, over all restarts; -1: as many as max_epochs allows
     val_check_interval: Free[Interval | None] = 10  # steps between validations; 0: none
     # Steps between checkpoints; 0: only at the end and when stopped.
     save_interval: Free[Interval | None] = of("${.val_check_interval}")
-    gradient_clip_val: Number | None = 1.0  # largest gradient norm; 0: no clipping
     # NaN or Inf in loss, gradients, rewards, values or log-probs. stop: the job ends with an error before an update is
     # applied; skip: the update is skipped (counted in metric skipped_updates), or the samples are left out (metric
     # nonfinite_samples), and the log names the samples.
     on_nonfinite: Free[Action] = "stop"
-    # With skip: more skipped updates in a row than this end the job.
-    max_consecutive_skips: Free[CountFrom0] = 10
     # Rounds of rollouts in which only the critic learns, before the first policy update.
     critic_warmup_steps: CountFrom0 = 0
     num_ppo_epochs: Count = 1  # passes over each step's rollouts in the policy's training; the critic makes one
