@@ -13,9 +13,6 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "nemo_style_aligner"
 FLOORS = re.findall(r"^\| `(\w+)/` \|", (REPOSITORY / "docs" / "architecture.md").read_text(), re.MULTILINE)
 
-# What users start, and nobody imports: it may import what it likes.
-SCRIPTS = [PACKAGE / "data" / "show.py"]
-
 
 def floor(part: str) -> int:
     return FLOORS.index(part) if part in FLOORS else len(FLOORS)  # single files lie below all folders
@@ -41,17 +38,10 @@ def test_imports_go_downwards(folder: str) -> None:
     upwards = [
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path in (PACKAGE / folder).glob("**/*.py" if folder else "[!_]*.py")
-        if path not in SCRIPTS
         for name in imports(ast.parse(path.read_text()))
         if name.startswith("nemo_style_aligner.") and floor(name.split(".")[1]) < floor(folder)
     ]
     assert not upwards
-
-
-def test_nobody_imports_a_script() -> None:
-    names = [".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in SCRIPTS]
-    imported = {name for path in PACKAGE.glob("**/*.py") for name in imports(ast.parse(path.read_text()))}
-    assert not [name for name in imported if any(f"{name}.".startswith(f"{script}.") for script in names)]
 
 
 def _is_there(module: str, attribute: str) -> bool:

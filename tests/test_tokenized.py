@@ -233,7 +233,17 @@ def test_a_cache_that_cannot_be_costs_only_the_cache(
 
 
 def show(path: Path, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "nemo_style_aligner.data.show", str(path), "--model", str(folder), "--job=sft"]
+    command = [
+        sys.executable,
+        "-m",
+        "nemo_style_aligner.cli",
+        "data",
+        "show",
+        str(path),
+        "--model",
+        str(folder),
+        "--job=sft",
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
 
 

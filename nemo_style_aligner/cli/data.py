@@ -1,21 +1,12 @@
-"""Show lines of a data file as a job sees them: the tokens, which of them are learnt, how texts begin and end.
-
-    python -m nemo_style_aligner.data.show FILE --model base.nemo [KEY=VALUE ...]
-
-The file goes through the code of the job that would read it (--job, or what the lines' keys say), with that job's
-config and any of its keys (model.data.train_ds.add_eos=False). What the code leaves out, cuts off or reads as
-something else is logged, as in the job.
-"""
+"""``nsa data``: data files as a job sees them."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_style_aligner.arguments import HelpFormatter
+import click
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -27,38 +18,40 @@ if TYPE_CHECKING:
 
 _JOBS = {"sft": "gpt_sft", "rm": "training_rm", "ppo": "gpt_ppo_actor"}
 
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_style_aligner.data.show", description=__doc__, formatter_class=HelpFormatter
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", help="JSON lines")
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="PATH", help="a .nemo archive, or a folder with a tokenizer"
-    )
-    parser.add_argument("--job", choices=tuple(_JOBS), help="which job reads the file (default: by the lines' keys)")
-    parser.add_argument("--example", type=int, default=1, metavar="N", help="the first one to show, counted from 1")
-    parser.add_argument("--count", type=int, default=1, metavar="N", help="how many to show")
-    parser.add_argument("--tokens", action="store_true", help="also each token, on a line of its own")
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the job's config")
-    options = parser.parse_intermixed_args(arguments)
-    if options.example < 1 or options.count < 1:
-        parser.error("--example and --count: give at least 1")
-
-    from nemo_style_aligner.errors import UserError
-    from nemo_style_aligner.telemetry.log_lines import configure_logging
-
-    configure_logging(0)
-    try:
-        _show(options)
-    except (UserError, FileNotFoundError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except BrokenPipeError:
-        sys.stderr.close()
+_EXAMPLES = """\b
+Examples:
+  nsa data show train_sft.jsonl --model base.nemo
+  nsa data show train_sft.jsonl --model base.nemo --example 7 --tokens
+  nsa data show comparisons.jsonl --model sft.nemo --job rm model.data.append_eod=True
+"""
 
 
-def _show(options: argparse.Namespace) -> None:
+@click.group()
+def command() -> None:
+    """Look at data files as a job sees them."""
+
+
+@command.command(epilog=_EXAMPLES)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("keys", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, path_type=Path),
+    required=True,
+    help="A .nemo archive, or a folder with a tokenizer.",
+)
+@click.option("--job", type=click.Choice(tuple(_JOBS)), help="Which job reads the file.  [default: by the lines' keys]")
+@click.option("--example", type=click.IntRange(min=1), default=1, help="The first one to show.")
+@click.option("--count", type=click.IntRange(min=1), default=1, help="How many to show.")
+@click.option("--tokens", is_flag=True, help="Also each token, on a line of its own.")
+def show(
+    file: Path, keys: tuple[str, ...], model: Path, job: str | None, example: int, count: int, tokens: bool
+) -> None:
+    """Show examples of FILE as a job sees them, and count over all of it.
+
+    The file goes through the code of the job that would read it, with that job's config and any of its keys
+    (KEY=VALUE). What that code leaves out, cuts off or reads as something else is logged, as in the job.
+    """
     from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
     from nemo_style_aligner.data.datasets import load_data_prefix
     from nemo_style_aligner.data.examples import shown, summary, texts_of
@@ -66,29 +59,31 @@ def _show(options: argparse.Namespace) -> None:
     from nemo_style_aligner.data.tokenizer import load_tokenizer
     from nemo_style_aligner.jobs.supervised_setup import reward_dataset, sft_dataset
     from nemo_style_aligner.rl.rollouts.prompts import prompt_dataset
+    from nemo_style_aligner.telemetry.log_lines import configure_logging
 
-    is_archive = options.model.is_file() or (options.model / "model_config.yaml").is_file()
-    tokenizer = (load_nemo_tokenizer if is_archive else load_tokenizer)(options.model)
-    job = options.job or _job_of(options.file)
-    cfg = _config(_JOBS[job], options)
+    configure_logging(0)
+    is_archive = model.is_file() or (model / "model_config.yaml").is_file()
+    tokenizer = (load_nemo_tokenizer if is_archive else load_tokenizer)(model)
+    job = job or _job_of(file)
+    cfg = _config(_JOBS[job], file, keys)
     dataset: Dataset[Any]
     if job == "sft":
         dataset, written = sft_dataset(cfg, "train_ds", tokenizer)
     else:
         source = load_data_prefix(cfg.model.data.data_prefix).train
         dataset, written = (reward_dataset if job == "rm" else prompt_dataset)(cfg, source, tokenizer)
-    last = min(options.example + options.count - 1, len(dataset))
-    if options.example > last:
-        raise DataError(f"{options.file}: --example {options.example}: there are {len(dataset)} examples")
-    for number in range(options.example, last + 1):
-        for example in texts_of(dataset[number - 1]):
-            print(f"--- {number}: {example.name}, {summary(example, tokenizer)}")
-            print(shown(example, tokenizer))
-            if options.tokens:
-                learnt = example.learnt or [False] * len(example.token_ids)
-                for place, (token, is_learnt) in enumerate(zip(example.token_ids, learnt, strict=True)):
-                    text = tokenizer.ids_to_text([token], keep_special=True)
-                    print(f"{place:6} {token:8} {'learnt' if is_learnt else '      '} {text!r}")
+    last = min(example + count - 1, len(dataset))
+    if example > last:
+        raise DataError(f"{file}: --example {example}: there are {len(dataset)} examples")
+    for number in range(example, last + 1):
+        for text in texts_of(dataset[number - 1]):
+            print(f"--- {number}: {text.name}, {summary(text, tokenizer)}")
+            print(shown(text, tokenizer))
+            if tokens:
+                learnt = text.learnt or [False] * len(text.token_ids)
+                for place, (token, is_learnt) in enumerate(zip(text.token_ids, learnt, strict=True)):
+                    spelt = tokenizer.ids_to_text([token], keep_special=True)
+                    print(f"{place:6} {token:8} {'learnt' if is_learnt else '      '} {spelt!r}")
     _print_counts([text for i in range(len(dataset)) for text in texts_of(dataset[i])], written, tokenizer, cfg)
 
 
@@ -105,12 +100,12 @@ def _job_of(path: Path) -> str:
     return "sft"
 
 
-def _config(name: str, options: argparse.Namespace) -> DictConfig:
+def _config(name: str, path: Path, keys: Sequence[str]) -> DictConfig:
     """The job's config with the keys given, and this file as its training data."""
     from nemo_style_aligner.config.command_line import config_with
     from nemo_style_aligner.config.loading import check_config
 
-    file = "'" + str(options.file.absolute()).replace("'", "\\'") + "'"
+    file = "'" + str(path.absolute()).replace("'", "\\'") + "'"
     given = {
         "gpt_sft": [f"model.data.{part}.file_path={file}" for part in ("train_ds", "validation_ds")],
         "training_rm": [f"model.data.data_prefix={{train: [{file}]}}"],
@@ -118,7 +113,7 @@ def _config(name: str, options: argparse.Namespace) -> DictConfig:
     }[name]
     if name == "gpt_sft":
         given.append("model.restore_from_path=unused")
-    cfg = config_with(name, [*given, *options.keys])
+    cfg = config_with(name, [*given, *keys])
     check_config(cfg, name)
     return cfg
 
@@ -143,7 +138,3 @@ def _print_counts(texts: Sequence[Example], written: TextFormat, tokenizer: Toke
         ends = tokenizer.end_strings([*ends, *map(unescaped, sampling.end_strings or ())])
     stops = [tokenizer.ids_to_text([i], keep_special=True) for i in tokenizer.stop_ids]
     print(f"a response ends with {' or '.join(map(repr, dict.fromkeys([*stops, *ends])))}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,70 @@
+"""``nsa``: its commands, and how it ends.
+
+A command ``NAME`` is ``command`` in the module ``nemo_style_aligner.cli.NAME``, which is imported when it is used.
+These modules import at their top only what is light: ``--help`` of any command, and completion, take no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from nemo_style_aligner import __version__
+
+COMMANDS = {
+    "data": "Look at data files as a job sees them.",
+}
+"""Each command and what it does, in the order of ``--help``."""
+
+_EXAMPLES = """\b
+Examples:
+  nsa data show train.jsonl --model base.nemo
+
+\b
+"nsa COMMAND --help" has examples of each. Models are trained with the scripts in examples/nlp/gpt.
+Completion: eval "$(_NSA_COMPLETE=bash_source nsa)" in ~/.bashrc; zsh_source and fish_source likewise.
+"""
+
+SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 120,
+    "show_default": True,
+}
+"""The settings of all commands."""
+
+
+class _Imported(click.Command):
+    """A command whose module is imported when it is used: before, only its name and what it does are known."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        command: click.Command = importlib.import_module(f"nemo_style_aligner.cli.{self.name}").command
+        return command.make_context(info_name, args, parent, **extra)
+
+
+@click.group(
+    context_settings=SETTINGS,
+    epilog=_EXAMPLES,
+    commands=[_Imported(name, help=text) for name, text in COMMANDS.items()],
+)
+@click.version_option(__version__, prog_name="nsa")
+def nsa() -> None:
+    """Look at, convert and try models and data of nemo_style_aligner."""
+
+
+def main() -> None:
+    """Run ``nsa`` and end the process. What a user can mend is said in a line, with the error's exit status."""
+    try:
+        status = nsa.main(prog_name="nsa", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
+    except Exception as error:  # noqa: BLE001 - how a job ends
+        from nemo_style_aligner.launch.ending import fail_job
+
+        fail_job(error)
+    sys.exit(status)
