@@ -226,14 +226,15 @@ def test_an_abandoned_generation_leaves_nothing_behind(shared: tuple[SidecarEngi
 
 
 @pytest.mark.parametrize(
-    "version, switch, weight_tags",
+    "version, module, switch, weight_tags",
     [
-        ("1.2.1", "enable_sleep", ["model"]),
-        ("1.3.0rc5", "enable_sleep", ["model"]),
-        ("1.3.0rc24", "sleep_config", ["model", "model_weights"]),
+        ("1.2.1", "tensorrt_llm._torch.async_llm", "enable_sleep", ["model"]),
+        ("1.3.0rc5", "tensorrt_llm._torch.async_llm", "enable_sleep", ["model"]),
+        ("1.3.0rc24", "tensorrt_llm._torch.async_llm", "sleep_config", ["model", "model_weights"]),
+        ("1.4.0rc1", "tensorrt_llm.llmapi", "sleep_config", ["model", "model_weights"]),
     ],
 )
-def test_sleep_and_wake_up(version: str, switch: str, weight_tags: list[str], tmp_path: Path) -> None:
+def test_sleep_and_wake_up(version: str, module: str, switch: str, weight_tags: list[str], tmp_path: Path) -> None:
     engine = engine_for(settings_for(tmp_path, version, sleep=True))
     try:
         engine.refit(weights(3), version=0)
@@ -249,14 +250,40 @@ def test_sleep_and_wake_up(version: str, switch: str, weight_tags: list[str], tm
     finally:
         engine.close()
     (options,) = calls(tmp_path, "AsyncLLM")
-    assert switch in options
+    assert switch in options and options["class"] == f"{module}:AsyncLLM"
     assert options.get("cuda_graph_config", "default") == ("default" if switch == "sleep_config" else None)
     assert calls(tmp_path, "release") == [{"tags": [*weight_tags, "kv_cache"]}]
     assert calls(tmp_path, "resume") == [{"tags": weight_tags}, {"tags": ["kv_cache"]}]
     names = [json.loads(line)[0] for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
     assert names.index("release") < names.index("resume")
-    assert names[len(names) - 1 - names[::-1].index("resume") - 1] == "finish"  # the cache wakes up after the refit
+    ends = [name for name in names if name in ("finish", "resume")]
+    assert ends[-2:] == ["finish", "resume"]  # the cache wakes up after the refit
     assert names[-1] == "shutdown"
+    # What still runs is ended before weights change or go, where the version can do that.
+    pauses = [name for name in names if name in ("pause", "resume_generation")]
+    assert pauses == ([] if switch == "enable_sleep" else ["pause", "resume_generation"] * 2)
+    if pauses:
+        assert names.index("pause") < names.index("bucket") < names.index("resume_generation")
+        assert names.index("release") - 1 == len(names) - 1 - names[::-1].index("pause")
+
+
+@pytest.mark.parametrize("version", ["1.3.0rc24", "1.4.0rc1"])
+def test_a_version_without_what_will_be_called_is_refused_at_the_start(version: str, tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, version, sleep=True)
+    changed = {**settings.environment, "STANDIN_LACKS": "release,resume"}
+    with pytest.raises(SidecarError, match=rf"AsyncLLM of TensorRT-LLM {version} has no release, resume: install"):
+        engine_for(dataclasses.replace(settings, environment=changed))
+
+
+def test_memory_that_is_not_released_is_an_error(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, "1.4.0rc1", sleep=True)
+    engine = engine_for(dataclasses.replace(settings, environment={**settings.environment, "STANDIN_RELEASES": "0"}))
+    try:
+        engine.refit(weights(3), version=0)
+        with pytest.raises(SidecarError, match=r"was to release the memory of .*'running' with \[\] released"):
+            engine.unload()
+    finally:
+        engine.close()
 
 
 # ---- death, hanging, orphans -----------------------------------------------------------------------

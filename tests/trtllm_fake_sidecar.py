@@ -45,21 +45,32 @@ class Backend:
         self.arriving: dict[str, float] = {}
         self.weights: dict[str, float] | None = None
         self.asleep: set[str] = set()
-        prefix = "tensorrt_llm._torch.async_llm:AsyncLLM"
+        self.paused = False
+        documented, older = "tensorrt_llm.llmapi:AsyncLLM", "tensorrt_llm._torch.async_llm:AsyncLLM"
         self.standins = Standins(
             {
-                f"{prefix}": lambda **options: self.note("AsyncLLM", options),
-                f"{prefix}.collective_rpc": self.collective_rpc,
-                f"{prefix}.release": self.release,
-                f"{prefix}.resume": self.resume,
-                f"{prefix}.generate_async": self.generate,
-                f"{prefix}.shutdown": lambda instance: self.note("shutdown", {}),
+                **self.engine(documented),
+                **self.engine(older),
+                f"{documented}.get_memory_status": self.memory_status,
                 "tensorrt_llm.llmapi.rlhf_utils:WorkerExtension.update_weights": self.update_weights,
                 "tensorrt_llm.executor.ray.gpu_worker:RayGPUWorker.report_device_id": lambda instance: os.environ[
                     "STANDIN_DEVICES"
                 ],
             },
         )
+
+    def engine(self, prefix: str) -> dict[str, Any]:
+        """What an ``AsyncLLM`` answers."""
+        return {
+            f"{prefix}": lambda **options: self.note("AsyncLLM", options | {"class": prefix}),
+            f"{prefix}.collective_rpc": self.collective_rpc,
+            f"{prefix}.release": self.release,
+            f"{prefix}.resume": self.resume,
+            f"{prefix}.generate_async": self.generate,
+            f"{prefix}.pause_generation": lambda instance: self.pause(True),
+            f"{prefix}.resume_generation": lambda instance: self.pause(False),
+            f"{prefix}.shutdown": lambda instance: self.note("shutdown", {}),
+        }
 
     def note(self, what: str, arguments: dict[str, Any]) -> None:
         plain = {name: value if _is_plain(value) else vars_of(value) for name, value in arguments.items()}
@@ -96,8 +107,20 @@ class Backend:
         self.note("resume", {"tags": tags})
         self.asleep -= set(tags)
 
+    def pause(self, paused: bool) -> None:
+        self.note("pause" if paused else "resume_generation", {})
+        self.paused = paused
+
+    async def memory_status(self, instance: Any) -> Any:
+        """Of a version that forgets to release, where STANDIN_RELEASES is 0."""
+        parked = self.asleep if os.environ.get("STANDIN_RELEASES") != "0" else set()
+        tags = [SimpleNamespace(value=tag) for tag in sorted(parked)]
+        return SimpleNamespace(state="parked" if parked else "running", parked_tags=tags)
+
     async def generate(self, instance: Any, inputs: list[int], sampling_params: Any) -> Any:
         self.note("generate", {"inputs": inputs, "sampling": sampling_params})
+        if self.paused:
+            raise RuntimeError("AsyncLLM is paused")
         # Responses overtake each other.
         await asyncio.sleep(0.002 * (inputs[0] % 7))
         self.trouble(inputs[0])
@@ -148,7 +171,16 @@ def install(version: str) -> None:
     backend = Backend()
     module: Any = backend.standins.modules["tensorrt_llm"]
     module.__version__ = version
+    if version.startswith("1.4"):
+        del module._torch
+        backend.standins.modules.pop("tensorrt_llm._torch.async_llm")
+    else:
+        del module.llmapi.AsyncLLM
     if version.startswith(("1.2", "1.3.0rc5")):
         del module.llmapi.llm_args.ExecutorMemoryType  # it was elsewhere
         del module.llmapi.SleepConfig
+        del module._torch.async_llm.AsyncLLM.pause_generation
+        del module._torch.async_llm.AsyncLLM.resume_generation
+    for name in filter(None, os.environ.get("STANDIN_LACKS", "").split(",")):
+        delattr(module.llmapi.AsyncLLM if version.startswith("1.4") else module._torch.async_llm.AsyncLLM, name)
     sys.modules.update(backend.standins.modules)

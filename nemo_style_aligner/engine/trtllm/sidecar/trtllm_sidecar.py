@@ -27,6 +27,8 @@ _SHUTDOWN_SECONDS = 30.0
 _NEVER = -1e9  # added to a logit: as good as minus infinity, and finite in every dtype that holds logits
 _DISABLED_ID = -1
 _LEAST_NUM_TOKENS = 8192  # TensorRT-LLM's default
+_METHODS = ("setup_async", "collective_rpc", "generate_async", "shutdown")  # of AsyncLLM, called in every run
+_SLEEP_METHODS = ("release", "resume")
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -51,6 +53,7 @@ class Service:
     def __init__(self) -> None:
         self._llm: Any = None
         self._sleep = False
+        self._paused = False
         self._vocab_size = 0
         self._vocab_limit = 0
 
@@ -80,13 +83,22 @@ class Service:
 
         Returns:
             TensorRT-LLM's version and the UUIDs of its GPUs.
+
+        Raises:
+            RuntimeError: this version lacks a method that will be called.
         """
         import tensorrt_llm
-        from tensorrt_llm._torch.async_llm import AsyncLLM
         from tensorrt_llm.llmapi import KvCacheConfig
 
+        engine = _async_llm()
+        needed = (*_METHODS, *(_SLEEP_METHODS if sleep else ()))
+        if lacking := [name for name in needed if not callable(getattr(engine, name, None))]:
+            raise RuntimeError(
+                f"AsyncLLM of TensorRT-LLM {tensorrt_llm.__version__} has no {', '.join(lacking)}: install a version "
+                "that docs/tensorrt_llm.md names"
+            )
         options = _sleep_options() if sleep else {}
-        self._llm = AsyncLLM(
+        self._llm = engine(
             model=model,
             backend="pytorch",
             skip_tokenizer_init=True,
@@ -112,12 +124,16 @@ class Service:
 
     async def weights(self, *, handles: dict[str, str]) -> dict[str, Any]:
         """Load a bucket. ``handles``: by GPU UUID, those of the same full tensors, in TensorRT-LLM's encoding."""
+        await self._pause()
         await self._llm.collective_rpc("update_weights", args=(handles,))
         return {}
 
     async def finish_weights(self) -> dict[str, Any]:
         """After the last bucket, renew what TensorRT-LLM derives from weights and empty the prefix cache."""
         await self._llm.collective_rpc("update_weights", args=(None,))
+        if self._paused:
+            await self._llm.resume_generation()
+            self._paused = False
         return {}
 
     async def release(self, *, what: list[str]) -> dict[str, Any]:
@@ -126,12 +142,17 @@ class Service:
         The prefix cache is emptied by `finish_weights`, which must follow before the next request. To empty it here,
         too, would take an RPC that TensorRT-LLM 1.2 does not have.
         """
-        await self._llm.release(self._tags(what))
+        await self._pause()
+        tags = self._tags(what)
+        await self._llm.release(tags)
+        await self._check_parked(tags, True)
         return {}
 
     async def resume(self, *, what: list[str]) -> dict[str, Any]:
         """Allocate the memory again. Weights come back without their values."""
-        await self._llm.resume(self._tags(what))
+        tags = self._tags(what)
+        await self._llm.resume(tags)
+        await self._check_parked(tags, False)
         return {}
 
     async def generate(
@@ -192,6 +213,27 @@ class Service:
         if self._llm is not None:
             self._llm.shutdown()
 
+    async def _pause(self) -> None:
+        """End what abandoned requests still compute, before weights change or go, until `finish_weights`.
+
+        Versions that cannot pause finish such requests beside the refit, and nobody waits for their answers.
+        """
+        if not self._paused and hasattr(self._llm, "pause_generation"):
+            await self._llm.pause_generation()
+            self._paused = True
+
+    async def _check_parked(self, tags: list[str], parked: bool) -> None:
+        """Compare with what TensorRT-LLM reports of its memory, in versions that report it."""
+        if not hasattr(self._llm, "get_memory_status"):
+            return
+        status = await self._llm.get_memory_status()
+        found = {str(tag.value) for tag in status.parked_tags}
+        if status.state == "failed" or any((tag in found) != parked for tag in tags):
+            raise RuntimeError(
+                f"TensorRT-LLM was to {'release' if parked else 'resume'} the memory of {tags}, and reports the state "
+                f"{status.state!r} with {sorted(found)} released"
+            )
+
     def _bias(self, held_back: list[int]) -> Any:
         """Bias on the logits, float32 [vocabulary], that rules ids out; None if every id is possible."""
         if not held_back and self._vocab_limit >= self._vocab_size:
@@ -210,6 +252,15 @@ class Service:
         known = {tag.value for tag in _memory_types()}
         wanted = {"weights": ("model", "model_weights"), "kv_cache": ("kv_cache",)}
         return [tag for group in what for tag in wanted[group] if tag in known]
+
+
+def _async_llm() -> Any:
+    """The class ``AsyncLLM``, where its documentation has it, or where versions before 1.4 have it."""
+    try:
+        from tensorrt_llm.llmapi import AsyncLLM
+    except ImportError:
+        from tensorrt_llm._torch.async_llm import AsyncLLM
+    return AsyncLLM
 
 
 def _memory_types() -> Any:
