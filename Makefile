@@ -7,6 +7,7 @@
 # make test-long      also what takes long: the same again at more layouts, under more launchers, on software devices; the
 #                     benchmarks (TEST_PPO_STEP=1: also those that start jobs)
 # make test-lowest    the test suite with the lowest versions that pyproject.toml allows (PYTHON=python3.10: also of Python)
+# make test-newest    the test suite with the newest megatron-core that pyproject.toml allows (from Python 3.12 on)
 # make bench          the benchmarks, also of OpenVINO GenAI, Hugging Face and TRL: hours on 2 cores, see docs/performance.md
 # make faults         fault injection: PPO jobs are killed, disconnected, left without disk; 20 trials (FAULT_TRIALS=20)
 # make attack         fuzzers, hostile files and another Unix user (where root runs it), with counts; ATTACK_ROUNDS=5
@@ -24,6 +25,7 @@ INSTALL ?= $(BIN)/python -m pip install --quiet
 # For a CPU build where the index holds CUDA builds:
 #   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
+MEGATRON ?= megatron-core==0.16.1
 PYTEST_FLAGS ?=
 # Test files that run in parallel: one more than cores, as ranks and clients often wait for each other.
 TEST_WORKERS ?= 3
@@ -38,7 +40,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-smollm2 bench faults attack check test test-long test-lowest test-gpu test-smollm2 test-slurm lint clean
+.PHONY: install demo demo-grpo demo-smollm2 bench faults attack check test test-long test-lowest test-newest test-gpu test-smollm2 test-slurm lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -52,6 +54,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml | $(BIN)/python
 	$(INSTALL) $(TORCH)
+	$(INSTALL) '$(MEGATRON)'
 	$(INSTALL) -e '.[mpi,test]'
 	@# Open MPI's launcher: allow more ranks than cores, and do not tie a rank (and its threads) to one core.
 	@mkdir -p $(dir $(MPI_PARAMS)) && touch $(MPI_PARAMS)
@@ -108,6 +111,9 @@ test-lowest:
 	.venv-lowest/bin/python -m pip install --quiet uv
 	$(MAKE) test VENV=.venv-lowest TORCH='torch==2.9.0' \
 	    INSTALL='.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct'
+
+test-newest:
+	$(MAKE) test VENV=.venv-newest MEGATRON='megatron-core<0.20'
 
 # Options: FAULT_TRIALS=50, FAULT_SEED=100, FAULT_CRITIC_RANKS=2. As root it also fills disks (mounted for this).
 faults: $(STAMP)

@@ -70,6 +70,7 @@ USED = [
 ALLOWED_CALLS = {
     "torch.cuda.is_available",
     "torch.cuda.Stream",
+    "torch.cuda.Stream.priority_range",
     "torch.cuda.stream",
     "torch.cuda.current_stream",
     "torch.cuda.default_stream",

@@ -1,6 +1,6 @@
 """Megatron-Core on machines without CUDA.
 
-megatron-core 0.16.1 allocates on ``torch.cuda.current_device()`` in hundreds of places. Where CUDA is
+megatron-core allocates on ``torch.cuda.current_device()`` in hundreds of places. Where CUDA is
 absent, its source is rewritten *as it is imported*, by the few rules below, and only inside the package
 ``megatron.core``: neither torch nor any other module is patched, so no other code can notice. Where CUDA
 is present nothing here does anything.
@@ -37,6 +37,8 @@ SOURCE_RULES: list[tuple[str, re.Pattern[str], str]] = [
         ("tensor type", r"""'torch\.cuda\.(Float|Half|BFloat16)Tensor'""", r"'torch.\1Tensor'"),
         ("move to current device", r"\.cuda\(\s*(torch\.device\('cpu'\))?\s*\)", ".cpu()"),
         ("asynchronous move", r"\.cuda\(non_blocking=True\)", ".cpu()"),
+        # Versions from 0.19 on ask for it in every reduction of gradients, to let it wait for graphs if there are any.
+        ("current stream", r"(\b\w+ = )torch\.cuda\.current_stream\(\)", r"\1None"),
         ("synchronise", r"torch\.cuda\.(synchronize|empty_cache)\([^()]*\)", "None"),
         ("seed", r"torch\.cuda\.manual_seed\(", "torch.manual_seed("),
         ("random state", r"torch\.cuda\.(get_rng_state|set_rng_state)\(", r"torch.\1("),
