@@ -59,6 +59,7 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("trainer.max_time", moved_to="exp_manager.max_time_per_run"),
     ForeignKey("trainer.max_steps", moved_to="trainer.{section}.max_steps"),
     ForeignKey("trainer.max_epochs", moved_to="trainer.{section}.max_epochs"),
+    ForeignKey("model.dpo.average_log_probs", moved_to="model.dpo.preference_average_log_probs"),
     ForeignKey("model.forward_mbs", moved_to="model.forward_micro_batch_size"),
     ForeignKey("model.offload_adam_states", moved_to="model.ppo.offload_adam_states"),
     ForeignKey("inference.micro_batch_size", moved_to="inference.inference_micro_batch_size"),
@@ -161,7 +162,7 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("model.data.*num_workers", "has no effect: data are read by the job's own processes"),
     ForeignKey(  # of a reward model's data; a fine-tuning job has the keys
         "model.data.*_ds.shuffle",
-        "has no effect: trainer.rm.train_random_sampler and val_random_sampler decide",
+        "has no effect: train_random_sampler and val_random_sampler of the job's own section decide",
     ),
     ForeignKey("model.data.shuffle_documents", "has no effect: lines are shuffled as the samplers' keys say"),
     ForeignKey(
@@ -170,6 +171,8 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
         allowed=(False, *_NONE),
     ),
     ForeignKey("model.data.skip_warmup", "has no effect"),
+    ForeignKey("model.data.pad_length_to_multiple_of", "has no effect: sequences are packed without padding"),
+    ForeignKey("model.data.dataloader_type", "has no effect: the samplers' keys decide"),
     ForeignKey("model.data.reset_position_ids", "not supported", allowed=(False,)),
     ForeignKey("model.data.reset_attention_mask", "not supported", allowed=(False,)),
     ForeignKey("model.data.eod_mask_loss", "not supported", allowed=(False,)),
@@ -229,5 +232,5 @@ def take_foreign(cfg: DictConfig, defaults: DictConfig, key: str, foreign: Forei
 
 
 def section_of_job(defaults: DictConfig) -> str:
-    """The name of the job's own section in ``trainer`` (sft, rm or ppo)."""
-    return next((name for name in ("sft", "rm", "ppo") if name in defaults.trainer), "ppo")
+    """The name of the job's own section in ``trainer``: sft, rm, dpo, kto, or ppo, which is also that of none."""
+    return next((str(name) for name, value in defaults.trainer.items() if isinstance(value, DictConfig)), "ppo")

@@ -53,6 +53,7 @@ KeepChoice = Literal["auto", "always", "never"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 Placement = Literal["auto", "swap", "resident"]
+PreferenceLoss = Literal["dpo", "ipo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
 StepChoice = Literal["auto", "native", "torch"]
 TrainedCritic = Literal["refuse", "keep"]
 TruncationMethod = Literal["left", "right"]
@@ -374,6 +375,101 @@ class RewardTraining(Section):
     exp_manager: Free[ExpManager]
     pretrained_checkpoint: PretrainedCheckpoint
     model: RewardModel
+
+
+# ---- preferences --------------------------------------------------------------------------------
+
+
+class Preferences(Section):
+    # Examples per pass for the reference's log-probs, and per rank. Each is two sequences.
+    log_prob_forward_micro_batch_size: Free[Count] = of("${model.micro_batch_size}")
+    ref_policy_kl_penalty: Positive = 0.2  # beta: the larger, the nearer the policy stays to the reference
+    # The preference loss is of the mean log-probs of a response's tokens, and not of their sum.
+    preference_average_log_probs: bool = False
+    sft_average_log_probs: bool = of("${.preference_average_log_probs}")  # the same in the SFT loss
+    preference_loss_weight: Number = 1  # of the preference loss
+    sft_loss_weight: Number = 0  # of the SFT loss: the negative log-probs of the responses that are preferred
+    # Where the reference's weights are kept while not in use: `swap` has one set of weights on the device and the other
+    # on the CPU, `resident` has both on the device. auto: resident on a CPU, and on a GPU if the weights of a rank take
+    # at most a sixteenth of its memory.
+    reference_policy_placement: Free[Placement] = "auto"
+    # A folder in which the reference's log-probs of all examples are kept, under a fingerprint of model and data: they
+    # are computed once, before training and by any run, and no second set of weights is needed. null: in each step.
+    reference_logprobs_dir: Free[str | None] = None
+
+
+class DPOTrainer(Trainer):
+    dpo: RewardLoop
+
+
+class DPO(Preferences):
+    # dpo, ipo; rpo_sq, rpo_bwd_kl or rpo_fwd_kl, which fit the difference of the implicit rewards to that of the given
+    # ones (chosen_reward and rejected_reward of a line).
+    preference_loss: PreferenceLoss = "dpo"
+    gt_reward_scale: Finite = 1.0  # of the given rewards, in RPO
+
+
+class DPOData(RewardData):
+    # {train: [files], validation: [files], test: [files]}: JSONL (docs/preferences.md); test is not read. A pair per
+    # line, {"prompt": ..., "chosen": ..., "rejected": ...} or {"prompt": ..., "chosen_response": ...,
+    # "rejected_response": ...}; or one {"text": ...} per line, good and bad response on consecutive lines.
+    data_prefix: Given[Open[dict[str, Any] | Files]] = of(None)
+    default_chosen_reward: Finite = 1.0  # RPO: of chosen responses without a chosen_reward
+    default_rejected_reward: Finite = 0.0  # RPO: of rejected responses without a rejected_reward
+
+
+class DPOModel(TrainedModel):
+    encoder_seq_length: Length = 4096
+    micro_batch_size: Free[Count | None] = 1  # pairs per forward-backward pass and rank
+    global_batch_size: Count | None = 64  # pairs per update, over all ranks
+
+    dpo: DPO
+
+    optim: Optimizer
+
+    data: DPOData
+
+
+class DPOTraining(Section):
+    trainer: DPOTrainer
+    exp_manager: Free[ExpManager]
+    pretrained_checkpoint: PretrainedCheckpoint
+    model: DPOModel
+
+
+class KTOTrainer(Trainer):
+    kto: RewardLoop
+
+
+class KTO(Preferences):
+    desirable_loss_weight: Number = 1.0  # of the losses of good responses
+    undesirable_loss_weight: Number = 1.0  # of the losses of bad responses
+
+
+class KTOData(RewardData):
+    # {train: [files], validation: [files], test: [files]}: JSONL (docs/preferences.md); test is not read. A response
+    # per line, {"prompt": ..., "response": ..., "preference": "chosen" or "rejected"} or {"prompt": ..., "completion":
+    # ..., "label": true or false}.
+    data_prefix: Given[Open[dict[str, Any] | Files]] = of(None)
+
+
+class KTOModel(TrainedModel):
+    encoder_seq_length: Length = 4096
+    micro_batch_size: Free[Count | None] = 1  # responses per forward-backward pass and rank
+    global_batch_size: Count | None = 64  # responses per update, over all ranks
+
+    kto: KTO
+
+    optim: Optimizer
+
+    data: KTOData
+
+
+class KTOTraining(Section):
+    trainer: KTOTrainer
+    exp_manager: Free[ExpManager]
+    pretrained_checkpoint: PretrainedCheckpoint
+    model: KTOModel
 
 
 # ---- the reward model's service -----------------------------------------------------------------
@@ -789,6 +885,26 @@ JOBS: Mapping[str, Job] = {
             f"{_WANDB}.name": "rlhf_gpt3_rm_2b",
             "trainer.rm.save_interval": 100,
             "model.regression.num_attributes": 1,
+        },
+    ),
+    "gpt_dpo": Job(
+        "Direct preference optimization: examples/nlp/gpt/train_gpt_dpo.py",
+        DPOTraining,
+        {
+            f"{_WANDB}.project": "nemo_aligner_dpo",
+            f"{_WANDB}.name": "rlhf_gpt3_dpo",
+            "trainer.dpo.val_check_interval": 0.1,
+            "trainer.dpo.save_interval": 100,
+        },
+    ),
+    "gpt_kto": Job(
+        "Kahneman-Tversky optimization: examples/nlp/gpt/train_gpt_kto.py",
+        KTOTraining,
+        {
+            f"{_WANDB}.project": "nemo_aligner_kto",
+            f"{_WANDB}.name": "rlhf_gpt3_kto",
+            "trainer.kto.val_check_interval": 0.1,
+            "trainer.kto.save_interval": 100,
         },
     ),
     "inference_rm": Job(

@@ -20,7 +20,7 @@ import torch
 
 from nemo_style_aligner.arguments import may_not_read
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
-from nemo_style_aligner.data.preferences import ComparisonEncoder
+from nemo_style_aligner.data.preferences import ComparisonEncoder, JudgedEncoder, PreferenceEncoder
 from nemo_style_aligner.data.text_format import TextFormat, joined
 from nemo_style_aligner.data.texts import LabelledEncoder, PromptEncoder, TextDataset
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -288,7 +288,99 @@ class ComparisonDataset(TextDataset[ComparisonItem]):
         add_bos: bool | None = None,
     ) -> None:
         settings = {"add_bos": add_bos, "append_eod": append_eod, "seq_length": seq_length}
-        super().__init__(paths, ComparisonEncoder(tokenizer, settings), ComparisonItem)
+        super().__init__(
+            paths, ComparisonEncoder(tokenizer, settings), lambda chosen, bad, *_: ComparisonItem(chosen, bad)
+        )
+
+
+@dataclass(frozen=True)
+class PreferenceItem:
+    """Two texts, prompt and response each: the chosen and the rejected one; or as `MismatchedDataset` has them.
+
+    Attributes:
+        token_ids: of each text.
+        prompt_lengths: how many of them are the prompt's.
+        labels: what each response is worth.
+        reference: the reference's log-probs of the responses, summed; None: not known.
+    """
+
+    token_ids: tuple[list[int], list[int]]
+    prompt_lengths: tuple[int, int]
+    labels: tuple[float, float]
+    reference: tuple[float, float] | None = None
+
+
+class PreferenceDataset(TextDataset[PreferenceItem]):
+    """The pairs of a `ComparisonDataset`, of which the responses are learnt.
+
+    ``default_rewards``: what a chosen and a rejected response are worth where the line does not say, in
+    ``chosen_reward`` and ``rejected_reward``.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        settings: Mapping[str, Any],
+        default_rewards: tuple[float, float],
+    ) -> None:
+        """``settings``: see `ComparisonEncoder`."""
+
+        def item(chosen: list[int], rejected: list[int], prompts: list[int], given: list[float]) -> PreferenceItem:
+            good, bad = (
+                default if math.isnan(reward) else reward
+                for reward, default in zip(given, default_rewards, strict=True)
+            )
+            return PreferenceItem((chosen, rejected), (prompts[0], prompts[1]), (good, bad))
+
+        super().__init__(paths, PreferenceEncoder(tokenizer, settings), item)
+
+
+@dataclass(frozen=True)
+class JudgedItem:
+    """A prompt and its response, which is a good or a bad one."""
+
+    token_ids: list[int]
+    prompt_length: int
+    is_good: bool
+
+
+class JudgedDataset(TextDataset[JudgedItem]):
+    """Single responses with a verdict; ``settings`` and the kinds of line: see `JudgedEncoder`."""
+
+    def __init__(self, paths: Sequence[str | Path], tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+        super().__init__(
+            paths,
+            JudgedEncoder(tokenizer, settings),
+            lambda ids, prompt, good: JudgedItem(ids, prompt[0], bool(good[0])),
+        )
+
+
+class MismatchedDataset:
+    """Each response of a `JudgedDataset`, and beside it its prompt with the response to another prompt.
+
+    Which other one depends on the seed and on how many there are, not on batches or ranks: one after the other in a
+    random order of all. The first label is 1 for a good response, 0 for a bad one. What is longer than ``seq_length``
+    tokens is cut off.
+    """
+
+    def __init__(self, judged: Dataset[JudgedItem], seed: int, seq_length: int) -> None:
+        self._judged, self._seq_length = judged, seq_length
+        order = np.random.default_rng(seed).permutation(len(judged))
+        self._other = np.empty_like(order)
+        self._other[order] = np.roll(order, -1)
+
+    def __len__(self) -> int:
+        return len(self._judged)
+
+    def __getitem__(self, index: int) -> PreferenceItem:
+        own, other = self._judged[index], self._judged[int(self._other[index])]
+        mismatched = own.token_ids[: own.prompt_length] + other.token_ids[other.prompt_length :]
+        return PreferenceItem(
+            (own.token_ids, mismatched[: self._seq_length]),
+            (own.prompt_length, own.prompt_length),
+            (float(own.is_good), 0.0),
+        )
 
 
 # ---- labelled texts ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_style_aligner.data.datasets import ComparisonItem, PromptItem, RegressionItem
+from nemo_style_aligner.data.datasets import ComparisonItem, JudgedItem, PreferenceItem, PromptItem, RegressionItem
 from nemo_style_aligner.data.sft import SFTItem
 from nemo_style_aligner.data.tokenizer import Tokenizer
 
@@ -40,10 +40,19 @@ def texts_of(item: Any) -> list[Example]:
         return [Example("example", item.token_ids, [bool(target) for target in item.targets])]
     if isinstance(item, ComparisonItem):
         return [Example("chosen", item.chosen_ids), Example("rejected", item.rejected_ids)]
+    if isinstance(item, PreferenceItem):
+        texts = zip(("chosen", "rejected"), item.token_ids, item.prompt_lengths, strict=True)
+        return [_response(name, ids, prompt) for name, ids, prompt in texts]
+    if isinstance(item, JudgedItem):
+        return [_response("good" if item.is_good else "bad", item.token_ids, item.prompt_length)]
     if isinstance(item, RegressionItem):
         return [Example(f"text labelled {', '.join(f'{label:g}' for label in item.labels)}", item.token_ids)]
     assert isinstance(item, PromptItem)
     return [Example("prompt", item.token_ids)]
+
+
+def _response(name: str, token_ids: Sequence[int], prompt_length: int) -> Example:
+    return Example(name, token_ids, [place >= prompt_length for place in range(len(token_ids))])
 
 
 def _pieces(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
@@ -65,7 +74,8 @@ def summary(example: Example, tokenizer: Tokenizer) -> str:
     if example.learnt is not None:
         said.append(f"{sum(example.learnt)} learnt")
     said.append("begins with BOS" if ids[0] == tokenizer.bos_id else "no BOS")
-    last = [i for i, is_learnt in zip(ids, example.learnt or [True] * len(ids), strict=True) if is_learnt][-1]
+    learnt_ids = [i for i, is_learnt in zip(ids, example.learnt or [True] * len(ids), strict=True) if is_learnt]
+    last = (learnt_ids or ids)[-1]
     token = tokenizer.ids_to_text([last], keep_special=True)
     of = "ends with" if example.learnt is None else "the last that is learnt is"
     said.append(f"{of} {token!r}{', which ends responses' if last in tokenizer.stop_ids else ''}")
@@ -81,6 +91,8 @@ def shown(example: Example, tokenizer: Tokenizer) -> str:
 def has_end(example: Example, tokenizer: Tokenizer, end_strings: Sequence[str]) -> bool:
     """Whether the last token that is learnt, or of a text that is scored, is one at which generation stops."""
     ids = [i for i, learnt in zip(example.token_ids, example.learnt or itertools.repeat(True)) if learnt]  # noqa: B905
+    if not ids:  # an empty response
+        return False
     return ids[-1] in tokenizer.stop_ids or tokenizer.ids_to_text(ids, keep_special=True).endswith(tuple(end_strings))
 
 

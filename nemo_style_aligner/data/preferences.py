@@ -1,13 +1,17 @@
-"""Comparisons: a good text and a bad one on consecutive lines, or both responses on one, ``chosen`` and ``rejected``.
+"""What people prefer: comparisons of two responses to a prompt, and single responses that are good or bad.
 
-The latter is the form of TRL, OpenRLHF and NeMo-RL. The prompt may have a key of its own, ``prompt``. Prompt and
-responses are texts, which are joined as they are, or conversations in OpenAI's form, which `chat_rendering` renders.
+A comparison is a good text and a bad one on consecutive lines, or both responses on one: ``chosen`` and ``rejected``,
+as in TRL, OpenRLHF and NeMo-RL, or ``chosen_response`` and ``rejected_response``, as in NeMo-Aligner. The prompt may
+have a key of its own, ``prompt``. Prompt and responses are texts, which are joined as they are, or conversations in
+OpenAI's form, which `chat_rendering` renders.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,37 +42,47 @@ from nemo_style_aligner.wording import common_start
 
 logger = logging.getLogger(__name__)
 
-_KEYS = ("chosen", "rejected")
+_KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))  # the latter are NeMo-Aligner's
+_REWARDS = ("chosen_reward", "rejected_reward")
 _KINDS = "a string, or a list of messages"
 _FEWEST_PAIRS = 8  # of a batch: with fewer, it would be left to chance whether they look like pairs
 
 
 class ComparisonEncoder(TextEncoder):
-    """Pairs as columns ``chosen`` and ``rejected``.
+    """Pairs as columns ``chosen``, ``rejected``, ``prompts`` (tokens of each one's prompt) and ``rewards`` (NaN: none).
+
+    Where a line does not tell where the responses begin, what both texts share is the prompt, but for the last token.
 
     Its settings are those of `TextEncoder`, ``append_eod`` and ``seq_length``. ``counts``: pairs, of which "equal", or
-    too "long"; pairs "looked at" and "strangers" (`_count_strangers`).
+    too "long", or "without prompt"; pairs "looked at" and "strangers" (`_count_strangers`).
     """
 
     def encode(self, lines: Lines) -> Samples:
         """See `TextEncoder`."""
         pairs = _read_pairs(lines, self.chats)
         texts = [text for pair in pairs for text in pair]
-        samples = Samples({"chosen": Ragged(), "rejected": Ragged()}, self.take_counts(lines, texts[0].prompt))
+        columns = {"chosen": Ragged(), "rejected": Ragged(), "prompts": Ragged(), "rewards": Ragged("d")}
+        samples = Samples(columns, self.take_counts(lines, texts[0].prompt))
         counts = samples.counts
         if len(pairs) >= _FEWEST_PAIRS:
             counts["looked at"] += len(pairs)
             counts["strangers"] += _count_strangers([(chosen.text, rejected.text) for chosen, rejected in pairs])
-        tokens = self.tokenize(texts)
-        for chosen, rejected in zip(tokens, tokens, strict=True):
+        tokens = self.tokenize_apart(texts)
+        for (chosen, prompt), (rejected, other_prompt), pair in zip(tokens, tokens, pairs, strict=True):
             counts["pairs"] += 1
             if chosen == rejected:
                 counts["equal"] += 1
             elif max(len(chosen), len(rejected)) > self.settings["seq_length"]:
                 counts["long"] += 1
             else:
-                samples.columns["chosen"].append(chosen)
-                samples.columns["rejected"].append(rejected)
+                if not (prompt and other_prompt):
+                    counts["without prompt"] += 1
+                    alike = itertools.takewhile(lambda ids: ids[0] == ids[1], zip(chosen, rejected, strict=False))
+                    prompt = other_prompt = min(len(list(alike)), len(chosen) - 1, len(rejected) - 1)
+                columns["chosen"].append(chosen)
+                columns["rejected"].append(rejected)
+                columns["prompts"].append((prompt, other_prompt))
+                columns["rewards"].append(_given_reward(pair[0].record, key) for key in _REWARDS)
         return samples
 
     def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
@@ -88,6 +102,82 @@ class ComparisonEncoder(TextEncoder):
         report_dropped(counts["long"], differ, "pairs", longer_than(self.settings["seq_length"]), paths)
 
 
+class PreferenceEncoder(ComparisonEncoder):
+    """A `ComparisonEncoder` for those who learn the responses alone."""
+
+    def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
+        """See `TextEncoder`."""
+        super().report(counts, paths)
+        if counts["without prompt"]:
+            logger.info(
+                "%s: %d of %d pairs do not say where their responses begin (no 'prompt'): what both texts share, from "
+                "their beginning, is taken as the prompt, and not learnt",
+                ", ".join(map(str, paths)),
+                counts["without prompt"],
+                counts["pairs"],
+            )
+
+
+def _given_reward(record: Record, key: str) -> float:
+    """What the line says a response is worth; NaN if it does not."""
+    if record.fields.get(key) is None:
+        return math.nan
+    return float(record.require(key, (int, float), "a number"))
+
+
+class JudgedEncoder(TextEncoder):
+    """Single responses as columns ``tokens``, ``prompt`` (how many of them are the prompt's) and ``good`` (1 or 0).
+
+    Lines are NeMo-Aligner's, ``response`` and ``preference`` ("chosen" or "rejected"), or TRL's, ``completion`` and
+    ``label`` (true or false), each with a ``prompt``. Its settings are those of `TextEncoder`, ``append_eod`` and
+    ``seq_length``. ``counts``: responses, of which "good", or too "long".
+    """
+
+    def encode(self, lines: Lines) -> Samples:
+        """See `TextEncoder`."""
+        read = [_read_judged(record, self.chats) for record in lines.records()]
+        columns = {"tokens": Ragged(), "prompt": Ragged(), "good": Ragged("b")}
+        samples = Samples(columns, self.take_counts(lines, read[0][0].prompt))
+        tokens = self.tokenize_apart([text for text, _ in read])
+        for (ids, prompt), (_, is_good) in zip(tokens, read, strict=True):
+            samples.counts["responses"] += 1
+            if len(ids) > self.settings["seq_length"]:
+                samples.counts["long"] += 1
+                continue
+            samples.counts["good"] += is_good
+            columns["tokens"].append(ids)
+            columns["prompt"].append([prompt])
+            columns["good"].append([is_good])
+        return samples
+
+    def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
+        """See `TextEncoder`."""
+        report_dropped(
+            counts["long"], counts["responses"], "responses", longer_than(self.settings["seq_length"]), paths
+        )
+        if counts["good"] in (0, counts["responses"] - counts["long"]):
+            said = "good" if counts["good"] else "bad"
+            warn_for_all_ranks(logger, "%s: all responses are %s ones", ", ".join(map(str, paths)), said)
+
+
+def _read_judged(record: Record, chats: ChatRenderer) -> tuple[ScoredText, bool]:
+    """The response of a line, and whether it is a good one."""
+    key, verdict = ("response", "preference") if "response" in record.fields else ("completion", "label")
+    said = record.fields.get(verdict)
+    is_good = {"chosen": True, "rejected": False}.get(said) if isinstance(said, str) else said
+    if not isinstance(is_good, bool):
+        record.fail(
+            "a line should be {'prompt', 'response', 'preference': 'chosen' or 'rejected'} or {'prompt', 'completion', "
+            f"'label': true or false}}; {verdict!r} is {said!r}"
+        )
+    given = _read(record, key)
+    text = _as_text(record, key, given, chats)
+    if not text.prompt:
+        record.fail("'prompt' is missing or empty: what is learnt is a response to it")
+    _require_question(record, given, text)
+    return text, is_good
+
+
 def _count_strangers(pairs: Sequence[tuple[str, str]]) -> int:
     """How many pairs do not look like a good and a bad response to the same prompt.
 
@@ -104,7 +194,7 @@ def _count_strangers(pairs: Sequence[tuple[str, str]]) -> int:
 def _read_pairs(lines: Lines, chats: ChatRenderer) -> list[tuple[ScoredText, ScoredText]]:
     """The pairs of lines, the good text first. Raises DataError."""
     records = lines.records()
-    if any(key in lines.first_record().fields for key in _KEYS):
+    if any(key in lines.first_record().fields for keys in _KEYS for key in keys):
         return [_read_pair(record, chats) for record in records]
     texts = [scored_text(record, chats) for record in records]
     if len(records) % 2:
@@ -121,20 +211,23 @@ def _read_pair(record: Record, chats: ChatRenderer) -> tuple[ScoredText, ScoredT
     Raises:
         DataError: the line has neither texts nor conversations, or conversations that cannot be rendered whole.
     """
-    given = [_read(record, key) for key in _KEYS]
+    keys = next((keys for keys in _KEYS if any(key in record.fields for key in keys)), _KEYS[0])
+    given = [_read(record, key) for key in keys]
     try:
-        chosen, rejected = (_as_text(record, key, text, chats) for key, text in zip(_KEYS, given, strict=True))
+        chosen, rejected = (_as_text(record, key, text, chats) for key, text in zip(keys, given, strict=True))
     except DataError:
         plain = [_without_thoughts(text) for text in given]
         if plain[0] != plain[1]:
             raise
         # They differ in thoughts that the template has no place for: the same text twice.
-        chosen, rejected = (_as_text(record, key, text, chats) for key, text in zip(_KEYS, plain, strict=True))
+        chosen, rejected = (_as_text(record, key, text, chats) for key, text in zip(keys, plain, strict=True))
     _require_question(record, given[0], chosen)
     return chosen, rejected
 
 
 def _read(record: Record, key: str) -> ScoredText | Conversation:
+    if isinstance(record.fields.get(key), dict):  # NeMo-Aligner's: one message
+        record = dataclasses.replace(record, fields={**record.fields, key: [record.fields[key]]})
     response = record.require(key, (str, list), _KINDS)
     prompt = "" if record.fields.get("prompt") is None else record.require("prompt", (str, list), _KINDS)
     if isinstance(response, str):

@@ -152,9 +152,14 @@ class TextEncoder(ABC):
         )
 
     def tokenize(self, texts: Sequence[ScoredText]) -> Iterator[list[int]]:
-        """Ids of each text: with one BOS token, or none, and with one end where ``append_eod`` is set.
+        """Ids of each text; see `tokenize_apart`."""
+        return (ids for ids, _ in self.tokenize_apart(texts))
 
-        A chat has its own end. Prompt and response are tokenized apart, as in PPO.
+    def tokenize_apart(self, texts: Sequence[ScoredText]) -> Iterator[tuple[list[int], int]]:
+        """Ids of each text, and how many of them are its prompt's (0 where the data do not tell).
+
+        With one BOS token, or none, and with one end where ``append_eod`` is set. A chat has its own end. Prompt and
+        response are tokenized apart, as in PPO.
         """
         whole = iter(self.tokenizer.texts_to_ids([text.response for text in texts if not text.prompt]))
         for text in texts:
@@ -163,7 +168,9 @@ class TextEncoder(ABC):
             if not ids:
                 text.record.fail("'text' is empty")
             ended = self.tokenizer.with_end(ids) if self.settings.get("append_eod") and not text.is_chat else ids
-            yield self.tokenizer.with_bos(ended, self.begin_with_bos[text.is_chat])
+            whole_ids = self.tokenizer.with_bos(ended, self.begin_with_bos[text.is_chat])
+            prompt = len(parts[0]) + len(whole_ids) - len(ended) if text.prompt else 0
+            yield whole_ids, max(0, prompt)
 
 
 class TextDataset(Generic[T]):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from nemo_style_aligner.checkpoints.directory import DAMAGED, LAST, checkpoint_name
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
+from nemo_style_aligner.config.foreign_keys import section_of_job
 from nemo_style_aligner.jobs.job_view import JobView
 
 
@@ -22,7 +23,7 @@ def ranking_problems(view: JobView) -> Iterator[str]:
     key = f"{params}.save_best_model"
     if not view.get(key):
         return
-    section = next(f"trainer.{name}" for name in ("sft", "rm", "ppo") if view.has(f"trainer.{name}"))
+    section = f"trainer.{section_of_job(view.cfg)}"
     save_interval, val_check_interval = (view.get(f"{section}.{name}_interval") or 0 for name in ("save", "val_check"))
     if not any(view.get(f"model.data.{files}") for files in ("validation_ds.file_path", "data_prefix.validation")):
         val_check_interval = 0

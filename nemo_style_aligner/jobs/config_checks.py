@@ -15,11 +15,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.arguments import why_unwritable
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.config.fields import value_problems
 from nemo_style_aligner.config.loading import ConfigError, load_defaults, plain_config
@@ -316,6 +318,18 @@ def _attributes(view: JobView) -> Iterator[str]:
         )
 
 
+def _preferences(view: JobView) -> Iterator[str]:
+    for section in ("model.dpo", "model.kto"):
+        if not view.has(section):
+            continue
+        weights = f"{section}.preference_loss_weight", f"{section}.sft_loss_weight"
+        if not any(map(view.get, weights)):
+            yield f"{view.show(*weights)}: there is nothing to learn; raise one of them"
+        folder = f"{section}.reference_logprobs_dir"
+        if view.get(folder) and (reason := why_unwritable(Path(os.path.expanduser(view.get(folder))))) is not None:
+            yield f"{view.show(folder)} cannot be written to ({reason}): give a folder that you may write to"
+
+
 def _schedule_of_the_critic(view: JobView) -> Iterator[str]:
     key = "trainer.ppo.max_steps"  # an actor's is of the run
     has_end = view.get("model.optim.sched.name") in (None, "constant") or view.get("model.optim.sched.max_steps")
@@ -331,6 +345,6 @@ def _model_name(view: JobView) -> Iterator[str]:
 
 _CHECKS: tuple[Check, ...] = (
     *(_values_that_are_read_as_a_whole, _wandb, _ranks, _batches, _lengths, _recompute, ranking_problems),
-    *(_sft_format, _reward_head, _attributes, _schedule_of_the_critic, _model_name, _keep_activations),
+    *(_sft_format, _reward_head, _attributes, _preferences, _schedule_of_the_critic, _model_name, _keep_activations),
     *(actor_problems, _paths),
 )  # each concerns the jobs that have the keys of which it speaks

@@ -19,6 +19,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
 from nemo_style_aligner.config.loading import ConfigError, log_directory
+from nemo_style_aligner.config.schema import Placement
 from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.jobs.log_lock import hold_log_directory
@@ -33,6 +34,7 @@ from nemo_style_aligner.jobs.run_settings import (
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.ending import abort_job, failures
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
+from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
@@ -234,6 +236,11 @@ def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
     watchdog = Watchdog(log_dir, rank, size, float(minutes) * 60, failures.run, abort_job, failures.first)
     watchdog.start()
     return watchdog
+
+
+def frozen_policy(model: MegatronModel, base: BaseModel, placement: Placement) -> FrozenWeights:
+    """The policy as it is now, which it is compared with while it is trained: its reference."""
+    return FrozenWeights(model, placement, lambda: base.build(trainable=False))
 
 
 def training_batching(model: DictConfig, group: int = 1, micro_batch_size: int | None = None) -> MicroBatching:

@@ -12,6 +12,7 @@ from nemo_style_aligner.engine.contract import text_before_end
 from nemo_style_aligner.jobs.job_setup import (
     Run,
     forward_batching,
+    frozen_policy,
     register_model,
     start_run,
     start_watchdog,
@@ -20,7 +21,6 @@ from nemo_style_aligner.jobs.job_setup import (
 from nemo_style_aligner.jobs.scoring_setup import build_scorer
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
@@ -147,9 +147,7 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
     reference = None
     if float(cfg.trainer.ppo.initial_policy_kl_penalty) > 0:
         # Frozen before a checkpoint is loaded: the penalty refers to the model that the run started from.
-        reference = FrozenWeights(
-            model, cfg.trainer.ppo.reference_policy_placement, lambda: base.build(trainable=False)
-        )
+        reference = frozen_policy(model, base, cfg.trainer.ppo.reference_policy_placement)
     samples = cfg.model.ppo.num_rollout_samples * cfg.trainer.ppo.num_rollouts_per_prompt
     updates_per_step = samples // settings.global_batch_size * settings.num_ppo_epochs
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps * updates_per_step)

@@ -19,6 +19,8 @@ _NOT_TRAINED_ON = ("model.data.data_prefix.validation", "model.data.data_prefix.
 _JOBS = (
     ("trainer.sft.", "an SFT job"),
     ("trainer.rm.", "a reward model job"),
+    ("trainer.dpo.", "a DPO job"),
+    ("trainer.kto.", "a KTO job"),
     ("model.ppo.", "a PPO actor job"),
     ("trainer.ppo.", "a critic job"),  # an actor has this section as well
 )  # sections that tell jobs apart

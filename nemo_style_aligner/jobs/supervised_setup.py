@@ -1,14 +1,14 @@
-"""Builds the supervised jobs from their configs: datasets, batches, loss, trainer."""
+"""The supervised jobs: what they all do, and SFT's and the reward model's datasets, batches and loss."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config.loading import ConfigError, load_defaults
 from nemo_style_aligner.data.datasets import (
@@ -28,17 +28,19 @@ from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
 from nemo_style_aligner.data.text_format import ChatPromptTokens, TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.jobs.job_setup import Run, training_batching
+from nemo_style_aligner.jobs.job_setup import Run, register_model, start_run, training_batching
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.models.supervised_losses import (
     LabelledBatch,
     LanguageModelBatch,
     Objective,
     PairBatch,
     attribute_regression_objective,
+    language_model_objective,
     ranking_objective,
 )
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
@@ -71,6 +73,27 @@ class SupervisedTask:
     written: TextFormat = dataclasses.field(default_factory=TextFormat)
 
 
+BuildTrainer = Callable[[DictConfig, Run, BaseModel], SupervisedTrainer]
+"""A method: builds its trainer from a job's config, surroundings and base model. Collective.
+
+It looks at its data before it loads any weight."""
+
+
+def run_supervised(
+    cfg: DictConfig, build: BuildTrainer, base_key: str = "pretrained_checkpoint.restore_from_path"
+) -> int:
+    """Train a model on examples; return the job's exit status. Collective.
+
+    ``base_key`` names the archive to start from.
+    """
+    run = start_run(cfg)
+    base = open_base_model(OmegaConf.select(cfg, base_key), cfg, key=base_key)
+    register_model(cfg, run, base)
+    trainer = build(cfg, run, base)
+    trainer.fit()
+    return run.close()
+
+
 def build_supervised_trainer(
     cfg: DictConfig,
     section: DictConfig,
@@ -83,7 +106,7 @@ def build_supervised_trainer(
 
     Args:
         cfg: the whole config.
-        section: ``cfg.trainer.sft`` or ``cfg.trainer.rm``.
+        section: ``cfg.trainer.sft``, ``cfg.trainer.rm`` or the like.
         model: trainable, with its starting weights.
         task, objective: the data, and the loss on them.
 
@@ -148,6 +171,13 @@ def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: 
 # ---- SFT ----------------------------------------------------------------------------------------
 
 
+def build_sft_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
+    """Supervised fine-tuning; see `BuildTrainer`."""
+    task = sft_task(cfg, base.tokenizer)
+    training_sampler(cfg, task)  # too few examples are an error before any weight is read
+    return build_supervised_trainer(cfg, cfg.trainer.sft, run, base.load(), task, language_model_objective())
+
+
 def sft_dataset(cfg: DictConfig, part: str, tokenizer: Tokenizer) -> tuple[Dataset[SFTItem], TextFormat]:
     """The samples of ``model.data.<part>``, and how their texts are written."""
     data = cfg.model.data
@@ -187,6 +217,15 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
 
 
 # ---- reward models ------------------------------------------------------------------------------
+
+
+def build_reward_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
+    """Reward model training; see `BuildTrainer`."""
+    head = RewardHeadConfig.from_model_config(cfg.model)
+    task = reward_task(cfg, base.tokenizer, head)
+    training_sampler(cfg, task)
+    model = base.load(head=head)
+    return build_supervised_trainer(cfg, cfg.trainer.rm, run, model, task, reward_objective(cfg, head))
 
 
 def reward_dataset(

@@ -43,21 +43,6 @@ class LabelledBatch:
     labels: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class Objective:
-    """What a supervised job minimises.
-
-    Attributes:
-        loss: the loss of a batch.
-        wanted: batch -> bool [n, w], the positions whose outputs the loss depends on.
-        scoring: what a language model reports; None for a reward head.
-    """
-
-    loss: LossFunction
-    wanted: Callable[[Any], torch.Tensor]
-    scoring: Scoring | None = None
-
-
 MEAN_SQUARE = "_mean_square"
 
 
@@ -70,6 +55,26 @@ def with_deviations(metrics: dict[str, float]) -> dict[str, float]:
         if math.isfinite(metrics[name + MEAN_SQUARE])
     }
     return {name: value for name, value in metrics.items() if not name.endswith(MEAN_SQUARE)} | deviations
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What a supervised job minimises.
+
+    Attributes:
+        loss: the loss of a batch.
+        wanted: batch -> bool [n, w], the positions whose outputs the loss depends on.
+        scoring: what a language model reports; None for a reward head.
+        prepare: puts into a global batch, of which each data-parallel rank has its own rows, what the loss needs of
+            other passes, such as a reference's. Collective. None: nothing.
+        report: makes metrics of the means of the named sums over a batch, or over a validation.
+    """
+
+    loss: LossFunction
+    wanted: Callable[[Any], torch.Tensor]
+    scoring: Scoring | None = None
+    prepare: Callable[[Any], Any] | None = None
+    report: Callable[[dict[str, float]], dict[str, float]] = with_deviations
 
 
 def language_model_objective() -> Objective:

@@ -1,4 +1,4 @@
-"""Supervised training: the loop that SFT and reward models share; each brings its own loss."""
+"""Supervised training: the loop that SFT, reward models, DPO and KTO share; each brings its own objective."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import evaluate_step, train_step
-from nemo_style_aligner.models.supervised_losses import Objective, with_deviations
+from nemo_style_aligner.models.supervised_losses import Objective
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
@@ -28,7 +28,7 @@ from nemo_style_aligner.training.run_control import RunControl
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedSettings(LoopSettings):
-    """`LoopSettings` and those of supervised jobs (config keys of ``trainer.sft`` or ``trainer.rm``).
+    """`LoopSettings` and those of supervised jobs (config keys of ``trainer.sft``, ``trainer.rm`` and the like).
 
     Attributes:
         limit_val_batches: global batches per validation.
@@ -127,7 +127,7 @@ class SupervisedTrainer(TrainingLoop):
         metrics = self._run(train_step, self.train_data, indices, self.batching)
         num_items, origin = metrics.pop("num_items"), f"examples {list(indices)} of the training data"
         metrics |= self.optimizer.step(metrics["loss"], origin, num_items)
-        return {name: value for name, value in with_deviations(metrics).items() if math.isfinite(value)}
+        return {name: value for name, value in self.objective.report(metrics).items() if math.isfinite(value)}
 
     def validate(self) -> dict[str, float]:
         """Mean loss and metrics over the first ``limit_val_batches`` global batches of the validation set.
@@ -151,7 +151,7 @@ class SupervisedTrainer(TrainingLoop):
                     totals[name] = totals.get(name, 0.0) + mean * count
                 done += 1
         count = totals.pop("num_items", 0.0)
-        metrics = with_deviations({name: total / count for name, total in totals.items()}) if count else {}
+        metrics = self.objective.report({name: total / count for name, total in totals.items()}) if count else {}
         self.metrics.log_metrics(metrics | self.timer.consume_durations(), self.step, "val/")
         return metrics
 
@@ -172,6 +172,9 @@ class SupervisedTrainer(TrainingLoop):
         size = len(filled) // layout.dp_size
         own = slice(layout.dp_rank * size, (layout.dp_rank + 1) * size)
         batch = self.collate([data[index] for index in filled[own]], torch.tensor(present[own]))
+        if objective.prepare is not None:
+            with self.timer("prepare_time"):
+                batch = objective.prepare(batch)
         return step(
             self.model,
             batch,

@@ -13,20 +13,9 @@ from nemo_style_aligner.launch.start import job
 @job("gpt_sft", check="nemo_style_aligner.jobs.config_checks.check_job")
 def main(cfg: DictConfig) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.jobs.job_setup import register_model, start_run
-    from nemo_style_aligner.jobs.supervised_setup import build_supervised_trainer, sft_task, training_sampler
-    from nemo_style_aligner.models.restore import open_base_model
-    from nemo_style_aligner.models.supervised_losses import language_model_objective
+    from nemo_style_aligner.jobs.supervised_setup import build_sft_trainer, run_supervised
 
-    run = start_run(cfg)
-    base = open_base_model(cfg.model.restore_from_path, cfg, key="model.restore_from_path")
-    register_model(cfg, run, base)
-    task = sft_task(cfg, base.tokenizer)
-    training_sampler(cfg, task)  # too few examples are an error before any weight is read
-    model = base.load()
-    trainer = build_supervised_trainer(cfg, cfg.trainer.sft, run, model, task, language_model_objective())
-    trainer.fit()
-    return run.close()
+    return run_supervised(cfg, build_sft_trainer, "model.restore_from_path")
 
 
 if __name__ == "__main__":

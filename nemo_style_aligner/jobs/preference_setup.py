@@ -1,0 +1,152 @@
+"""The jobs that learn from preferences, DPO and KTO: their datasets, batches, reference and objective."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from nemo_style_aligner.checkpoints.nemo_archive import archive_identity
+from nemo_style_aligner.data.datasets import (
+    Dataset,
+    DataSource,
+    JudgedDataset,
+    MismatchedDataset,
+    PreferenceDataset,
+    PreferenceItem,
+    load_data_prefix,
+    pad_rows,
+)
+from nemo_style_aligner.data.examples import FIRST_EXAMPLE, for_log
+from nemo_style_aligner.data.text_format import TextFormat
+from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.jobs.job_setup import Run, frozen_policy
+from nemo_style_aligner.jobs.supervised_setup import SupervisedTask, build_supervised_trainer, training_sampler
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.preference_losses import (
+    PreferenceBatch,
+    PreferenceSettings,
+    dpo_objective,
+    kto_objective,
+    with_kl,
+)
+from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.parallel.agreement import on_first_rank
+from nemo_style_aligner.training.reference import Reference, keep_reference, with_reference
+from nemo_style_aligner.training.supervised import SupervisedTrainer
+
+logger = logging.getLogger(__name__)
+
+BuildDataset = Callable[[DictConfig, DataSource, Tokenizer], tuple[Dataset[Any], TextFormat]]
+
+
+def build_dpo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
+    """Direct preference optimization; see `supervised_setup.BuildTrainer`."""
+    settings = preference_settings(cfg.model.dpo)
+    task, model, reference, batching = _starting_point(cfg, run, base, "dpo", pair_dataset)
+    objective = dpo_objective(settings, partial(with_reference, reference=reference, batching=batching))
+    return build_supervised_trainer(cfg, cfg.trainer.dpo, run, model, task, objective)
+
+
+def build_kto_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
+    """Kahneman-Tversky optimization; see `supervised_setup.BuildTrainer`."""
+    settings = preference_settings(cfg.model.kto)
+    task, model, reference, batching = _starting_point(cfg, run, base, "kto", mismatched_dataset)
+
+    def prepare(batch: PreferenceBatch) -> PreferenceBatch:
+        return with_kl(model, with_reference(batch, reference, batching), settings, batching)
+
+    objective = kto_objective(settings, prepare)
+    return build_supervised_trainer(cfg, cfg.trainer.kto, run, model, task, objective)
+
+
+def _starting_point(
+    cfg: DictConfig, run: Run, base: BaseModel, section: str, dataset: BuildDataset
+) -> tuple[SupervisedTask, MegatronModel, Reference | None, MicroBatching]:
+    """The task, the model to train, the reference (None if the task's items know its log-probs) and its micro batches.
+
+    The reference is the model that the run began with: this is before a checkpoint is loaded.
+    """
+    loop, method = cfg.trainer[section], cfg.model[section]
+    prefix = load_data_prefix(cfg.model.data.data_prefix)
+    train, written = dataset(cfg, prefix.train, base.tokenizer)
+    written = dataclasses.replace(written, append_eod=None)  # which says how a reward model's texts end
+    logger.info(FIRST_EXAMPLE, for_log(train[0], base.tokenizer))
+    validation = None if prefix.validation is None else dataset(cfg, prefix.validation, base.tokenizer)[0]
+    collate = preference_collate(base.tokenizer)
+    shuffled = bool(loop.train_random_sampler), bool(loop.val_random_sampler)
+    task = SupervisedTask(train, validation, collate, 2, *shuffled, written=written)
+    training_sampler(cfg, task)
+    model = base.load()
+    batching = MicroBatching(2 * int(method.log_prob_forward_micro_batch_size), cfg.model.max_tokens_per_micro_batch, 2)
+    if method.reference_logprobs_dir is None:
+        return task, model, frozen_policy(model, base, method.reference_policy_placement), batching
+    described = {"model": on_first_rank(lambda: archive_identity(base.path)), "dtype": str(base.dtype)}
+    folder = Path(method.reference_logprobs_dir).expanduser()
+    keep = partial(keep_reference, model=model, collate=collate, batching=batching, folder=folder, described=described)
+    kept_validation = None if validation is None else keep(validation)
+    return dataclasses.replace(task, train=keep(train), validation=kept_validation), model, None, batching
+
+
+def preference_settings(section: DictConfig) -> PreferenceSettings:
+    """Read ``model.dpo`` or ``model.kto``."""
+    return PreferenceSettings(
+        beta=float(section.ref_policy_kl_penalty),
+        loss=section.get("preference_loss", "dpo"),
+        loss_weight=float(section.preference_loss_weight),
+        sft_weight=float(section.sft_loss_weight),
+        averages=bool(section.preference_average_log_probs),
+        sft_averages=bool(section.sft_average_log_probs),
+        reward_scale=float(section.get("gt_reward_scale", 1.0)),
+        good_weight=float(section.get("desirable_loss_weight", 1.0)),
+        bad_weight=float(section.get("undesirable_loss_weight", 1.0)),
+    )
+
+
+def _encoder_settings(data: DictConfig) -> dict[str, Any]:
+    return {"add_bos": data.add_bos, "append_eod": bool(data.append_eod), "seq_length": int(data.seq_length)}
+
+
+def pair_dataset(
+    cfg: DictConfig, source: DataSource, tokenizer: Tokenizer
+) -> tuple[Dataset[PreferenceItem], TextFormat]:
+    """The pairs of a part of ``model.data.data_prefix``, and how their texts are written."""
+    data = cfg.model.data
+    rewards = float(data.default_chosen_reward), float(data.default_rejected_reward)
+    return source.build(lambda paths: PreferenceDataset(paths, tokenizer, _encoder_settings(data), rewards))
+
+
+def mismatched_dataset(
+    cfg: DictConfig, source: DataSource, tokenizer: Tokenizer
+) -> tuple[Dataset[PreferenceItem], TextFormat]:
+    """The judged responses of a part of ``model.data.data_prefix``, and how their texts are written."""
+    data = cfg.model.data
+    judged, written = source.build(lambda paths: JudgedDataset(paths, tokenizer, _encoder_settings(data)))
+    return MismatchedDataset(judged, int(cfg.model.seed), int(data.seq_length)), written
+
+
+def preference_collate(tokenizer: Tokenizer) -> Callable[[Sequence[PreferenceItem], torch.Tensor], PreferenceBatch]:
+    """What turns items into a batch."""
+
+    def collate(items: Sequence[PreferenceItem], present: torch.Tensor) -> PreferenceBatch:
+        sequences = [ids for item in items for ids in item.token_ids]
+        prompts = [length for item in items for length in item.prompt_lengths]
+        masks = [[0] * prompt + [1] * (len(ids) - prompt) for ids, prompt in zip(sequences, prompts, strict=True)]
+        known = [value for item in items for value in item.reference or (float("nan"),) * 2]
+        return PreferenceBatch(
+            tokens=pad_rows(sequences, tokenizer.pad_id),
+            loss_mask=pad_rows(masks, 0)[:, 1:].float(),
+            labels=torch.tensor([label for item in items for label in item.labels]),
+            weights=present.repeat_interleave(2),
+            reference=torch.tensor(known),
+            kl=torch.zeros(len(sequences)),
+        )
+
+    return collate
