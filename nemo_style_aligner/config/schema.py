@@ -53,6 +53,7 @@ KeepChoice = Literal["auto", "always", "never"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 Placement = Literal["auto", "swap", "resident"]
+Strategy = Literal["interleave", "flatten", "colocated", "colocate_all", "separate", "disaggregated"]
 StepChoice = Literal["auto", "native", "torch"]
 TrainedCritic = Literal["refuse", "keep"]
 TruncationMethod = Literal["left", "right"]
@@ -735,6 +736,14 @@ class PPOActor(Section):
     pretrained_checkpoint: PretrainedCheckpoint
     model: ActorModel
 
+    # Which role is on which ranks (docs/placement.md). interleave: the critic in a job of its own; flatten (colocated,
+    # colocate_all): all roles on all ranks of this job; separate (disaggregated): the last rollout_devices ranks only
+    # generate. null: separate with rollout_devices, else interleave.
+    placement: Free[Strategy | None] = None
+    # The critic in this job, by the keys of conf/gpt_ppo_critic.yaml. It needs pretrained_checkpoint.restore_from_path,
+    # its model and, with combine_rm_and_critic_server (the default), the reward model.
+    critic: Open[dict[str, Any]] = of({})
+
 
 # ---- jobs ---------------------------------------------------------------------------------------
 
@@ -839,6 +848,7 @@ JOBS: Mapping[str, Job] = {
         without=(
             "trainer.ppo.critic_warmup_steps",
             "trainer.ppo.gae_lambda",
+            "critic",
             *(f"remote_critic_rm.{name}" for name in ("critic", "trained_critic")),
             "remote_critic_rm.combine_rm_and_critic_server",
             "remote_critic_rm.timeouts.training_seconds",
