@@ -45,10 +45,9 @@ from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.prompts import build_prompt_sources
 from nemo_style_aligner.rl.rollouts.setup import build_generator, build_rollout_rank, open_work_queue
-from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.sample import Rollouts, Sample
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.rl.settings import RLSettings
-from nemo_style_aligner.rl.values import ValueBatch
 from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -153,10 +152,16 @@ class Critic:
         answer.set_result([torch.cos(torch.tensor(s.token_ids[s.prompt_length :]).float()) for s in samples])
         return answer
 
+    def values_of(self, share: Rollouts) -> None:
+        """`values` gives them."""
+
+    def give_back_memory(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
-    def start_training(self, batch: ValueBatch | None) -> Any:
+    def start_training(self, experience: Experience) -> Any:
         step = self.trainer.step
         if self._stop_at == f"train {step}":
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -186,8 +191,8 @@ class Critic:
             assert time.monotonic() < deadline, "the rollout rank keeps its stop signal to itself"
             time.sleep(0.01)
 
-    def result(self) -> float:
-        return 0.0
+    def result(self) -> dict[str, float]:
+        return {"critic_loss": 0.0}
 
     def start_save(self) -> CriticSave:
         return CriticSave(CriticPosition("run", 1, INITIAL_HISTORY), None)

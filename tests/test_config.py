@@ -379,7 +379,7 @@ def test_actors_have_the_same_defaults_but_for_their_algorithm() -> None:
     ppo, other = load_defaults("gpt_ppo_actor"), load_defaults("gpt_reinforce_actor")
     keys, others = fields_of_job("gpt_ppo_actor").keys(), fields_of_job("gpt_reinforce_actor").keys()
     assert others <= keys
-    of_critic = ("trainer.ppo.critic_", "trainer.ppo.gae_lambda", "remote_critic_rm.")
+    of_critic = ("critic", "trainer.ppo.critic_", "trainer.ppo.gae_lambda", "remote_critic_rm.")
     assert all(key.startswith(of_critic) for key in keys - others)
     given = dict(values(other))
     differing = {key for key, value in values(ppo) if key in given and value != given[key]}

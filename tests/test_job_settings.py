@@ -19,7 +19,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config.loading import ConfigError, load_defaults
 from nemo_style_aligner.errors import NotWrittenError
-from nemo_style_aligner.jobs import job_setup, scoring_setup, service_setup
+from nemo_style_aligner.jobs import critic_setup, job_setup, scoring_setup, service_setup
 from nemo_style_aligner.jobs.job_setup import Run, register_model, require_shared, start_run
 from nemo_style_aligner.jobs.run_settings import settings_of_run
 from nemo_style_aligner.jobs.service_setup import (
@@ -135,7 +135,7 @@ def test_a_service_listens_as_its_config_says(
 def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}  # of the optimizer: on a CPU it offloads nothing
     monkeypatch.setattr(
-        service_setup, "Optimizer", lambda *arguments, **options: asked.update(options) or Optimizer(*arguments)
+        critic_setup, "Optimizer", lambda *arguments, **options: asked.update(options) or Optimizer(*arguments)
     )
     cfg = load_defaults("gpt_ppo_critic")
     trainer = {"max_steps": 20, "gradient_clip_val": 0.5, "on_nonfinite": "skip", "max_consecutive_skips": 4}

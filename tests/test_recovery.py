@@ -31,6 +31,7 @@ from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rl.remote_critic import CriticTraining, RemoteCritic
+from nemo_style_aligner.rl.values import ValueBatch
 from nemo_style_aligner.services import http_client
 from nemo_style_aligner.services.client import CriticClient, SequenceConflictError
 from nemo_style_aligner.services.critic_service import CriticService
@@ -226,14 +227,13 @@ def actor(
 
 def train(critic: RemoteCritic, *values: float) -> list[float]:
     """One training step for each value; the losses."""
-    return [start_training(critic, value).result() for value in values]
+    return [start_training(critic, value).result()["critic_loss"] for value in values]
 
 
 def start_training(critic: RemoteCritic, value: float) -> CriticTraining:
     full = torch.full((2, 3), float(value))
     tokens = torch.ones(2, 4, dtype=torch.int64)
-    experience: Any = SimpleNamespace(tokens=tokens, returns=full, values=full, mask=torch.ones(2, 3))
-    return critic.start_training(experience)
+    return critic.start_training_on(ValueBatch(tokens, full, full, torch.ones(2, 3)))
 
 
 def save(critic: RemoteCritic) -> dict[str, Any]:
@@ -436,7 +436,7 @@ def test_a_wait_for_the_critic_is_progress_only_while_all_ranks_take_part(monkey
     monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(agreement, "broadcast_object", meet)
     client = SimpleNamespace(position=CriticPosition("run", 1), follow=lambda _: None)
-    assert CriticTraining(SimpleNamespace(client=client), concurrent.futures.Future()).result() == 0.5
+    assert CriticTraining(SimpleNamespace(client=client), concurrent.futures.Future()).result() == {"critic_loss": 0.5}
     assert [now.bound for now in seen] == [0.0, 0.0, 0.0]
     assert seen[0].progress < seen[1].progress < seen[2].progress
 

@@ -27,8 +27,11 @@ from nemo_style_aligner.checkpoints.manifest import Manifest, describe_files, re
 from nemo_style_aligner.checkpoints.optimizer_state import load_optimizer, optimizer_counters, optimizer_parts
 from nemo_style_aligner.checkpoints.random_states import encoded_random_states, load_random_states
 from nemo_style_aligner.checkpoints.sharded_tensors import (
+    BESIDE_PREFIX,
+    MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     Part,
+    below,
     load_sharded_tensors,
     model_parts,
 )
@@ -49,6 +52,9 @@ if TYPE_CHECKING:
     from nemo_style_aligner.models.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)
+
+Beside = Mapping[str, "tuple[MegatronModel, Optimizer]"]
+"""Models that are trained beside a job's own, and saved with it, by name."""
 
 CheckState = Callable[[Path, Mapping[str, Any]], None]
 """Given a checkpoint and the trainer's state in it, raises if a job must not continue from it."""
@@ -74,7 +80,13 @@ class Contents:
         return dataclasses.replace(self, tensors=snapshot(self.tensors))
 
 
-def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mapping[str, Any], step: int) -> Contents:
+def take(
+    model: MegatronModel,
+    optimizer: Optimizer | None,
+    trainer_state: Mapping[str, Any],
+    step: int,
+    beside: Beside | None = None,
+) -> Contents:
     """The contents of a checkpoint of the state as it is now.
 
     Raises:
@@ -86,6 +98,10 @@ def take(model: MegatronModel, optimizer: Optimizer | None, trainer_state: Mappi
     if optimizer is not None:
         state["optimizer"] = optimizer_counters(optimizer)
         moments = optimizer_parts(optimizer, model)
+    for name, (other, its_optimizer) in (beside or {}).items():
+        weights += below(f"{BESIDE_PREFIX}{name}.", model_parts(other.gpt))
+        moments += below(f"{BESIDE_PREFIX}{name}.", optimizer_parts(its_optimizer, other))
+        state.setdefault("beside", {})[name] = optimizer_counters(its_optimizer)
     if spoilt := nonfinite_tensors([*weights, *moments]):
         raise NonFiniteError(
             f"step {step} is not saved: NaN or Inf in {', '.join(spoilt[:5])}{' and others' * (len(spoilt) > 5)}. "
@@ -117,7 +133,11 @@ def write_contents(contents: Contents, manifest: Manifest, directory: Path, grou
 
 
 def restore(
-    directory: Path, model: MegatronModel, optimizer: Optimizer | None, check: CheckState | None = None
+    directory: Path,
+    model: MegatronModel,
+    optimizer: Optimizer | None,
+    check: CheckState | None = None,
+    beside: Beside | None = None,
 ) -> dict[str, Any]:
     """Restore a checkpoint's contents to a job; returns the trainer's state. See `CheckpointManager.load`."""
     path = directory / TRAINER_STATE
@@ -135,6 +155,12 @@ def restore(
             raise ValueError(f"{directory} was saved without an optimizer: it cannot resume training")
         with open_source(directory) as source:
             load_optimizer(optimizer, model, state["optimizer"], source, STATE)
+    for name, (other, its_optimizer) in (beside or {}).items():
+        prefix = f"{BESIDE_PREFIX}{name}."
+        with open_source(directory) as source:
+            ignored = (MODEL_PREFIX, OPTIMIZER_PREFIX, prefix + OPTIMIZER_PREFIX)
+            load_sharded_tensors(below(prefix, model_parts(other.gpt)), source, STATE, ignored=ignored)
+            load_optimizer(its_optimizer, other, state["beside"][name], source, STATE, prefix)
     if state["layout"] != _layout(model):
         warn_for_all_ranks(logger, "%s was saved with %s: random streams start anew", directory, state["layout"])
     elif (directory / "random" / "00000.pt").exists():
@@ -147,7 +173,7 @@ def restore(
 def restore_model(directory: Path, model: MegatronModel) -> None:
     """Load a checkpoint's weights and nothing else."""
     with open_source(directory) as source:
-        load_sharded_tensors(model_parts(model.gpt), source, STATE, ignored=(OPTIMIZER_PREFIX,))
+        load_sharded_tensors(model_parts(model.gpt), source, STATE, ignored=(OPTIMIZER_PREFIX, BESIDE_PREFIX))
 
 
 def _write_synced(path: Path, content: str) -> None:

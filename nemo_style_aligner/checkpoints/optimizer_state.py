@@ -22,9 +22,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from nemo_style_aligner.checkpoints.file_source import FileSource
 from nemo_style_aligner.checkpoints.sharded_tensors import (
+    BESIDE_PREFIX,
     MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     Part,
+    below,
     load_sharded_tensors,
     parameter_parts,
 )
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel
     from nemo_style_aligner.models.optimizer import Optimizer
 
-_IGNORED = (MODEL_PREFIX, OPTIMIZER_PREFIX)  # prefixes of keys that an inner optimizer need not ask for
+_IGNORED = (MODEL_PREFIX, OPTIMIZER_PREFIX, BESIDE_PREFIX)  # prefixes of keys that an inner optimizer need not ask for
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KEYS = ("param", *_MOMENTS)
 
@@ -62,15 +64,22 @@ def optimizer_counters(optimizer: Optimizer) -> dict[str, int]:
 
 
 def load_optimizer(
-    optimizer: Optimizer, model: MegatronModel, counters: Mapping[str, int], source: FileSource, folder: str
+    optimizer: Optimizer,
+    model: MegatronModel,
+    counters: Mapping[str, int],
+    source: FileSource,
+    folder: str,
+    prefix: str = "",
 ) -> None:
     """Restore the optimizer from the distributed checkpoint in ``folder``. Load the model first. Collective.
+
+    ``prefix``: before its keys there.
 
     Raises:
         CheckpointMismatchError: the checkpoint has no optimizer, or another model's.
     """
     for inner in optimizer.parts():
-        load_sharded_tensors(list(_state_parts(inner, model)), source, folder, ignored=_IGNORED)
+        load_sharded_tensors(below(prefix, _state_parts(inner, model)), source, folder, ignored=_IGNORED)
         if _is_sharded(inner):
             # Main weights of fp32 parameters are parts of them. A checkpoint in bf16 has rounded the other parts.
             for chunk in inner.model_chunks:

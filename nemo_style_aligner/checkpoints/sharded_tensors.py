@@ -32,6 +32,9 @@ MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the keys of an optimizer's tensors, in training checkpoints."""
 
+BESIDE_PREFIX = "beside."
+"""Prefix of the keys of models that are trained beside the job's own, and of their optimizers: beside.NAME.model..."""
+
 
 class CheckpointMismatchError(UserError, ValueError):
     """A checkpoint does not hold what the model needs."""
@@ -75,6 +78,11 @@ def model_parts(gpt: Any, *, per_layer_keys: bool = False) -> list[Part]:
         per_layer_keys: one tensor per layer (``layers.0.mlp...``) instead of one for all. megatron-core reads both.
     """
     return [part for _, parts in parameter_parts(gpt, per_layer_keys=per_layer_keys) for part in parts]
+
+
+def below(prefix: str, parts: Iterable[Part]) -> list[Part]:
+    """The parts with a prefix before their keys."""
+    return [dataclasses.replace(part, key=prefix + part.key) for part in parts]
 
 
 def parameter_parts(gpt: Any, *, per_layer_keys: bool = False) -> list[tuple[torch.Tensor, list[Part]]]:

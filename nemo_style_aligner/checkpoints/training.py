@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.background import BackgroundWriter, OnEnd
-from nemo_style_aligner.checkpoints.contents import CheckState, Contents, restore, restore_model, take, write_contents
+from nemo_style_aligner.checkpoints.contents import (
+    Beside,
+    CheckState,
+    Contents,
+    restore,
+    restore_model,
+    take,
+    write_contents,
+)
 from nemo_style_aligner.checkpoints.directory import (
     CheckpointDirectory,
     had_resumed_from,
@@ -92,7 +100,12 @@ class CheckpointManager:
         settings: see `CheckpointSettings`.
         nemo: what to put into .nemo archives; None writes none.
         run_settings: what the job was started with, written into ``trainer_state`` under `RUN_SETTINGS`; None: nothing.
+
+    Attributes:
+        beside: models that are trained beside the job's own, and saved and resumed with it.
     """
+
+    beside: Beside
 
     def __init__(
         self,
@@ -104,6 +117,7 @@ class CheckpointManager:
         self.settings = settings
         self.nemo = nemo
         self.run_settings = run_settings
+        self.beside = {}
         self._files = CheckpointDirectory(directory, settings)
         named = settings.resume_from_checkpoint
         self._named = Path(named).expanduser() if named else None
@@ -165,7 +179,7 @@ class CheckpointManager:
         step = int(values.get("step", 0))
         if self.run_settings is not None:
             trainer_state = {**trainer_state, RUN_SETTINGS: dict(self.run_settings)}
-        contents = take(model, optimizer, trainer_state, step)
+        contents = take(model, optimizer, trainer_state, step, self.beside)
         try:
             target, sequence = on_first_rank(lambda: self._files.prepare(values, contents.size))
         except OSError as error:
@@ -433,7 +447,7 @@ class CheckpointManager:
             raise NoCheckpointError(f"there is no checkpoint at {path}")
         if path != self._verified and (problems := find_damage(path)):
             raise DamagedCheckpointError(f"{path} cannot be loaded: {'; '.join(problems)}")
-        state = restore(path, model, optimizer, check)
+        state = restore(path, model, optimizer, check, self.beside)
         logger.info("resumed from %s", path)
         self._current, self._is_archived = path, False
         return state

@@ -67,6 +67,14 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("trainer.reinforce.inference_micro_batch_size", moved_to="inference.inference_micro_batch_size"),
     ForeignKey("model.resume_from_checkpoint", moved_to="exp_manager.resume_from_checkpoint"),
     ForeignKey("model.save_nemo_on_validation_end", moved_to="exp_manager.checkpoint_callback_params.always_save_nemo"),
+    # OpenRLHF
+    ForeignKey("*colocate_all_models", moved_to="placement", means=((True, "flatten"),)),
+    ForeignKey("*colocate_actor_ref", "has no effect: the initial policy is always on the policy's ranks"),
+    ForeignKey(
+        "*colocate_critic_reward",
+        "has no effect: the reward model is with the critic, see remote_critic_rm.combine_rm_and_critic_server",
+    ),
+    ForeignKey("*ref_reward_offload", moved_to="trainer.ppo.reference_policy_placement", means=((True, "swap"),)),
     # Lightning
     ForeignKey("trainer.accelerator", "has no effect: GPUs are used where there are any, otherwise CPUs"),
     ForeignKey("trainer.logger", "has no effect: exp_manager decides what is logged"),

@@ -54,6 +54,7 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 Placement = Literal["auto", "swap", "resident"]
 PreferenceLoss = Literal["dpo", "ipo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
+Strategy = Literal["interleave", "flatten", "colocated", "colocate_all", "separate", "disaggregated"]
 StepChoice = Literal["auto", "native", "torch"]
 TrainedCritic = Literal["refuse", "keep"]
 TruncationMethod = Literal["left", "right"]
@@ -831,6 +832,14 @@ class PPOActor(Section):
     pretrained_checkpoint: PretrainedCheckpoint
     model: ActorModel
 
+    # Which role is on which ranks (docs/placement.md). interleave: the critic in a job of its own; flatten (colocated,
+    # colocate_all): all roles on all ranks of this job; separate (disaggregated): the last rollout_devices ranks only
+    # generate. null: separate with rollout_devices, else interleave.
+    placement: Free[Strategy | None] = None
+    # The critic in this job, by the keys of conf/gpt_ppo_critic.yaml. It needs pretrained_checkpoint.restore_from_path,
+    # its model and, with combine_rm_and_critic_server (the default), the reward model.
+    critic: Open[dict[str, Any]] = of({})
+
 
 # ---- jobs ---------------------------------------------------------------------------------------
 
@@ -955,6 +964,7 @@ JOBS: Mapping[str, Job] = {
         without=(
             "trainer.ppo.critic_warmup_steps",
             "trainer.ppo.gae_lambda",
+            "critic",
             *(f"remote_critic_rm.{name}" for name in ("critic", "trained_critic")),
             "remote_critic_rm.combine_rm_and_critic_server",
             "remote_critic_rm.timeouts.training_seconds",

@@ -27,6 +27,7 @@ from nemo_style_aligner.jobs.job_view import (
     as_served,
     base_config,
 )
+from nemo_style_aligner.jobs.placement import PLACEMENT, has_critic_here, has_reward_model_here
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.policy_losses import LOSSES, find_policy_loss
 from nemo_style_aligner.models.restore import lay_over
@@ -151,7 +152,7 @@ def _kl_estimator(view: JobView) -> Iterator[str]:
 
 def _services(view: JobView) -> Iterator[str]:
     critic, reward = "remote_critic_rm.critic", "remote_critic_rm.reward_model"
-    has_critic = view.get(critic) is not None and needs_critic(view)
+    has_critic = view.get(critic) is not None and has_remote_critic(view)
     if has_critic:
         yield from _host(view, f"{critic}.ip")
     if not uses_reward_service(view) or (has_critic and view.get("remote_critic_rm.combine_rm_and_critic_server")):
@@ -192,14 +193,20 @@ def needs_critic(view: JobView) -> bool:
     return estimator is None or estimator.needs_values
 
 
+def has_remote_critic(view: JobView) -> bool:
+    """Whether there must be a critic in a job of its own."""
+    return needs_critic(view) and not has_critic_here(view.cfg)
+
+
 def uses_reward_service(view: JobView) -> bool:
     """Whether rewards come from the service that ``remote_critic_rm`` names."""
-    return any(spec.kind == "service" for spec in _specs(view))
+    is_here = needs_critic(view) and has_critic_here(view.cfg) and has_reward_model_here(view.cfg)
+    return not is_here and any(spec.kind == "service" for spec in _specs(view))
 
 
 def shares_secret(view: JobView) -> bool:
     """Whether the actor job serves anybody, or asks a service."""
-    is_asking = needs_critic(view) or any(spec.kind in ("service", "url") for spec in _specs(view))
+    is_asking = has_remote_critic(view) or uses_reward_service(view) or any(s.kind == "url" for s in _specs(view))
     return is_asking or bool(view.get("trainer.ppo.batch_iterator.use_flask"))
 
 
@@ -325,9 +332,12 @@ def settings_in_vain(view: JobView) -> Iterator[str]:
 def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Keys, each with patterns of those that have no effect with its present value."""
     loss, service = view.get(_LOSS), "remote_critic_rm"
-    if not needs_critic(view):
+    if not has_remote_critic(view):
         of_critic = ("critic.*", "combine_rm_and_critic_server", "trained_critic", "journal_*", "timeouts.training_*")
-        yield _ESTIMATOR, tuple(f"{service}.{name}" for name in of_critic)
+        key = PLACEMENT if needs_critic(view) else _ESTIMATOR
+        yield key, tuple(f"{service}.{name}" for name in of_critic)
+    if not needs_critic(view):
+        yield _ESTIMATOR, ("critic.*",)
         if view.get(_ESTIMATOR) in ESTIMATORS:
             yield _ESTIMATOR, ("trainer.ppo.gae_lambda",)
     if loss in LOSSES and loss not in _CLIPPED:

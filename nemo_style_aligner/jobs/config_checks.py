@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from nemo_style_aligner.config.fields import value_problems
 from nemo_style_aligner.config.loading import ConfigError, load_defaults, plain_config
 from nemo_style_aligner.config.schema import fields_of_job
 from nemo_style_aligner.data.sft import SFTFormat
-from nemo_style_aligner.jobs.actor_checks import actor_problems, settings_in_vain, shares_secret
+from nemo_style_aligner.jobs.actor_checks import actor_problems, needs_critic, settings_in_vain, shares_secret
 from nemo_style_aligner.jobs.checkpoint_checks import (
     archive_name_problems,
     checkpoint_name_problems,
@@ -52,6 +52,7 @@ from nemo_style_aligner.jobs.path_checks import (
     resume_problems,
     secret_problems,
 )
+from nemo_style_aligner.jobs.placement import CRITIC_JOB, critic_config, has_critic_here, of_critic, placement_problems
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import why_not_kept
@@ -86,8 +87,10 @@ def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
         logger.warning(doubt)
 
 
-def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) -> list[str]:
-    """The problems that `check_job` raises, one line each."""
+def find_problems(
+    name: str, cfg: DictConfig, world_size: int, rank: int = 0, checks: Sequence[Check] | None = None
+) -> list[str]:
+    """The problems that `check_job` raises, one line each; ``checks``: those to make, by default all."""
     problems: list[str] = []
     cfg = cfg.copy()
     architecture = None
@@ -102,7 +105,7 @@ def find_problems(name: str, cfg: DictConfig, world_size: int, rank: int = 0) ->
     except (OSError, ValueError, KeyError) as error:
         problems.append(str(error.args[0] if isinstance(error, KeyError) else error))
     view = JobView(name, cfg, world_size, architecture, rank)
-    return problems + [problem for check in _CHECKS for problem in check(view)]
+    return problems + [problem for check in checks or _CHECKS for problem in check(view)]
 
 
 # ---- single values ------------------------------------------------------------------------------
@@ -343,8 +346,23 @@ def _model_name(view: JobView) -> Iterator[str]:
         yield f"{key}={name!r}: the service's paths have this name (/v2/models/NAME/infer); give a single plain word"
 
 
+def _critic_here(view: JobView) -> Iterator[str]:
+    """Problems of a critic in the actor's job: those that a job of its own would have."""
+    if not view.is_actor or not needs_critic(view) or not has_critic_here(view.cfg) or view.only_generates:
+        return
+    try:
+        critic = critic_config(view.cfg)
+    except ConfigError as error:
+        yield from str(error).splitlines()
+        return
+    yield from map(of_critic, find_problems(CRITIC_JOB, critic, view.training_ranks, view.rank, _OF_MODELS))
+
+
+_OF_MODELS: tuple[Check, ...] = (
+    *(_values_that_are_read_as_a_whole, _ranks, _batches, _lengths, _recompute),
+    *(_reward_head, _attributes, _schedule_of_the_critic, _keep_activations),
+)
 _CHECKS: tuple[Check, ...] = (
-    *(_values_that_are_read_as_a_whole, _wandb, _ranks, _batches, _lengths, _recompute, ranking_problems),
-    *(_sft_format, _reward_head, _attributes, _preferences, _schedule_of_the_critic, _model_name, _keep_activations),
-    *(actor_problems, _paths),
+    *(*_OF_MODELS, _wandb, ranking_problems, _sft_format, _preferences, _model_name),
+    *(placement_problems, _critic_here, actor_problems, _paths),
 )  # each concerns the jobs that have the keys of which it speaks

@@ -30,6 +30,7 @@ from nemo_style_aligner.jobs.run_settings import (
     job_of,
     settings_of_run,
     why_another_base,
+    why_another_critic,
 )
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.ending import abort_job, failures
@@ -120,6 +121,10 @@ class Run:
                 f"{path} is a checkpoint of {before}, and this is {now}: give each job a log directory of its own "
                 "(exp_manager.explicit_log_dir). To start from that checkpoint's weights, make an archive of it with "
                 "convert_checkpoint_to_nemo.py"
+            )
+        if (reason := why_another_critic(settings, own_settings)) is not None:
+            raise ConfigError(
+                f"{path} cannot be continued: {reason}. To start a new run, give another exp_manager.explicit_log_dir"
             )
         if (reason := why_another_base(settings, own_settings)) is not None:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -18,6 +19,7 @@ from nemo_style_aligner.jobs.job_setup import (
     start_watchdog,
     training_batching,
 )
+from nemo_style_aligner.jobs.run_settings import critic_of_run
 from nemo_style_aligner.jobs.scoring_setup import build_scorer
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.models.actor import Actor
@@ -26,7 +28,9 @@ from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.policy_losses import LossSettings, find_policy_loss
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.rl.experience import AdvantageSettings
+from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.rewards import RewardSum
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
@@ -87,6 +91,8 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     scorer = build_scorer(cfg, run, estimator, base, sequences)  # the secret may be missing: before weights are read
     if isinstance(scorer.rewards, RewardSum):
         scorer.rewards.check(train_prompts.lines() | ({} if val_prompts is None else val_prompts.lines()))
+    if isinstance(scorer.values, LocalCritic):
+        load_local_critic(cfg, run, scorer.values)
     scorer.load_models()  # first: while weights arrive, the policy's optimizer takes no memory
     actor = build_actor(cfg, base, base.load(), settings)
     ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
@@ -116,6 +122,16 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     if trainer.critic is not None:
         trainer.critic.begin()
     return trainer
+
+
+def load_local_critic(cfg: DictConfig, run: Run, local: LocalCritic) -> None:
+    """Load the critic in this job, and have the checkpoints keep it. Collective."""
+    critic = local.load()
+    run.checkpoints.beside = {"critic": (critic.model, critic.optimizer)}
+    archive = Path(str(cfg.critic.pretrained_checkpoint.restore_from_path)).expanduser()
+    began_with = on_first_rank(lambda: critic_of_run(archive))
+    run.checkpoints.run_settings = {**(run.checkpoints.run_settings or {}), **began_with}
+    critic.optimizer.schedule.warn_if_nothing_decays()
 
 
 def serve_rollouts(cfg: DictConfig) -> int:

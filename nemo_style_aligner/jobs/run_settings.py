@@ -55,6 +55,7 @@ def digests_of_data(data: DictConfig) -> dict[str, str]:
     return {f"SHA-256 of {path}": describe_file(path)["sha256"][:16] for path in source.paths}
 
 
+_CRITIC, _CRITIC_IDENTITY = "critic's archive", "fingerprint of the critic's archive"
 _BASE, _IDENTITY, _TOKENIZER = "base archive", "fingerprint of the base archive", "fingerprint of the tokenizer"
 
 
@@ -64,6 +65,23 @@ def base_of_run(path: Path, tokenizer: Tokenizer) -> dict[str, str]:
     For the errors see `archive_identity`.
     """
     return {_BASE: str(path), _IDENTITY: archive_identity(path)[:16], _TOKENIZER: tokenizer.fingerprint()}
+
+
+def critic_of_run(path: Path) -> dict[str, str]:
+    """What a run's settings keep of a critic that is trained in its job. Not collective."""
+    return {_CRITIC: str(path), _CRITIC_IDENTITY: archive_identity(path)[:16]}
+
+
+def why_another_critic(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """Why a run cannot go on with the critic where it is now; None if it can."""
+    then, here = before.get(_CRITIC_IDENTITY), now.get(_CRITIC_IDENTITY)
+    if then == here:
+        return None
+    if here is None:
+        return "its critic was in this job: give the placement and the critic's archive that it had"
+    if then is None:
+        return "it had no critic in this job: give the placement that it had"
+    return f"its critic began with {before[_CRITIC]}, and {now[_CRITIC]} has other contents: give the former"
 
 
 def why_another_base(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
@@ -98,5 +116,5 @@ def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[
     return [
         f"{key}={value} (before: {before[key]})"
         for key, value in now.items()
-        if key in before and before[key] != value and key != _BASE and not key.endswith("restore_from_path")
+        if before.get(key, value) != value and key not in (_BASE, _CRITIC) and not key.endswith("restore_from_path")
     ]

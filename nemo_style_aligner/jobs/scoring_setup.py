@@ -11,12 +11,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head, require_weights
 from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.jobs.critic_setup import make_critic
 from nemo_style_aligner.jobs.job_setup import Run, forward_batching
 from nemo_style_aligner.jobs.job_view import as_served
+from nemo_style_aligner.jobs.placement import CRITIC_ARCHIVE, critic_config, has_critic_here
 from nemo_style_aligner.launch.ending import fail_job
+from nemo_style_aligner.models.critic import Critic
+from nemo_style_aligner.models.frozen import choose_placement
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.rl.estimators import Estimator
+from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.reward_config import build_reward_source, reward_specs
 from nemo_style_aligner.rl.reward_models import ModelRewards
@@ -44,13 +49,21 @@ def build_scorer(
     Raises:
         ConfigError, CheckpointMismatchError: a reward model in this job does not fit.
     """
-    critic = build_remote_critic(cfg, run) if estimator.needs_values else None
+    critic: RemoteCritic | LocalCritic | None = None
+    beside_critic: ModelRewards | None = None
     models: list[ModelRewards] = []
+    if estimator.needs_values and has_critic_here(cfg):
+        critic, beside_critic = build_local_critic(cfg, policy, sequences)
+    elif estimator.needs_values:
+        critic = build_remote_critic(cfg, run)
 
     def service() -> RewardSource:
-        if critic is not None and cfg.remote_critic_rm.combine_rm_and_critic_server:
+        if isinstance(critic, RemoteCritic) and cfg.remote_critic_rm.combine_rm_and_critic_server:
             return critic
-        return _reward_service(cfg)
+        if beside_critic is None:
+            return _reward_service(cfg)
+        models.append(beside_critic)
+        return beside_critic
 
     def reward_model(path: str, key: str) -> ModelRewards:
         models.append(_reward_model(cfg, policy, sequences, path, key))
@@ -59,7 +72,7 @@ def build_scorer(
     rewards = service() if cfg.trainer.ppo.rewards is None else _listed_rewards(cfg, service, reward_model)
     timeouts = cfg.remote_critic_rm.timeouts
     silence = 2 * sum(float(timeouts[key]) for key in ("total_seconds", "restart_seconds"))
-    described = "the rewards" if critic is None else "the critic and the rewards"
+    described = "the critic and the rewards" if isinstance(critic, RemoteCritic) else "the rewards"
     return Scorer(rewards, critic, silence, described, models)
 
 
@@ -83,23 +96,54 @@ def _listed_rewards(
 def _reward_model(cfg: DictConfig, policy: BaseModel, sequences: SequencesToScore, path: str, key: str) -> ModelRewards:
     """A reward model in this job, if it can score the sequences."""
     base = open_base_model(path, as_served(cfg), key=key)
-    require_same_tokenizer(policy.path, base.path)
     require_reward_head(base.path)
+    _require_fit(policy, base, sequences, f"{key}={path}")
+    head = RewardHeadConfig.from_model_config(base.config)
+    return ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
+
+
+def _require_fit(policy: BaseModel, base: BaseModel, sequences: SequencesToScore, given: str) -> None:
+    """Make sure that a model in this job can score the sequences; ``given`` is the setting that names it."""
+    require_same_tokenizer(policy.path, base.path)
     require_weights(base.path, base.architecture)
     length = base.max_sequence_length
     if sequences.max_length > length:
         raise ConfigError(
-            f"{key}={path} takes sequences of at most {length} tokens, but this job's longest prompt and response may "
+            f"{given} takes sequences of at most {length} tokens, but this job's longest prompt and response may "
             f"have {sequences.max_length} together: lower model.ppo.length_params.max_length or "
             "trainer.ppo.trt_llm.max_input_len"
         )
     if sequences.vocab_size > base.architecture.vocab_size:
         raise ConfigError(
-            f"{key}={path}: its token ids end at {base.architecture.vocab_size - 1}, those of this job at "
+            f"{given}: its token ids end at {base.architecture.vocab_size - 1}, those of this job at "
             f"{sequences.vocab_size - 1}: give a reward model that was trained from the policy's base model"
         )
-    head = RewardHeadConfig.from_model_config(base.config)
-    return ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
+
+
+def build_local_critic(
+    cfg: DictConfig, policy: BaseModel, sequences: SequencesToScore
+) -> tuple[LocalCritic, ModelRewards | None]:
+    """The critic in this job and, if they are combined, its reward model; no weights are read."""
+    critic_cfg = critic_config(cfg)
+    path = critic_cfg.pretrained_checkpoint.restore_from_path
+    base = open_base_model(path, critic_cfg, key=CRITIC_ARCHIVE)
+    is_combined = bool(critic_cfg.trainer.ppo.combine_rm_and_critic_server)
+    if is_combined:
+        require_reward_head(base.path)
+    _require_fit(policy, base, sequences, f"{CRITIC_ARCHIVE}={path}")
+    head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
+    placement = cfg.trainer.ppo.reference_policy_placement
+
+    def build() -> Critic:
+        return make_critic(critic_cfg, base.load(head=head, needs_head=is_combined), head, None)
+
+    def swaps(critic: Critic) -> bool:
+        return (choose_placement(critic.model) if placement == "auto" else placement) == "swap"
+
+    if not is_combined:
+        return LocalCritic(build, swaps), None
+    rewards = ModelRewards(base, head, forward_batching(critic_cfg.model), critic_cfg.model.rm_placement)
+    return LocalCritic(build, swaps), rewards
 
 
 def _reward_service(cfg: DictConfig) -> RewardSource:

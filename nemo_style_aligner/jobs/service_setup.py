@@ -6,14 +6,12 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
 from nemo_style_aligner.checkpoints.random_states import random_states, set_random_states
-from nemo_style_aligner.jobs.job_setup import Run, forward_batching, training_batching
+from nemo_style_aligner.jobs.critic_setup import make_critic, make_optimizer
+from nemo_style_aligner.jobs.job_setup import Run, forward_batching
 from nemo_style_aligner.launch.initialization import bind_address
-from nemo_style_aligner.models.critic import Critic, RewardModel
+from nemo_style_aligner.models.critic import RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.kept_passes import keep_passes
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import ParallelLayout, device
 from nemo_style_aligner.services.critic_service import CriticService, RewardService
@@ -63,24 +61,7 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         # Frozen before a checkpoint is loaded: the reward model never changes.
         weights = FrozenWeights(model, cfg.model.rm_placement, lambda: base.build(head=head, trainable=False))
         reward_model = RewardModel(weights, head, forward_batching(cfg.model))
-    schedule = Schedule.from_config(cfg.model.optim, int(cfg.trainer.ppo.max_steps))
-    ppo = cfg.trainer.ppo
-    nonfinite = NonFinitePolicy.from_config(ppo)
-
-    def make_optimizer() -> Optimizer:
-        clip, offload = float(ppo.gradient_clip_val or 0.0), bool(cfg.model.offload_adam_states)
-        return Optimizer(model, cfg.model.optim, schedule, clip, nonfinite, offload=offload)
-
-    critic = Critic(
-        model,
-        make_optimizer(),
-        head,
-        training_batching=training_batching(cfg.model),
-        global_batch_size=int(cfg.model.global_batch_size),
-        forward_batching=forward_batching(cfg.model),
-        loss_clip=float(cfg.model.loss_clip_val or 0.0),
-    )
-    keep_passes(model, weights, cfg.model.keep_activations, int(cfg.model.global_batch_size))
+    critic = make_critic(cfg, model, head, weights)
     initial_random_states = random_states()
     # The archive may be a language model's, which has no head: then nothing else keeps the head's initial values.
     head_parameters = {name: p for name, p in model.gpt.named_parameters() if name.startswith("rm_head.")}
@@ -90,12 +71,12 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         load_nemo_weights(base.path, model)
         for name, values in initial_head.items():
             head_parameters[name].data.copy_(values)
-        critic.optimizer = make_optimizer()
+        critic.optimizer = make_optimizer(cfg, model)
         set_random_states(initial_random_states)
 
     service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset)
     run.resume(cfg, model, critic.optimizer, service)
-    schedule.warn_if_nothing_decays()
+    critic.optimizer.schedule.warn_if_nothing_decays()
     return service
 
 

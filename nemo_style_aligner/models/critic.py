@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ from nemo_style_aligner.models.heads import (
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import LossResult, Tokens, forward, rows, train_step
+from nemo_style_aligner.models.ragged import RaggedBatch
 
 
 @dataclasses.dataclass
@@ -142,26 +144,50 @@ class Critic:
         )
         return values * wanted.to(values.device)  # unpacking fills with zeros, which `_values` standardises
 
-    def train(self, batch: ValueBatch, origin: str = "a training batch") -> list[dict[str, float]]:
-        """One update per ``global_batch_size`` sequences of ``batch``, which every rank holds whole.
+    def response_values(self, batch: RaggedBatch) -> torch.Tensor:
+        """The values of a data-parallel rank's own response tokens, as `values` gives them: fp32 [R]."""
+        outputs = forward(
+            self.model,
+            batch,
+            None,
+            self.forward_batching,
+            lambda outputs, _: self._values(outputs),
+            is_trained=self._makes_one_update,
+        )
+        return outputs.cpu()
 
-        The last update may have fewer. Returns each update's ``loss``, ``padding_efficiency``, ``dp_balance`` and what
-        `Optimizer.step` returns. ``origin`` names the batch in the log or in the error, should an update be skipped or
-        fail.
+    def train(self, batch: ValueBatch, origin: str = "a training batch") -> list[dict[str, float]]:
+        """`updates` on a batch that every rank holds whole, one per ``global_batch_size`` sequences; the last may have
+        fewer. ``origin`` names the batch in the log or in the error, should an update be skipped or fail.
         """
-        self.model.module.train()
-        reports = []
         n = batch.tokens.shape[0]
-        self._makes_one_update = n <= self.global_batch_size
-        if not self._makes_one_update:
-            self.weights_changed()
+        parts = {}
         for start in range(0, n, self.global_batch_size):
             stop = min(start + self.global_batch_size, n)
-            part = rows(batch, slice(start, stop))
+            parts[f"rows {start} to {stop - 1} of {origin}"] = rows(batch, slice(start, stop))
+        return self.updates(parts)
+
+    def updates(self, batches: Mapping[str, ValueBatch | RaggedBatch]) -> list[dict[str, float]]:
+        """One update per batch, in their order. Collective.
+
+        Args:
+            batches: by their names in the log. Of ragged ones each data-parallel rank has its own rows, with columns
+                ``returns`` and ``values``, those that were given before.
+
+        Returns:
+            Each update's ``loss``, ``padding_efficiency``, ``dp_balance`` and what `Optimizer.step` returns.
+        """
+        self.model.module.train()
+        self._makes_one_update = len(batches) == 1
+        if not self._makes_one_update:
+            self.weights_changed()
+        reports = []
+        for origin, batch in batches.items():
             self.optimizer.zero_grad()
-            metrics = train_step(self.model, part, part.mask != 0, self.training_batching, self._loss)
-            num_items, name = metrics.pop("num_items"), f"rows {start} to {stop - 1} of {origin}"
-            reports.append(metrics | self.optimizer.step(metrics["loss"], name, num_items))
+            wanted = None if isinstance(batch, RaggedBatch) else batch.mask != 0
+            metrics = train_step(self.model, batch, wanted, self.training_batching, self._loss)
+            num_items = metrics.pop("num_items")
+            reports.append(metrics | self.optimizer.step(metrics["loss"], origin, num_items))
         return reports
 
     def weights_changed(self) -> None:
@@ -173,7 +199,17 @@ class Critic:
         """Head outputs [..., a] -> [...]."""
         return standardize(merge_attributes(outputs, self.head), self.head)
 
-    def _loss(self, outputs: torch.Tensor, batch: ValueBatch) -> LossResult:
-        values = self._values(outputs)
-        loss = functional.clipped_value_loss(values, batch.prev_values, batch.returns, batch.mask, self.loss_clip)
-        return loss, batch.mask.sum(), {}
+    def _loss(self, outputs: torch.Tensor, batch: ValueBatch | RaggedBatch) -> LossResult:
+        if isinstance(batch, RaggedBatch):
+            returns, prev_values = batch.columns["returns"], batch.columns["values"]
+            mask = torch.ones_like(returns)
+        else:
+            returns, prev_values, mask = batch.returns, batch.prev_values, batch.mask
+        loss = functional.clipped_value_loss(self._values(outputs), prev_values, returns, mask, self.loss_clip)
+        return loss, mask.sum(), {}
+
+
+def applied_updates(reports: Sequence[Mapping[str, float]]) -> tuple[float, list[Mapping[str, float]]]:
+    """The mean loss of the updates that were not skipped for NaN or Inf (0 where all were), and their reports."""
+    applied = [report for report in reports if "grad_norm" in report]
+    return sum(report["loss"] for report in applied) / max(1, len(applied)), applied

@@ -74,3 +74,48 @@ class AdamOffload:
                         yield parameter
                     moments = optimizer.optimizer.state.get(parameter, {})
                     yield from (moment for moment in moments.values() if torch.is_tensor(moment))
+
+
+class WeightOffload:
+    """Moves a trained model's weights to host memory and back, bit for bit.
+
+    Only the storages lose their memory: parameters, and megatron-core's buffers and shards that are views of them, stay
+    what they are. Nothing may read or change them meanwhile.
+
+    Args:
+        module: whose parameters these are.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        storages = (parameter.untyped_storage() for parameter in module.parameters())
+        self._storages = list({storage.data_ptr(): storage for storage in storages}.values())
+        self._resting: list[torch.UntypedStorage] = []
+        self.is_away = False
+
+    def offload(self) -> None:
+        """Move the weights to host memory, unless they are there."""
+        if self.is_away:
+            return
+        if not self._resting:
+            pins = self._storages[0].is_cuda
+            self._resting = [
+                torch.empty(len(s), dtype=torch.uint8, pin_memory=pins).untyped_storage() for s in self._storages
+            ]
+        for there, here in zip(self._resting, self._storages, strict=True):
+            there.copy_(here, non_blocking=True)
+        if self._storages[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
+        for storage in self._storages:
+            storage.resize_(0)
+        if self._storages[0].is_cuda:
+            torch.cuda.empty_cache()  # an engine in another process wants the memory too
+        self.is_away = True
+
+    def bring_back(self) -> None:
+        """Move the weights to where they were, unless they are there."""
+        if not self.is_away:
+            return
+        for there, here in zip(self._resting, self._storages, strict=True):
+            here.resize_(len(there))
+            here.copy_(there, non_blocking=True)
+        self.is_away = False

@@ -83,11 +83,18 @@ class Experience:
         return len(self.rollouts)
 
     def minibatch(self, samples: Sequence[int]) -> RaggedBatch:
-        """This rank's rows of the samples that are trained on together."""
+        """This rank's rows of the samples that the policy is trained on together."""
+        return self._rows(samples, self.learns)
+
+    def value_minibatch(self, samples: Sequence[int]) -> RaggedBatch:
+        """This rank's rows of the samples that a critic in this job is trained on together."""
+        return self._rows(samples, self.rollouts.counts)
+
+    def _rows(self, samples: Sequence[int], wanted: torch.Tensor) -> RaggedBatch:
         chosen = torch.zeros(len(self), dtype=torch.bool)
         chosen[list(samples)] = True
         own = self.rollouts.own
-        return self.rollouts.batch(self.learns, self.columns).rows(chosen[own].nonzero()[:, 0])
+        return self.rollouts.batch(wanted, self.columns).rows(chosen[own].nonzero()[:, 0])
 
     def dealt(self, share: torch.Tensor) -> Experience:
         """The same with another share of the samples on each rank, int64 [n]. Collective."""
@@ -105,7 +112,7 @@ class Experience:
         )
 
     def value_batch(self) -> ValueBatch | None:
-        """What a value source learns: all samples on rank 0, None elsewhere. Collective."""
+        """What a critic in another job learns: all samples on rank 0, None elsewhere. Collective."""
         rollouts = self.rollouts
         tokens = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths)
         parts = [

@@ -133,8 +133,7 @@ class RLTrainer(TrainingLoop):
             columns = self.logprobs(rollouts, is_trained=stream == TRAINING)
             with self.timer("critic_wait"):
                 scores = collected.wait_for_rewards()
-            if self.critic is not None:
-                columns["values"] = collected.values_of(rollouts)
+            columns |= self.values(collected, rollouts)
         self.run_control.check(ahead="training")
         self.train_prompts.observe(rollouts)  # changes the state, so after the last point that can abandon the step
         self.consumed_samples = start + consumed
@@ -162,8 +161,7 @@ class RLTrainer(TrainingLoop):
             The samples, how many prompts they took, and metrics of what was drawn.
         """
         prompts, version, settings = self.train_prompts, self.ppo_optimization_step, self.settings
-        with self.timer("offload"):
-            self.actor.optimizer.offload_states()
+        self.make_room()
         collected, of_generation = self.schedule.generate(prompts, start, self.step, version, stream=stream)
         consumed, metrics = prompts.batch_size, dict[str, float]()
         if settings.sampling_rounds > 1:
@@ -174,6 +172,13 @@ class RLTrainer(TrainingLoop):
             self.schedule.start_ahead(prompts, start + consumed, self.step + 1, version)
         self.run_control.check()
         return collected, consumed, metrics
+
+    def make_room(self) -> None:
+        """Leave the device to the engine and to scoring: what only training needs moves to host memory."""
+        with self.timer("offload"):
+            self.actor.optimizer.offload_states()
+            if self.critic is not None:
+                self.critic.give_back_memory()
 
     def _with_useful_groups(self, first: Collected, start: int, stream: int) -> tuple[Collected, int, dict[str, float]]:
         """`collect`'s dynamic sampling: more prompts are drawn in place of groups whose rewards are all equal.
@@ -257,17 +262,28 @@ class RLTrainer(TrainingLoop):
 
     # ---- the critic -------------------------------------------------------------------------
 
+    def values(self, collected: Collected, rollouts: Rollouts) -> dict[str, torch.Tensor]:
+        """The values of the share's response tokens, fp32 [R], as the column ``values``, if there is a critic."""
+        if self.critic is None:
+            return {}
+        with self.timer("values"):
+            values = self.critic.values_of(rollouts)
+        return {"values": collected.values_of(rollouts) if values is None else values}
+
     def start_critic(self, experience: Experience) -> Training | None:
-        """Have the critic learn the returns, if there is one, while the policy is trained."""
-        return None if self.critic is None else self.critic.start_training(experience.value_batch())
+        """Have the critic learn the returns, if there is one; one in another job does while the policy is trained."""
+        if self.critic is None:
+            return None
+        with self.timer("critic_train"):
+            return self.critic.start_training(experience)
 
     def wait_for_critic(self, training: Training | None) -> None:
         """Wait for the critic to finish its update, log its loss."""
         if training is None:
             return
         with self.timer("critic_train_wait"):
-            loss = training.result()
-        self._log({"critic_loss": loss}, "train_critic/")
+            metrics = training.result()
+        self._log(metrics, "train_critic/")
 
     def warm_up(self) -> None:
         """Let the critic learn the policy's returns before the policy moves.
@@ -298,8 +314,7 @@ class RLTrainer(TrainingLoop):
             return {}
         version = self.ppo_optimization_step
         with self.timer("validation_time"):
-            with self.timer("offload"):
-                self.actor.optimizer.offload_states()
+            self.make_room()
             collected, _ = self.schedule.generate(self.val_prompts, 0, self.step, version, stream=VALIDATION)
             self.schedule.unload()
             rollouts = self.deal(collected)
@@ -307,7 +322,7 @@ class RLTrainer(TrainingLoop):
                 scores = collected.wait_for_rewards()
         self.run_control.check()
         self.val_prompts.observe(rollouts)
-        columns = {} if self.critic is None else {"values": collected.values_of(rollouts)}
+        columns = self.values(collected, rollouts)
         rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.nonfinite)
         metrics = rollout_metrics(rollouts, scores, columns.get("values"), version)
         self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
@@ -315,13 +330,13 @@ class RLTrainer(TrainingLoop):
         return metrics
 
     def begin_save(self) -> tuple[MayPublish | None, OnEnd]:
-        """Save the critic, then this job. If only the critic's save succeeds, the critic goes back on resuming.
+        """Save a critic in another job, then this one. If only the former succeeds, the critic goes back on resuming.
 
         Copies of both states are taken now; they are written while the next steps are made (`save_pair_ended`).
         """
-        if self.critic is None:
+        critic_save = None if self.critic is None else self.critic.start_save()
+        if critic_save is None:
             return super().begin_save()
-        critic_save = self.critic.start_save()
         return critic_save.wait, functools.partial(self.save_pair_ended, critic_save)
 
     def save_pair_ended(self, critic_save: Save, times: WorkTimes) -> None:

@@ -18,8 +18,9 @@ from nemo_style_aligner.config.schema import TrainedCritic
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
+from nemo_style_aligner.rl.experience import Experience
 from nemo_style_aligner.rl.rewards import Reward, when_all
-from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.sample import Rollouts, Sample
 from nemo_style_aligner.rl.values import ValueBatch
 from nemo_style_aligner.services.client import CriticClient, Scores, SequenceConflictError
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
@@ -74,11 +75,11 @@ class CriticTraining:
         self._critic = critic
         self._future = future
 
-    def result(self) -> float:
+    def result(self) -> dict[str, float]:
         """Collective: wait for the training; return its mean loss, the same on every rank."""
         loss = _wait_for(self._future)
         self._critic.client.follow(broadcast_object(self._critic.client.position))
-        return loss
+        return {"critic_loss": loss}
 
 
 class RemoteCritic:
@@ -121,6 +122,12 @@ class RemoteCritic:
 
         answer = self._ask(samples)
         return when_all([answer], lambda: of_responses(answer.result()))
+
+    def values_of(self, share: Rollouts) -> None:
+        """See `ValueSource.values_of`: `values` has asked for them."""
+
+    def give_back_memory(self) -> None:
+        """See `ValueSource.give_back_memory`: it has none of this job's."""
 
     def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
         """See `RewardSource.score`."""
@@ -200,8 +207,12 @@ class RemoteCritic:
         journal.begin_run(position)
         self._published_history = position.history
 
-    def start_training(self, batch: ValueBatch | None) -> CriticTraining:
-        """Send the critic its training batch, which rank 0 has, and return at once."""
+    def start_training(self, experience: Experience) -> CriticTraining:
+        """Send the critic its training batch, and return at once. Collective."""
+        return self.start_training_on(experience.value_batch())
+
+    def start_training_on(self, batch: ValueBatch | None) -> CriticTraining:
+        """Send the critic this batch, which rank 0 has, and return at once."""
         if self._journal is None:
             return CriticTraining(self, None)
         assert batch is not None

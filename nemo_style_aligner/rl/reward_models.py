@@ -77,7 +77,7 @@ class ModelRewards:
         every = all_gather_rows(facts.to(device())).cpu()
         if not len(every):
             return []
-        ids, lengths = every[every[:, 0].argsort()].unbind(1)
+        ids, lengths = every[every[:, 0].argsort()].t().contiguous()
         places = torch.searchsorted(ids, facts[:, 0].contiguous())
         work = [self._base.architecture.forward_operations(length, 0) for length in lengths.tolist()]
         layout = current_layout()

@@ -5,18 +5,21 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from nemo_style_aligner.checkpoints.training import MayPublish
-from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.sample import Rollouts, Sample
 from nemo_style_aligner.services.reward_client import SequencesToScore
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.rl.experience import Experience
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueBatch:
-    """What a value source learns from: N samples, padded to s tokens.
+    """What a critic in another job learns from: N samples, padded to s tokens.
 
     Attributes:
         tokens: int64 [N, s].
@@ -31,10 +34,10 @@ class ValueBatch:
 
 
 class Training(Protocol):
-    """Training that is under way."""
+    """Training that is under way, or done."""
 
-    def result(self) -> float:
-        """Collective: wait for it; the mean loss, the same on every rank."""
+    def result(self) -> dict[str, float]:
+        """Collective: wait for it; metrics, the same on every rank: ``critic_loss``, the mean over its updates."""
         ...
 
 
@@ -55,20 +58,34 @@ class ValueSource(Protocol):
         """When it was last seen to have moved while it was being brought up to date, by `time.monotonic()`."""
         ...
 
-    def values(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]]:
-        """The values of samples' response tokens, fp32 each; asked for on the rank that has the samples."""
+    def values(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]] | None:
+        """The values of samples' response tokens, fp32 each; asked for on the rank that has the samples, as they end.
+
+        None: it gives those of all samples together, by `values_of`.
+        """
+        ...
+
+    def values_of(self, share: Rollouts) -> torch.Tensor | None:
+        """The values of a share's response tokens, fp32 [R], if `values` gives none. Collective."""
+        ...
+
+    def give_back_memory(self) -> None:
+        """Leave the device to others until values are wanted again. Collective."""
         ...
 
     def begin(self) -> None:
         """Bring it to where this run is. Collective; once, after `load_state_dict` if that is called."""
         ...
 
-    def start_training(self, batch: ValueBatch | None) -> Training:
-        """Have it learn from a step's samples, which rank 0 has; returns at once. Collective."""
+    def start_training(self, experience: Experience) -> Training:
+        """Have it learn from a step's samples, beside this job's ranks or by them. Collective."""
         ...
 
-    def start_save(self) -> Save:
-        """Have it write a checkpoint of its present state; returns at once. No training may be under way."""
+    def start_save(self) -> Save | None:
+        """Have it write a checkpoint of its present state; returns at once. No training may be under way.
+
+        None: its state is part of this job's checkpoint.
+        """
         ...
 
     def confirm_save(self, save: Any) -> None:

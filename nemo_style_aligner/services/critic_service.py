@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
+from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch, applied_updates
 from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, TrainingLedger
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
@@ -93,12 +93,11 @@ class CriticService:
             self._bring_critic_back(to_change=True)
             origin = f"training request {self.ledger.steps + 1} (its rows are in the order of the sender's samples)"
             reports = self.critic.train(ValueBatch(tokens, returns, prev_values, mask), origin)
-        applied = [report for report in reports if "grad_norm" in report]
+        loss, applied = applied_updates(reports)
         for offset, report in enumerate(applied):
             self.metrics.log_metrics(report, before + offset, "train/")
         self.metrics.log_metrics(self.timer.consume_durations(), self.step, "timers/")
         self.metrics.log_metrics(self.timer.consume_peaks(), self.step, "memory/")
-        loss = sum(report["loss"] for report in applied) / max(1, len(applied))
         if len(applied) < len(reports):
             self.metrics.log_metrics({"skipped_updates": reports[-1]["skipped_updates"]}, self.step, "train/")
         logger.info("critic step %d: loss %.4g, %d of %d updates applied", self.step, loss, len(applied), len(reports))

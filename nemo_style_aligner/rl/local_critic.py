@@ -1,0 +1,118 @@
+"""The critic in this job, on all ranks that train: a value source without a service, a journal or a ledger.
+
+Its weights and optimizer are saved in this job's checkpoints, so there is only one state to resume from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nemo_style_aligner.models.critic import Critic, applied_updates
+from nemo_style_aligner.models.offload import WeightOffload
+from nemo_style_aligner.rl.experience import Experience
+from nemo_style_aligner.rl.rollouts.collector import deal
+from nemo_style_aligner.rl.sample import Rollouts, Sample
+from nemo_style_aligner.services.reward_client import SequencesToScore
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    metrics: dict[str, float]
+
+    def result(self) -> dict[str, float]:
+        """See `values.Training.result`."""
+        return self.metrics
+
+
+class LocalCritic:
+    """A critic with the policy's layout: a `ValueSource`.
+
+    From a step's values to its update its weights are on the device; while rollouts are generated and the policy is
+    trained, they may be in host memory.
+
+    Args:
+        build: loads the critic. Collective.
+        swaps: whether a critic's weights leave the device between its turns.
+    """
+
+    last_progress = -math.inf
+
+    def __init__(self, build: Callable[[], Critic], swaps: Callable[[Critic], bool]) -> None:
+        self._build = build
+        self._swaps = swaps
+        self._weights: WeightOffload | None = None
+
+    def load(self) -> Critic:
+        """Load the critic. Collective."""
+        self.critic = self._build()
+        if self._swaps(self.critic):
+            self._weights = WeightOffload(self.critic.model.module)
+        return self.critic
+
+    def values(self, samples: Sequence[Sample]) -> None:
+        """See `ValueSource.values`: its passes need all ranks."""
+
+    def values_of(self, share: Rollouts) -> torch.Tensor:
+        """See `ValueSource.values_of`."""
+        self._take_turn()
+        return self.critic.response_values(share.batch(share.counts, {}))
+
+    def start_training(self, experience: Experience) -> _Trained:
+        """See `ValueSource.start_training`: done when this returns, as the policy is next on the same ranks."""
+        self._take_turn()
+        samples, size = range(len(experience)), self.critic.global_batch_size
+        minibatches = [list(samples[start : start + size]) for start in samples[::size]]
+        if len(minibatches) > 1:  # others than those that the samples were dealt for
+            work = self.critic.model.architecture.forward_operations
+            lengths = experience.rollouts.lengths.tolist()
+            experience = experience.dealt(deal([work(length - 1, 0) for length in lengths], minibatches))
+        ids = experience.rollouts.prompt_ids
+        origins = [f"the critic's samples {part} (prompts {ids[part].tolist()})" for part in minibatches]
+        batches = map(experience.value_minibatch, minibatches)
+        reports = self.critic.updates(dict(zip(origins, batches, strict=True)))
+        self.give_back_memory()
+        loss, applied = applied_updates(reports)
+        last = {name: value for name, value in reports[-1].items() if name != "loss"}
+        return _Trained(last | {"critic_loss": loss, "updates": float(len(applied))})
+
+    def _take_turn(self) -> None:
+        if self._weights is not None:
+            self._weights.bring_back()
+
+    def give_back_memory(self) -> None:
+        """See `ValueSource.give_back_memory`: of activations, Adam's states, gradients and weights."""
+        self.critic.weights_changed()
+        self.critic.optimizer.offload_states()
+        if self._weights is not None:
+            self._weights.offload()
+
+    # ---- the run ----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """See `ValueSource.begin`: loading the checkpoint has brought it there."""
+
+    def start_save(self) -> None:
+        """See `ValueSource.start_save`; the copy for the checkpoint that follows is made of weights on the device."""
+        self._take_turn()
+
+    def confirm_save(self, save: Any) -> None:
+        """See `ValueSource.confirm_save`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ValueSource.state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `ValueSource.load_state_dict`."""
+        self.critic.weights_changed()
+
+    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
+        """See `ValueSource.wait_until_ready`."""
+
+    def close(self) -> None:
+        """See `ValueSource.close`."""
