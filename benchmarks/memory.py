@@ -35,9 +35,9 @@ from nemo_style_aligner.checkpoints.sharded_tensors import model_parts
 from nemo_style_aligner.checkpoints.sharded_writing import own_parts, snapshot
 from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.models import gpt, logprobs
+from nemo_style_aligner.models.activation_memory import activation_bytes
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model, parse_precision
-from nemo_style_aligner.models.kept_passes import activation_bytes
 from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.layers import uses_torch_attention, uses_transformer_engine
 from nemo_style_aligner.models.linear import widened

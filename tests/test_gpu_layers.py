@@ -16,8 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models import gpt, layers
+from nemo_style_aligner.models.activation_memory import activation_bytes
 from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.kept_passes import KeptPasses, activation_bytes
+from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
 from nemo_style_aligner.parallel.groups import single_process

@@ -17,12 +17,13 @@ from nemo_style_aligner.config.schema import KeepChoice
 from nemo_style_aligner.models import kept_passes as kept_passes_module
 from nemo_style_aligner.models import logprobs as logprobs_module
 from nemo_style_aligner.models import products
+from nemo_style_aligner.models.activation_memory import activation_bytes
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.critic import Critic, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.kept_passes import Part, activation_bytes, keep_passes
+from nemo_style_aligner.models.kept_passes import Part, keep_passes
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, Sequences

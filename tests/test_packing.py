@@ -18,8 +18,8 @@ from trained_models import ARCHITECTURES, OPTIM, tokens
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.models import layer_kernels, pipeline
+from nemo_style_aligner.models.activation_memory import activation_bytes
 from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.kept_passes import activation_bytes
 from nemo_style_aligner.models.layers import uses_torch_attention
 from nemo_style_aligner.models.packing import (
     MicroBatching,

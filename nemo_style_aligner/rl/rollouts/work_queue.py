@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flask import Flask, Response, request
@@ -234,14 +234,45 @@ class WorkQueueServer:
 # ---- a worker's side -----------------------------------------------------------------------------
 
 
+class WorkTaker:
+    """Takes ids of a round from a queue, a few ahead.
+
+    Args:
+        ask: up to so many ids from the queue, and how many are left per worker.
+        slots: ids that the engine works on at the same time. A quarter as many are taken ahead, as long as enough ids
+            are left to fill the slots of all engines: so the engine waits for the queue less often.
+    """
+
+    def __init__(self, ask: Callable[[int], tuple[list[int], int]], slots: int) -> None:
+        self._ask = ask
+        self._slots = slots
+        self.begin()
+
+    def begin(self) -> None:
+        """A new round: nothing is left of the last one."""
+        self._share = 0  # as of the queue's last answer
+        self._taken: collections.deque[int] = collections.deque()
+
+    def take(self, n: int) -> list[int]:
+        """See `WorkSource.take`."""
+        if not self._taken:
+            ahead = self._slots // 4 if self._share >= self._slots else 0
+            ids, self._share = self._ask(n + ahead)
+            self._taken.extend(ids)
+        return [self._taken.popleft() for _ in range(min(n, len(self._taken)))]
+
+    def left(self) -> int:
+        """See `WorkSource.left`; as of the queue's last answer."""
+        return len(self._taken) + self._share
+
+
 class WorkQueueClient:
     """A `WorkSource` that asks the queue on rank 0.
 
     Args:
         host, port, token: of the server.
         server: on rank 0 the server itself, for `start_round`; `close` stops it.
-        slots: ids that the engine works on at the same time. A quarter as many are taken ahead, as long as enough ids
-            are left to fill the slots of all engines: so the engine waits for the queue less often.
+        slots: see `WorkTaker`.
         limits: of a request.
     """
 
@@ -259,17 +290,14 @@ class WorkQueueClient:
         self._limits = limits
         self._name = uuid.uuid4().hex
         self._server = server
-        self._slots = slots
         self._num_requests = 0
-        self._share = 0  # as of the queue's last answer
-        self._taken: collections.deque[int] = collections.deque()
+        self._taker = WorkTaker(self._ask, slots)
 
     def start_round(self, ids: Sequence[int], expected_lengths: Sequence[float] | None = None) -> None:
         """See `WorkSource.start_round`."""
         if self._server is not None:
             self._server.queue.start_round(ids, expected_lengths)
-        self._share = 0
-        self._taken.clear()
+        self._taker.begin()
 
     def take(self, n: int) -> list[int]:
         """See `WorkSource.take`.
@@ -277,14 +305,11 @@ class WorkQueueClient:
         Raises:
             ServerUnavailableError: the queue does not answer.
         """
-        if not self._taken:
-            ahead = self._slots // 4 if self._share >= self._slots else 0
-            self._taken.extend(self._ask(n + ahead))
-        return [self._taken.popleft() for _ in range(min(n, len(self._taken)))]
+        return self._taker.take(n)
 
     def left(self) -> int:
         """See `WorkSource.left`; as of the queue's last answer."""
-        return len(self._taken) + self._share
+        return self._taker.left()
 
     def close(self) -> None:
         """Close the connection, and on rank 0 the server."""
@@ -292,11 +317,10 @@ class WorkQueueClient:
         if self._server is not None:
             self._server.stop()
 
-    def _ask(self, n: int) -> list[int]:
+    def _ask(self, n: int) -> tuple[list[int], int]:
         self._num_requests += 1
         body = json.dumps({"batch_size": n, "worker": self._name, "request": self._num_requests}).encode()
         headers = {"Content-Type": JSON_TYPE}
         answer = self._http.request("PUT", "/get_idx", limits=self._limits, body=body, headers=headers)
-        self._share = int(answer.headers.get(SHARE_HEADER, 0))
         ids: list[int] = answer.json()
-        return ids
+        return ids, int(answer.headers.get(SHARE_HEADER, 0))

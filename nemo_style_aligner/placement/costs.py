@@ -1,0 +1,191 @@
+"""What passes of a model cost, in bytes and seconds of one rank: from its shape, its layout and the device's rates.
+
+Every formula is per rank, of ``tp`` x ``pp`` x ``dp`` equal ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models.activation_memory import activation_bytes
+from nemo_style_aligner.placement.rates import Device
+
+KERNELS_PER_LAYER = 7
+"""In decoding: four products, attention, and two of all the rest, which is fused."""
+
+LOGITS_BYTES = 768 << 20
+"""Of a chunk of logits on a GPU, in bf16: docs/architecture.md, Memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Tensor-, pipeline- and data-parallel sizes."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        return f"TP {self.tp} x PP {self.pp} x DP {self.dp}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Tokens of a prompt and of its response."""
+
+    prompt: int
+    response: int
+
+    @property
+    def tokens(self) -> int:
+        """Of both."""
+        return self.prompt + self.response
+
+
+def rank_parameters(a: ModelArchitecture, layout: Layout) -> float:
+    """Parameters of the rank that has most: of a pipeline, the stage with the embedding or the output layer."""
+    ends = a.output_parameters * (2 if layout.pp == 1 and not a.tied_embeddings else 1)
+    return (a.layer_parameters / layout.pp + ends) / layout.tp
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model on a device type, with ``itemsize`` bytes per weight: 2 in bf16, 4 in fp32."""
+
+    architecture: ModelArchitecture
+    device: Device
+    itemsize: int = 2
+
+    # ---- bytes ------------------------------------------------------------------------------
+
+    def weights(self, layout: Layout) -> float:
+        """Bytes of weights."""
+        return self.itemsize * rank_parameters(self.architecture, layout)
+
+    def gradients(self, layout: Layout) -> float:
+        """Bytes of fp32 gradients."""
+        return 4 * rank_parameters(self.architecture, layout)
+
+    def optimizer(self, layout: Layout) -> float:
+        """Bytes of Adam's moments, and of fp32 main weights in bf16, divided over data-parallel ranks."""
+        return (8 if self.itemsize == 4 else 12) * rank_parameters(self.architecture, layout) / layout.dp
+
+    def activations(self, layout: Layout, tokens: int, granularity: str | None = None) -> float:
+        """Bytes kept for the backward pass of a micro batch; of a pipeline, of those that its first stage has begun."""
+        a, e = self.architecture, self.itemsize
+        per_token = activation_bytes(
+            a, e, granularity, layout.tp
+        )  # a pipeline's stages have 1 / pp of it, pp at a time
+        if granularity == "full":
+            per_token += activation_bytes(a, e, None, layout.tp) // a.num_layers
+        return tokens * per_token + LOGITS_BYTES
+
+    def kv_bytes(self, tp: int) -> float:
+        """Bytes of keys and values of one token, in an engine of ``tp`` ranks; each has a key head at least."""
+        a = self.architecture
+        return 2 * self.itemsize * a.num_layers * a.kv_channels * max(1, a.num_query_groups / tp)
+
+    # ---- seconds ----------------------------------------------------------------------------
+
+    def decode(self, tp: int, batch: int, kv_tokens: float) -> float:
+        """Seconds of a pass that extends ``batch`` responses by a token, with ``kv_tokens`` before them in all."""
+        a, d = self.architecture, self.device
+        weights = (a.layer_parameters + a.output_parameters) / tp
+        reading = self.itemsize * weights / d.bandwidth
+        computing = 2 * weights * batch / (d.products * d.decoding_share)
+        keys = self.kv_bytes(tp) * kv_tokens / d.bandwidth
+        return max(reading, computing) + keys + self._per_layer(tp, batch)
+
+    def prefill(self, tp: int, tokens: float) -> float:
+        """Seconds that an engine needs for prompts' tokens."""
+        a, d = self.architecture, self.device
+        sums = 2 * a.num_layers * self._all_reduce(tp, tokens)
+        return 2 * a.layer_parameters * tokens / tp / (d.products * d.forward_share) + sums
+
+    def _per_layer(self, tp: int, batch: int) -> float:
+        return self.architecture.num_layers * (KERNELS_PER_LAYER * self.device.kernel + 2 * self._all_reduce(tp, batch))
+
+    def _all_reduce(self, tp: int, tokens: float) -> float:
+        size = self.itemsize * self.architecture.hidden_size * tokens
+        return self.device.all_reduce_seconds(size) if tp > 1 and tokens else 0.0
+
+    def forward(self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int | None = None) -> float:
+        """Seconds of a pass over samples for log-probs or values; see `training`."""
+        return self._passes(layout, samples, micro_batch, update or len(samples), is_training=False)
+
+    def training(
+        self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int, *, kept: bool = False
+    ) -> float:
+        """Seconds of training once on all samples.
+
+        Args:
+            micro_batch: tokens of each, at most.
+            update: samples of each update; the ranks meet after each.
+            kept: the forward pass is there already (`models.kept_passes`).
+        """
+        seconds = self._passes(layout, samples, micro_batch, update, is_training=True)
+        if kept:
+            seconds -= self._passes(layout, samples, micro_batch, update, is_training=False)
+        return seconds + math.ceil(len(samples) / update) * self.update(layout)
+
+    def update(self, layout: Layout) -> float:
+        """Seconds to add up gradients over data-parallel ranks, step the optimizer, and gather weights."""
+        parameters, d = rank_parameters(self.architecture, layout), self.device
+        stepping = (3 * 12 + 4) * parameters / layout.dp / d.bandwidth  # reads and writes states, reads gradients
+        sent = (4 + self.itemsize) * parameters * (layout.dp - 1) / layout.dp
+        return stepping + (sent / d.network if layout.dp > 1 else 0.0)
+
+    def _passes(
+        self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int, *, is_training: bool
+    ) -> float:
+        """The work of the rank that has most in each update, at the rate of passes, with sums and pipeline bubbles."""
+        a, d = self.architecture, self.device
+        rate = layout.tp * layout.pp * d.products * (d.training_share if is_training else d.forward_share)
+        factor = 3 if is_training else 1
+        seconds = 0.0
+        for begin in range(0, len(samples), update):
+            part = samples[begin : begin + update]
+            work = [a.forward_operations(sample.tokens, sample.response) for sample in part]
+            most = largest_share(work, layout.dp)
+            tokens = sum(sample.tokens for sample in part) * most / sum(work)
+            passes = max(1, math.ceil(tokens / micro_batch))
+            sums = passes * self._all_reduce(layout.tp, tokens / passes) * 2 * a.num_layers / layout.pp
+            alone = factor * most / rate + (2 if is_training else 1) * sums
+            seconds += alone * (1 + (layout.pp - 1) / passes)
+        return seconds
+
+    def refit(self, layout: Layout, engine_tp: int, *, is_apart: bool = False) -> float:
+        """Seconds to bring trained weights into the engines, bucket by bucket.
+
+        Args:
+            is_apart: the engines are on ranks of their own, to which rank 0's machine broadcasts the whole model.
+        """
+        size = self.itemsize * self.architecture.num_parameters
+        if is_apart:
+            return size / self.device.network
+        if layout.pp == 1 and layout.tp == engine_tp:
+            return 0.0  # the engine computes with the trainer's weights
+        return size * (1 - 1 / layout.pp) / self.device.network + size / self.device.bandwidth
+
+    def away(self, size: float) -> float:
+        """Seconds to bring ``size`` bytes to host memory, or back."""
+        return size / self.device.host
+
+
+def largest_share(work: Sequence[float], ranks: int) -> float:
+    """The work of the rank that has most, where each piece goes to the rank with least, the largest first."""
+    if len(work) <= ranks:
+        return max(work)
+    shares = [0.0] * ranks
+    for piece in sorted(work, reverse=True):
+        heapq.heapreplace(shares, shares[0] + piece)
+    return max(shares)

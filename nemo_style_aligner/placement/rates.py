@@ -1,0 +1,87 @@
+"""How fast devices are: tables of GPUs, with their source, and what a machine's own trial gave.
+
+The rates of H100 and H200 are fits to kernels that NVIDIA measured with TensorRT-LLM 1.3.0rc20 (the package
+aiconfigurator-core 0.12.0, Apache-2.0): of 19,584 products in bf16, ``max(bytes / bandwidth, operations / products) +
+kernel`` is off by 9% on average; all-reduces are those of 8 GPUs. The shares of that rate that whole passes reach are
+this project's own, measured on one H100 (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+from nemo_style_aligner.errors import UserError
+
+Curve = tuple[tuple[float, float], ...]
+"""Points (bytes, seconds), ascending."""
+
+_NVLINK: Curve = ((1 << 10, 3.4e-6), (1 << 17, 10e-6), (1 << 20, 35e-6), (1 << 22, 79e-6), (1 << 24, 197e-6))
+_NVLINK += ((1 << 26, 575e-6), (1 << 28, 2.1e-3))
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device: a GPU, or a process's share of a CPU.
+
+    Attributes:
+        source: of the numbers, for reports.
+        memory: bytes.
+        bandwidth: bytes per second, reading weights and keys in decoding.
+        products: floating-point operations per second of large products of matrices.
+        kernel: seconds that a kernel takes at least, beyond its reading or computing.
+        forward_share, training_share: of ``products``, what passes forward, and forward and backward, reach.
+        decoding_share: of ``products``, what decoding reaches where it is bound by arithmetic.
+        all_reduce: seconds by bytes, between devices of one machine; () where ranks are on their own.
+        network: bytes per second of each device, between machines.
+        host: bytes per second between device and host memory.
+        reserved: bytes that no model gets: the driver's, libraries', fragments.
+    """
+
+    name: str
+    source: str
+    memory: float
+    bandwidth: float
+    products: float
+    kernel: float
+    forward_share: float = 0.63
+    training_share: float = 0.61
+    decoding_share: float = 1.0
+    all_reduce: Curve = _NVLINK
+    network: float = 50e9
+    host: float = 55e9
+    reserved: float = 4e9
+
+    def all_reduce_seconds(self, size: float) -> float:
+        """Seconds to add up ``size`` bytes over the devices of a tensor-parallel group, along the curve."""
+        sizes = [point[0] for point in self.all_reduce]
+        at = min(max(bisect.bisect(sizes, size), 1), len(sizes) - 1)
+        (x0, y0), (x1, y1) = self.all_reduce[at - 1 : at + 1]
+        return max(self.all_reduce[0][1], y0 + (y1 - y0) * (size - x0) / (x1 - x0))
+
+
+_TABLE = "fit to aiconfigurator-core 0.12.0's measured kernels, and docs/performance.md"
+_SHEET = "data sheet, times the shares of it that an H100 reaches (0.81 of the bandwidth, 0.77 of the operations)"
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("h100", _TABLE, memory=80e9, bandwidth=2.72e12, products=766e12, kernel=3.8e-6),
+        Device("h200", _TABLE, memory=141e9, bandwidth=3.83e12, products=781e12, kernel=4.2e-6),
+        Device("h20", _SHEET, memory=96e9, bandwidth=0.81 * 4.0e12, products=0.77 * 148e12, kernel=3.8e-6),
+        Device("a100", _SHEET, memory=80e9, bandwidth=0.81 * 2.04e12, products=0.77 * 312e12, kernel=3.8e-6),
+    )
+}
+
+
+def device_named(name: str) -> Device:
+    """A device of the tables.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    if name not in DEVICES:
+        raise UserError(
+            f"no rates of {name!r}: give one of {', '.join(DEVICES)}, or measure this machine's (--measure)"
+        )
+    return DEVICES[name]
