@@ -1,4 +1,4 @@
-"""Metrics, timers, progress and reports."""
+"""Metrics, timers and progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import time
 import tracemalloc
 import types
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_for_all_ranks, with_fields
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
 from nemo_style_aligner.telemetry.progress import Progress, how_far
-from nemo_style_aligner.telemetry.report import curve_svg, write_report
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
 from nemo_style_aligner.training.run_control import RunControl
 
@@ -472,42 +470,3 @@ def test_log_lines_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "rank": 1, "level": "WARNING", "logger": "job", "message": "two\nlines",
     }  # fmt: skip
     assert second["exception"].startswith("Traceback") and second["exception"].endswith("ValueError: broken")
-
-
-# ---- report -------------------------------------------------------------------------------------
-
-
-class _Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.references: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.references += [value or "" for name, value in attrs if name in ("src", "href")]
-
-
-def test_the_report_holds_curves_tables_and_escaped_responses(tmp_path: Path) -> None:
-    logger = MetricsLogger(tmp_path / "actor")
-    for step in range(5):
-        logger.log_metrics({"reward": step * 0.1}, step=step, prefix="train/")
-        logger.log_table("responses", ["response", "reward"], [[f"<script>{step}", 0.5]], step=step)
-    logger.close()
-    path = write_report(
-        tmp_path / "out" / "report.html", "Demo", {"PPO actor": tmp_path / "actor"}, [("accuracy", 0.75)]
-    )
-    text = path.read_text()
-    page = _Page()
-    page.feed(text)
-    assert page.tags.count("svg") == 1 and "script" not in page.tags and page.references == []
-    assert "train/reward" in text and "0.75" in text
-    shown = re.findall(r"&lt;script&gt;(\d)", text)
-    assert shown == ["0", "2", "4"]
-
-
-def test_a_curve_with_gaps_or_one_point_is_drawn() -> None:
-    svg = curve_svg([(0, 1.0), (1, 2.0), (2, float("nan")), (3, 1.5)])
-    assert svg.count("<polyline") == 1 and svg.count("<circle") == 1
-    assert "no finite values" in curve_svg([(0, float("nan"))])
-    assert "<circle" in curve_svg([(7, 0.0)])

@@ -240,8 +240,9 @@ def write_summary(demo: Demo, report: dict[str, float]) -> None:
         ("reward model's accuracy on held-out pairs", f"{report['reward_model_accuracy']:.1%}"),
         ("KL penalty per token at the end", f"{kl:.4f}"),
     ]
-    runs = {"PPO actor": "actor", "Critic": "critic", "Reward model": "reward_model", "SFT": "sft", "Base": "base"}
-    write_results(demo, {**report, "kl": kl}, rows, "RLHF on sums: from base model to PPO", runs)
+    runs = {"PPO": "actor", "SFT": "sft", "Reward model": "reward_model", "Critic": "critic", "Base model": "base"}
+    compare = {"SFT": "evaluation_sft.json", "PPO": "evaluation_ppo.json"}
+    write_results(demo, {**report, "kl": kl}, rows, "RLHF on sums: from base model to PPO", runs, compare)
 
 
 if __name__ == "__main__":

@@ -69,8 +69,9 @@ def write_summary(demo: Demo, report: dict[str, float]) -> None:
         ("the same, greedy decoding, GRPO", f"{report['accuracy_grpo_greedy']:.1%}"),
         ("KL (k3) per token at the end", f"{kl:.4f}"),
     ]
-    runs = {"GRPO actor": "actor", "SFT": "sft", "Base": "base"}
-    write_results(demo, {**report, "kl": kl}, rows, "GRPO on sums: from base model to right answers", runs)
+    runs = {"GRPO": "actor", "SFT": "sft", "Base model": "base"}
+    compare = {"SFT": "evaluation_sft.json", "GRPO": "evaluation_grpo.json"}
+    write_results(demo, {**report, "kl": kl}, rows, "GRPO on sums: from base model to right answers", runs, compare)
 
 
 if __name__ == "__main__":

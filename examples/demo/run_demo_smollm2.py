@@ -241,7 +241,7 @@ def write_results(demo: Demo, args: argparse.Namespace) -> None:
         ("seconds", f"{result['seconds']['total']:.0f}"),
     ]
     print_table(rows)
-    runs = {"PPO actor": "actor", "Critic": "critic", "Reward model": "reward_model", "SFT": "sft"}
+    runs = {"PPO": "actor", "SFT": "sft", "Reward model": "reward_model", "Critic": "critic"}
     write_report(
         demo.directory / "report.html",
         "RLHF on SmolLM2-135M-Instruct and GSM8K",

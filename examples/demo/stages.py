@@ -143,7 +143,12 @@ def print_table(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def write_results(
-    demo: Demo, report: dict[str, float], rows: Sequence[tuple[str, str]], title: str, runs: dict[str, str]
+    demo: Demo,
+    report: dict[str, float],
+    rows: Sequence[tuple[str, str]],
+    title: str,
+    runs: dict[str, str],
+    compare: dict[str, str],
 ) -> None:
     """Write ``report.json`` and ``report.html``, print a table.
 
@@ -151,7 +156,8 @@ def write_results(
         report: the figures.
         rows: of the table; the seconds are added.
         title: of the page.
-        runs: log directories in the demo's, by the names of their curves.
+        runs: log directories in the demo's, by the names of their sections.
+        compare: files of the evaluations in the demo's directory, by the names of the models.
     """
     seconds = {**demo.seconds, "total": sum(demo.seconds.values())}
     (demo.directory / "report.json").write_text(json.dumps({**report, "seconds": seconds}, indent=1) + "\n")
@@ -163,6 +169,7 @@ def write_results(
         {name: demo.directory / folder for name, folder in runs.items()},
         summary=rows,
         note="Accuracy is the share of held-out questions whose sampled answer (temperature 1) is exactly right.",
+        compare={name: demo.directory / file for name, file in compare.items()},
     )
     print(f"report: {demo.directory / 'report.json'} and {demo.directory / 'report.html'}")
 

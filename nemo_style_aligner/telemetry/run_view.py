@@ -1,0 +1,347 @@
+"""What a person wants to know of a run, from what it wrote into its log directory: see `RunView`."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import yaml
+
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.telemetry.metric_table import LEARNS, METRICS, STABLE, TIME, WARM_UP, Metric, find_metric
+from nemo_style_aligner.telemetry.metrics import (
+    HYPERPARAMETERS_FILE,
+    METRICS_FILE,
+    read_json_lines,
+    read_metrics,
+    read_tables,
+)
+
+Point = tuple[int, float]
+Curves = Mapping[str, Sequence[Point]]
+
+QUESTIONS = {
+    LEARNS: ("Does it learn?", "Reward, loss and accuracy should move; KL and length say at what price."),
+    STABLE: ("Is it stable?", "What should stay calm, whatever is learnt."),
+    TIME: ("Where does the time go?", "Of rank 0, by phase; memory and how evenly the ranks are loaded."),
+}
+_OUTCOME = (
+    *("*_rollouts/rewards", "*/accuracy", "*/loss", "*_rollouts/init_policy_kl", "*_rollouts/generation_length"),
+    "*_rollouts/fraction_of_samples_properly_ended",
+)  # rows of the metrics that sum up a run, in this order
+_MOST_POINTS = 600  # of a curve: more than a drawing shows
+_STEP = "timers/step"
+_LEAST_SHARE = 0.01  # of a step's time, for a phase to be shown by itself
+_LEAST_STEPS = 6  # before anything is said about progress
+
+
+class NoRunError(UserError):
+    """A folder holds nothing that a job has logged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A metric before and after: means over the first and the last tenth of its values."""
+
+    metric: Metric
+    series: str
+    since: int  # the step of the first value
+    before: float
+    after: float
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the value after; "" if nothing is."""
+        return self.metric.trouble(self.after)
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse`` or "" (neither, or unknown)."""
+        if self.metric.goal is None or self.before == self.after:
+            return ""
+        return "better" if (self.after > self.before) == (self.metric.goal == "up") else "worse"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """Curves of one row of the metrics' table.
+
+    Attributes:
+        series: name -> (steps, values); a value that is not finite is None.
+        kind: ``line``, or ``stack``: parts of a whole.
+    """
+
+    title: str
+    unit: str
+    meaning: str
+    series: dict[str, tuple[list[int], list[float | None]]]
+    kind: str = "line"
+    x: str = "step"
+    healthy: str = ""
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What draws it in the browser."""
+        return {**dataclasses.asdict(self), "series": [[name, *points] for name, points in self.series.items()]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A metric that never changed: a number says it all."""
+
+    title: str
+    value: float
+    unit: str
+    trouble: str
+
+
+class RunView:
+    """A run as its log directory has it now. Cheap to make again: files are read once, in the constructor.
+
+    Attributes:
+        name: for headings.
+        log_dir: of the run.
+        curves: name -> [(step, value)].
+        config: the job's config, resolved; empty where there is none.
+
+    Raises:
+        NoRunError: nothing was logged there.
+    """
+
+    def __init__(self, name: str, log_dir: Path) -> None:
+        self.name, self.log_dir = name, log_dir
+        self.curves: Curves = read_metrics(log_dir)
+        self.tables = read_tables(log_dir)
+        if not self.curves and not self.tables:
+            raise NoRunError(f"{log_dir}: no job has logged anything there ({METRICS_FILE} is empty or missing)")
+        config = log_dir / HYPERPARAMETERS_FILE
+        self.config_text = config.read_text(encoding="utf-8") if config.exists() else ""
+        self.config: dict[str, Any] = yaml.safe_load(self.config_text) or {}
+        self.times = [record["time"] for record in read_json_lines(log_dir / METRICS_FILE) if "time" in record]
+
+    # ---- what it is -------------------------------------------------------------------------
+
+    def get(self, key: str) -> Any:
+        """The config's value of a dotted key; None where there is none."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    @property
+    def kind(self) -> str:
+        """What the job does, in two or three words."""
+        if self.get("trainer.sft"):
+            return "supervised fine-tuning"
+        if self.get("trainer.rm"):
+            return "reward model"
+        if self.get("model.ppo"):
+            estimator = str(self.get("trainer.ppo.estimator") or "gae")
+            return "PPO" if estimator == "gae" else estimator.replace("_", " ").upper()
+        return "critic" if self.get("trainer.ppo") else "run"
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What was trained on what, for how long: label and text."""
+        section = next((s for s in ("trainer.sft", "trainer.rm", "trainer.ppo") if self.get(s)), "")
+        base = self.get("model.restore_from_path") or self.get("pretrained_checkpoint.restore_from_path")
+        data = self.get("model.data.train_ds.file_path") or self.get("model.data.data_prefix.train")
+        limit = self.get(f"{section}.max_steps") if section else None
+        steps = f"{self.last_step}" + (f" of {limit}" if isinstance(limit, int) and limit >= self.last_step > 0 else "")
+        ranks = (self.get("trainer.devices") or 1) * (self.get("trainer.num_nodes") or 1)
+        known = {
+            "Job": self.kind,
+            "Trained from": base,
+            "On": ", ".join(map(str, data)) if isinstance(data, list) else data,
+            "Steps": steps if self.last_step else None,
+            "Ranks": ranks if self.config else None,
+            "Precision": self.get("trainer.precision"),
+            "Took": duration(self.times[-1] - self.times[0]) if self.times else None,
+            "Last logged": _date(self.times[-1]) if self.times else None,
+        }
+        return [(label, str(value)) for label, value in known.items() if value not in (None, "")]
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that was logged; of an actor, not that of its updates."""
+        names = [name for name in self.curves if not name.startswith((WARM_UP, "train_optim/"))]
+        return max((self.curves[name][-1][0] for name in names), default=0)
+
+    # ---- the outcome ------------------------------------------------------------------------
+
+    def outcome(self) -> list[list[Change]]:
+        """The metrics that sum up the run, before and after, each in training and in validation."""
+        groups: dict[str, list[Change]] = {}
+        for name in sorted(self.curves, key=lambda name: name.startswith("val")):
+            values, metric = _finite(self.curves[name]), find_metric(name)
+            if metric is not None and metric.name in _OUTCOME and values and not name.startswith(WARM_UP):
+                part = max(1, len(values) // 10)
+                before, after, since = fmean(values[:part]), fmean(values[-part:]), self.curves[name][0][0]
+                groups.setdefault(metric.name, []).append(Change(metric, _series(name, metric), since, before, after))
+        return [groups[row] for row in _OUTCOME if row in groups]
+
+    def alerts(self) -> list[str]:
+        """What is wrong, in words."""
+        said: dict[str, list[str]] = {}
+        for name, points in self.curves.items():
+            metric = find_metric(name)
+            if metric is None or name.startswith(WARM_UP):
+                continue
+            newest = [value for _, value in points[-3:]]
+            troubles = [metric.trouble(value) for value in newest]
+            if trouble := troubles[-1] if all(troubles) else "":
+                where = f"{metric.title}, {_series(name, metric)}: {number(newest[-1])} {metric.unit}".rstrip()
+                said.setdefault(trouble, []).append(where + (f", healthy: {metric.healthy}" if metric.healthy else ""))
+        alerts = [f"{trouble[0].upper()}{trouble[1:]} ({'; '.join(where)})." for trouble, where in said.items()]
+        return alerts + self._no_progress()
+
+    def _no_progress(self) -> list[str]:
+        """Whether the reward has stayed where it was, beyond its noise."""
+        values = _finite(self.curves.get("train_rollouts/rewards", []))
+        if len(values) < _LEAST_STEPS:
+            return []
+        third = len(values) // 3
+        first, last = values[:third], values[-third:]
+        gain, noise = fmean(last) - fmean(first), math.hypot(stdev(first), stdev(last)) / math.sqrt(third)
+        if gain > noise:
+            return []
+        what = "fell" if gain < -noise else "did not rise"
+        return [
+            f"The reward {what}: from {number(fmean(first))} to {number(fmean(last))} (means of the first and last "
+            "third of the steps). Do rewards differ between samples of a prompt, and is the learning rate high enough?"
+        ]
+
+    # ---- charts -----------------------------------------------------------------------------
+
+    def charts(self, question: str) -> tuple[list[Chart], list[Constant]]:
+        """The charts that answer a question, and what would be a straight line."""
+        groups: dict[str, list[str]] = {}
+        for name in self.curves:
+            metric = find_metric(name)
+            if question == (STABLE if metric is None else metric.question) and not self._is_inner(name):
+                groups.setdefault(metric.title if metric else name, []).append(name)
+        charts, constants = ([self._phases()] if question == TIME and _STEP in self.curves else []), []
+        for _, names in sorted(groups.items(), key=lambda group: _place(group[1][0])):
+            metric = find_metric(names[0]) or Metric(names[0], names[0], "", "Of your own policy loss.", STABLE)
+            values = {value for name in names for _, value in self.curves[name]}
+            if len(values) == 1:
+                value = values.pop()
+                constants.append(Constant(metric.title, value, metric.unit, metric.trouble(value)))
+            else:
+                charts.append(self._chart(metric, names))
+        return charts, constants
+
+    def _is_inner(self, name: str) -> bool:
+        """Whether it is of the critic's warm-up, whose timers are at step 0, or a phase within a phase."""
+        of_warm_up = name.startswith(("timers/", "memory/")) and self.curves[name][-1][0] == 0
+        inside = name.count("/") > 1 and find_metric(name) is not None and not name.endswith("*")
+        is_phase = name.startswith(("timers/", "memory/", "train/save_time/"))
+        return name.startswith(WARM_UP) or of_warm_up or (inside and is_phase) or name == _STEP
+
+    def _chart(self, metric: Metric, names: Sequence[str]) -> Chart:
+        series = {_series(name, metric): _thinned(self.curves[name]) for name in names}
+        low, high = (None if math.isinf(bound) else bound for bound in (metric.low, metric.high))
+        x = "update" if all(name.startswith("train_optim/") for name in names) else "step"
+        return Chart(metric.title, metric.unit, metric.meaning, series, "line", x, metric.healthy, low, high)
+
+    def _phases(self) -> Chart:
+        """Seconds of each step by phase, the phases that take hardly any together."""
+        whole = dict(self.curves[_STEP])
+        inner = [name for name in self.curves if name.startswith(f"{_STEP}/")]
+        leaves = [name for name in inner if not any(other.startswith(f"{name}/") for other in inner)]
+        total = sum(whole.values())
+        shown = {
+            name: dict(self.curves[name])
+            for name in leaves
+            if sum(value for _, value in self.curves[name]) >= _LEAST_SHARE * total
+        }
+        rest = {step: max(0.0, s - sum(of.get(step, 0.0) for of in shown.values())) for step, s in whole.items()}
+        steps = sorted(whole)[-_MOST_POINTS:]
+        series = {
+            _title(name): (steps, [points.get(step, 0.0) for step in steps])
+            for name, points in {**shown, f"{_STEP}/everything else": rest}.items()
+        }
+        return Chart("A step, by phase", "s", "What rank 0 spent each step on.", series, kind="stack")
+
+    def warm_up(self) -> list[tuple[str, str, float, float]]:
+        """The critic's warm-up: title, unit, first and last value."""
+        return [
+            (metric.title, metric.unit, points[0][1], points[-1][1])
+            for name, points in self.curves.items()
+            if name.startswith(WARM_UP) and (metric := find_metric(name)) and metric.question in (LEARNS, STABLE)
+        ]
+
+    def every_metric(self) -> list[tuple[str, Metric | None, Sequence[float]]]:
+        """Name, row of the table, and first, smallest, largest and last value of all that was logged."""
+        rows = []
+        for name, points in self.curves.items():
+            values = _finite(points) or [math.nan]
+            rows.append((name, find_metric(name), (values[0], min(values), max(values), values[-1])))
+        return rows
+
+
+def number(value: float) -> str:
+    """Four significant digits, without powers of ten where they are few."""
+    if value != 0 and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    text = f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words."""
+    minutes, hours = round(seconds / 60), round(seconds / 3600, 1)
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min" if minutes < 100 else f"{hours:g} h"
+
+
+def _date(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _place(name: str) -> int:
+    """Where a metric stands in the table; what a user's own loss reports comes last."""
+    metric = find_metric(name)
+    return len(METRICS) if metric is None else METRICS.index(metric)
+
+
+def _finite(points: Iterable[Point]) -> list[float]:
+    return [value for _, value in points if math.isfinite(value)]
+
+
+def _series(name: str, metric: Metric) -> str:
+    """What tells a curve from the others of its row: training or validation, and what stands for the last ``*``."""
+    side = "validation" if name.startswith("val") else "training"
+    if not metric.name.endswith("*") and not metric.name.startswith("memory/"):
+        return side
+    part = name.split("/", 2)[-1] if metric.name.endswith("*") else _title(name.removesuffix("_peak_gib"))
+    return f"{part}, {side}" if metric.name.endswith("*") else part
+
+
+def _title(name: str) -> str:
+    """A phase in words, by the path of its timer."""
+    metric = find_metric(name) if name.startswith("timers/") else find_metric(f"timers/{name.partition('/')[2]}")
+    inside = " in validation" if "/validation_time/" in name else ""
+    return (metric.title if metric else name.rpartition("/")[2]) + inside
+
+
+def _thinned(points: Sequence[Point]) -> tuple[list[int], list[float | None]]:
+    """At most `_MOST_POINTS` of a curve, the smallest and the largest of each stretch: no peak is lost."""
+    size = math.ceil(len(points) / (_MOST_POINTS // 2))
+    if len(points) > _MOST_POINTS:
+        stretches = (points[i : i + size] for i in range(0, len(points), size))
+        key = [sorted({min(s, key=_value), max(s, key=_value)}) for s in stretches]
+        points = [point for stretch in key for point in stretch]
+    return [step for step, _ in points], [
+        float(f"{value:.6g}") if math.isfinite(value) else None for _, value in points
+    ]
+
+
+def _value(point: Point) -> float:
+    return point[1] if math.isfinite(point[1]) else -math.inf

@@ -1,0 +1,203 @@
+"""Samples for people: those that a job has kept, and the responses of two models to the same prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.telemetry.run_view import RunView, number
+
+T = TypeVar("T")
+SAMPLES_FILE = "samples.jsonl"
+
+_SHOWN = 12  # prompts side by side
+_SHOWN_TOKENS = 8  # samples with their tokens
+_READ_BYTES = 2**25  # from the end of the file of samples
+
+
+class ComparisonError(UserError):
+    """A file is not what ``evaluate_gpt.py`` writes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """A token of a response: text, how strongly advantage and KL colour it (-1 to 1), and its numbers in words."""
+
+    text: str
+    advantage: float
+    kl: float
+    numbers: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A response: who gave it, its text or tokens, and what is known of it."""
+
+    label: str
+    text: str
+    note: str = ""
+    reward: float | None = None
+    tokens: Sequence[Token] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A prompt and answers to it, side by side."""
+
+    prompt: str
+    answers: Sequence[Answer]
+
+
+def compared(files: Mapping[str, Path]) -> list[Shown]:
+    """The responses of several models to the same prompts: those that changed most, for better and for worse, and some.
+
+    Args:
+        files: by the model's name, what ``evaluate_gpt.py`` has written.
+
+    Raises:
+        ComparisonError: a file is something else, or of other prompts.
+    """
+    by_model = {name: _responses(path) for name, path in files.items()}
+    models = list(by_model.values())
+    first, last = models[0], models[-1]
+    for name, responses in by_model.items():
+        if [r["prompt"] for r in responses] != [r["prompt"] for r in first]:
+            raise ComparisonError(f"{files[name]} has other prompts than {next(iter(files.values()))}")
+    gains = [_worth(after) - _worth(before) for before, after in zip(first, last, strict=True)]
+    order = sorted(range(len(gains)), key=lambda row: -gains[row])
+    some = spread([row for row in range(len(gains)) if gains[row] == 0] or order, _SHOWN // 3)
+    by_turns = zip(order, reversed(order), some, strict=False)
+    rows = dict.fromkeys(row for turn in by_turns for row in turn)
+    return [
+        Shown(first[row]["prompt"], [_evaluated(name, responses[row]) for name, responses in by_model.items()])
+        for row in rows
+    ]
+
+
+def _responses(path: Path) -> list[dict[str, Any]]:
+    try:
+        responses = json.loads(path.read_text(encoding="utf-8"))["responses"]
+        if all(isinstance(r["prompt"], str) and isinstance(r["response"], str) for r in responses) and responses:
+            return list(responses)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ComparisonError(f"{path} is not what evaluate_gpt.py --output writes: {error}") from error
+    raise ComparisonError(f"{path} is not what evaluate_gpt.py --output writes: it has no responses")
+
+
+def _worth(response: Mapping[str, Any]) -> float:
+    """What makes a response better: right before wrong, then its reward."""
+    return 1e6 * bool(response.get("is_right")) + float(response.get("reward") or 0.0)
+
+
+def _evaluated(name: str, response: Mapping[str, Any]) -> Answer:
+    is_right = response.get("is_right")
+    note = "" if is_right is None else "right" if is_right else "wrong"
+    return Answer(name, response["response"], note, response.get("reward"))
+
+
+def validated(tables: Sequence[Mapping[str, Any]]) -> list[Shown]:
+    """The responses to the same validation prompts, in the first and in the last validation."""
+    logged = [table for table in tables if table["key"] == "table/val_rollouts"]
+    if len(logged) < 2:
+        return []
+    before, after = logged[0], logged[-1]
+    answers = {row[0]: row for row in before["rows"]}
+    return [
+        Shown(row[0], [_logged(before, answers[row[0]]), _logged(after, row)])
+        for row in after["rows"][:_SHOWN]
+        if row[0] in answers
+    ]
+
+
+def trained(tables: Sequence[Mapping[str, Any]]) -> list[Shown]:
+    """Training samples of the first and of the last step: other prompts, but what the model answers."""
+    logged = [table for table in tables if table["key"] == "table/train_rollouts"]
+    steps = {table["step"]: table for table in logged}  # the last of a step counts
+    shown = [steps[step] for step in sorted(steps)]
+    return [Shown(row[0], [_logged(table, row)]) for table in spread(shown, 2) for row in table["rows"][: _SHOWN // 3]]
+
+
+def _logged(table: Mapping[str, Any], row: Sequence[Any]) -> Answer:
+    return Answer(f"step {table['step']}", str(row[1]), reward=_number(row[2]))
+
+
+def recorded(log_dir: Path) -> list[Shown]:
+    """Of a run with ``save_samples``: the best and the worst samples of the last step, token by token."""
+    newest: dict[int, dict[str, Any]] = {}
+    for record in _last_records(log_dir / SAMPLES_FILE):  # a resumed run repeats steps: the last counts
+        if newest and record["step"] != next(iter(newest.values()))["step"]:
+            newest = {}
+        newest[record["sample"]] = record
+    ranked = sorted(newest.values(), key=lambda record: -(_number(record["reward"]) or -math.inf))
+    half = _SHOWN_TOKENS // 2
+    chosen = ranked if len(ranked) <= _SHOWN_TOKENS else [*ranked[:half], *ranked[-half:]]
+    return [Shown(record["prompt"], [_recorded(record)]) for record in chosen]
+
+
+def _last_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records at the end of a file that may be huge; half a last line is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        start = max(0, path.stat().st_size - _READ_BYTES)
+        file.seek(start)
+        lines = file.read(_READ_BYTES).split(b"\n")[1 if start else 0 : -1]
+    for line in lines:
+        yield json.loads(line)
+
+
+def _recorded(record: Mapping[str, Any]) -> Answer:
+    advantages = _numbers(record["advantages"])
+    logprobs = _numbers(record["logprobs"])
+    kls = [p - q for p, q in zip(logprobs, _numbers(record["reference_logprobs"] or logprobs), strict=True)]
+    scales = [max(map(abs, values), default=0.0) or 1.0 for values in (advantages, kls)]
+    tokens = [
+        Token(piece, a / scales[0], k / scales[1], f"advantage {number(a)}, KL {number(k)}, log-prob {number(p)}")
+        for piece, a, k, p in zip(record["pieces"], advantages, kls, logprobs, strict=True)
+    ]
+    note = "" if record["ended"] else "cut off"
+    return Answer(f"step {record['step']}", record["response"], note, _number(record["reward"]), tokens)
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    return [_number(value) or 0.0 for value in values]
+
+
+def _number(value: Any) -> float | None:
+    """A number, also of those that JSON cannot spell and strings stand for; None for what is none, or not finite."""
+    try:
+        return float(value) if math.isfinite(float(value)) else None
+    except (TypeError, ValueError):
+        return None
+
+
+def spread(items: Sequence[T], count: int) -> Sequence[T]:
+    """At most ``count`` (2 or more) of ``items``, evenly spread, the first and the last among them."""
+    if len(items) <= count:
+        return items
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def samples_of(run: RunView, comparison: Sequence[Shown]) -> Iterator[tuple[str, str, Sequence[Shown]]]:
+    """What a run's section shows: heading, a sentence, samples; ``comparison`` is what `compared` returned."""
+    yield (
+        "Side by side",
+        "The same prompts, answered by each model: what gained most, what lost most, and some that stayed, by turns.",
+        comparison,
+    )
+    tokens = recorded(run.log_dir)
+    yield (
+        "Token by token",
+        "The best and the worst samples of the last step. Colours are relative to each sample's strongest token.",
+        tokens,
+    )
+    side_by_side = comparison or validated(run.tables)
+    if not comparison:
+        yield "Side by side", "The same prompts in the first and in the last validation.", side_by_side
+    if not side_by_side and not tokens:
+        yield "Samples", "Of the first and of the last step.", trained(run.tables)

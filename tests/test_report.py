@@ -1,0 +1,157 @@
+"""Reports: what a reader of ``report.html`` finds, and that what runs have written cannot act in it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric, markdown
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.telemetry.report import find_runs, write_report
+from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
+from nemo_style_aligner.telemetry.samples import ComparisonError
+
+ROOT = Path(__file__).parents[1]
+HOSTILE = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)> {{ 7*7 }} \u202e \ud800'
+
+
+class Page(HTMLParser):
+    """The tags of a page, its visible text, and the charts' data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.headings: list[str] = []
+        self.charts: list[dict[str, Any]] = []
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags.append(tag)
+        self.references += [given[name] or "" for name in ("src", "href") if name in given]
+        if tag not in ("meta", "input", "br", "img"):
+            self._open.append("json" if given.get("type") == "application/json" else tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "json":
+            self.charts.append(json.loads(data))
+        elif self._open and re.fullmatch("h[1-6]", self._open[-1]):
+            self.headings.append(data.strip())
+
+
+def make_run(folder: Path, rewards: list[float], text: str = "4") -> Path:
+    """A run as an actor job writes it."""
+    logger = MetricsLogger(folder)
+    logger.log_hyperparameters(OmegaConf.create({"trainer": {"ppo": {"max_steps": 9}}, "model": {"ppo": {"x": text}}}))
+    logger.log_metrics({"rewards": -3.0}, 0, "warm_up/train_rollouts/")
+    for step, reward in enumerate(rewards):
+        logger.log_metrics({"rewards": reward, "init_policy_kl": 0.01 * step}, step, "train_rollouts/")
+        logger.log_metrics({"grad_norm": 1.0, "of_mine": step}, step, "train_optim/")
+        times = {"step": 3.0, "step/train_time": 2.0, "step/rollout_time/generate": 0.5}
+        logger.log_metrics(times, step + 1, "timers/")
+    for step in (4, 8):
+        rows = [[f"2+2? {text}", f"{step} {text}", reward] for reward in (0.5, float("nan"))]
+        logger.log_table("table/val_rollouts", ["prompt", "response", "reward"], rows, step)
+    logger.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run") / "actor", [-1.0, 0.0, 1.0, 2.0, 2.0, 2.5, 2.5, 3.0, 3.0])
+
+
+def test_a_report_begins_with_the_outcome_and_orders_charts_by_question(run: Path, tmp_path: Path) -> None:
+    path = write_report(tmp_path / "out" / "report.html", "Demo", {"PPO": run}, [("held-out accuracy", "75%")])
+    page = Page(path.read_text())
+    order = ["Demo", "Outcome", "PPO", "Before and after", "Reward", "Side by side", "Does it learn?", "Is it stable?"]
+    places = [page.headings.index(heading) for heading in [*order, "Where does the time go?"]]
+    assert places == sorted(places)
+    charts = {chart["title"]: chart for chart in page.charts}
+    assert list(charts)[:2] == ["Reward", "KL from the initial policy"] and "of_mine" in " ".join(charts)
+    assert charts["Reward"]["series"] == [["training", list(range(9)), [-1.0, 0.0, 1.0, 2.0, 2.0, 2.5, 2.5, 3.0, 3.0]]]
+    phases = {name: values[0] for name, _, values in charts["A step, by phase"]["series"]}
+    assert phases == {"Training": 2.0, "Generation": 0.5, "everything else": 0.5}
+    text = path.read_text()
+    assert "Gradient norm <b>1</b>" in text and "9 of 9" in text and "\N{MINUS SIGN}3" in text
+    assert page.references == []
+
+
+def test_a_report_warns_in_words(tmp_path: Path) -> None:
+    falling = RunView("x", make_run(tmp_path / "falling", [3.0, 3.1, 3.0, 2.0, 1.0, 0.0, 0.1, 0.0]))
+    assert any(alert.startswith("The reward fell: from 3.05 to 0.05") for alert in falling.alerts())
+    logger = MetricsLogger(tmp_path / "drifting")
+    for step in range(4):
+        metrics = {"init_policy_kl": step, "advantages_std": 0.0, "fraction_of_samples_properly_ended": 0.1}
+        logger.log_metrics(metrics, step, "train_rollouts/")
+    logger.close()
+    alerts = " ".join(RunView("x", tmp_path / "drifting").alerts())
+    assert "far from where it started" in alerts and "learns nothing" in alerts and "cut off at the length" in alerts
+    assert not RunView("x", make_run(tmp_path / "rising", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])).alerts()
+
+
+def test_what_a_run_has_written_is_text(tmp_path: Path) -> None:
+    evaluation = {"responses": [{"prompt": HOSTILE, "response": HOSTILE, "reward": 1.0, "is_right": True}]}
+    files = {name: tmp_path / f"{name}.json" for name in ("before", "after")}
+    for file in files.values():
+        file.write_text(json.dumps(evaluation))
+    run = make_run(tmp_path / "run", [0.0, 1.0], HOSTILE.replace("\ud800", ""))
+    logger = MetricsLogger(run)
+    name = HOSTILE.replace("\ud800", "")
+    for step in (3, 4):
+        logger.log_metrics({name: float(step)}, step, "train_optim/")
+    logger.close()
+    text = write_report(tmp_path / "r.html", HOSTILE, {HOSTILE: run}, compare=files).read_text()
+    page = Page(text)
+    assert "img" not in page.tags and page.references == [] and page.tags.count("script") == len(page.charts) + 1
+    assert "{{ 7*7 }}" in text and any(name in chart["title"] for chart in page.charts)
+
+
+def test_what_is_no_run_is_named(run: Path, tmp_path: Path) -> None:
+    assert list(find_runs(run)) == ["actor"] and find_runs(run.parent) == {"actor": run}
+    with pytest.raises(NoRunError, match=r"holds none: give the job's exp_manager\.explicit_log_dir"):
+        find_runs(tmp_path)
+    (tmp_path / "a.json").write_text('{"responses": [{}]}')
+    with pytest.raises(ComparisonError, match=r"a\.json is not what evaluate_gpt\.py"):
+        write_report(tmp_path / "r.html", "x", {"x": run}, compare={"a": tmp_path / "a.json"})
+
+
+def test_the_metrics_table_is_documented_and_every_row_can_be_found() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == markdown()
+    for row in METRICS:
+        name = row.name.replace("*_rollouts", "val_rollouts").replace("*", "train")
+        assert find_metric(name) is row, f"an earlier row hides {row.name}"
+        assert row.meaning.endswith(".") and (row.low <= row.high)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[str]:
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("needs Chromium (apt-get install chromium)")
+    yield found
+
+
+def test_a_browser_draws_the_charts_and_runs_nothing_else(run: Path, chromium: str, tmp_path: Path) -> None:
+    hostile = make_run(tmp_path / "run", [0.0, 1.0, 3.0], HOSTILE.replace("\ud800", ""))
+    page = write_report(tmp_path / "r.html", "Demo", {"PPO": run, HOSTILE: hostile})
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    charts = len(Page(page.read_text()).charts)
+    assert drawn.count("<svg") == charts > 5 and drawn.count("<polyline") > 5 and drawn.count("<polygon") > 2
+    assert "<title>Demo</title>" in drawn
