@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import zlib
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ import torch
 from generation_models import EOS, architecture, engine_for, hf_model, ragged_requests, weights_of
 
 from nemo_style_aligner.config.loading import ConfigError, load_defaults
-from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams, StopCondition
 from nemo_style_aligner.engine.embedded import engine as engine_module
 from nemo_style_aligner.engine.embedded.block_table import BlockTable
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.engine.embedded.scheduler import Scheduler, StepPlan
+from nemo_style_aligner.engine.embedded.scheduler import Scheduler, StepPlan, Task
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.sampling import SamplingRows, request_key, sample
@@ -114,12 +115,11 @@ def test_pages_that_were_never_computed_are_not_shared() -> None:
 
 
 def scheduler(prompts: list[list[int]], blocks: BlockTable, max_new_tokens: int = 1, chunk: int = 4) -> Scheduler:
-    requests, sampling = (
-        [GenerationRequest(*pair) for pair in enumerate(prompts)],
-        SamplingParams(max_new_tokens=max_new_tokens),
-    )
-    limits = {"prefill_chunk_tokens": chunk, "max_step_tokens": 2 * chunk}
-    return Scheduler(requests, blocks, sampling, lambda request: 100 + request.request_id, **limits)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    stop = StopCondition(sampling, 0)
+    requests = (GenerationRequest(*pair) for pair in enumerate(prompts))
+    tasks = iter([Task(request=request, sampling=sampling, stop=stop) for request in requests])
+    return Scheduler(lambda: next(tasks, None), blocks, prefill_chunk_tokens=chunk, max_step_tokens=2 * chunk)
 
 
 def planned(plan: StepPlan) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -138,7 +138,7 @@ def advance(of: Scheduler) -> StepPlan:
 def test_passes_decode_and_prefill() -> None:
     of = scheduler([[1] * 10, [2] * 6, [3] * 12], BlockTable(2, 2, 4), max_new_tokens=20)
     first, second = of.refill()
-    assert (first.slot, first.key, second.slot, second.key) == (0, 100, 1, 101) and of.num_active == 2
+    assert (first.slot, second.slot) == (0, 1) and of.num_active == 2
     assert planned(advance(of)) == ([], [(0, 0, 8)])
     assert planned(advance(of)) == ([], [(0, 8, 2), (1, 0, 6)])
     assert of.newest.tolist() == [70, 71] and of.positions.tolist() == [10, 6]
@@ -354,7 +354,8 @@ def test_memory_that_runs_out_in_a_pass_names_the_keys(remembering: Any, monkeyp
 
 def test_an_abandoned_generation_leaves_no_pages(remembering: Any) -> None:
     engine, _ = remembering(num_slots=3)
-    results = engine.generate(related_requests(8, 0), SamplingParams(max_new_tokens=20))
+    requests = [dataclasses.replace(request, max_new_tokens=10 + i) for i, request in enumerate(related_requests(8, 0))]
+    results = engine.generate(requests, SamplingParams(max_new_tokens=20))
     next(results)
     assert engine._blocks.in_use > 0
     results.close()

@@ -11,11 +11,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from nemo_style_aligner.errors import NonFiniteError
+
+T = TypeVar("T")
 
 FinishReason = Literal["stop", "length"]
 
@@ -249,19 +251,15 @@ class GenerationEngine(abc.ABC):
             NonFiniteError: the model's logits are not finite.
         """
         self._require_weights()
-        stop = StopCondition(
-            sampling, self._eos_id, self._detokenize, self._token_to_id, self._vocab_limit, self._more_eos_ids
-        )
-        return self._run(requests, sampling, stop)
+        stop = self._stop_condition(sampling)
+        return self._run(lambda: self._generate(iter(requests), sampling, stop))
 
-    def _run(
-        self, requests: Iterable[GenerationRequest], sampling: SamplingParams, stop: StopCondition
-    ) -> Iterator[GenerationResult]:
-        self._require_weights()  # again: time may have passed since generate() was called
+    def _run(self, start: Callable[[], Iterator[T]]) -> Iterator[T]:
+        self._require_weights()  # when it begins: time may have passed since it was asked for
         self._statistics = GenerationStatistics()
         self._generating = True
         try:
-            yield from self._generate(iter(requests), sampling, stop)
+            yield from start()
         finally:
             self._generating = False
 
@@ -348,6 +346,11 @@ class GenerationEngine(abc.ABC):
 
     def _reload(self) -> None:  # noqa: B027 (likewise)
         """Allocate the memory again."""
+
+    def _stop_condition(self, sampling: SamplingParams) -> StopCondition:
+        return StopCondition(
+            sampling, self._eos_id, self._detokenize, self._token_to_id, self._vocab_limit, self._more_eos_ids
+        )
 
     def _check(self, request: GenerationRequest, sampling: SamplingParams) -> None:
         """Raise ValueError if this engine cannot serve the request."""

@@ -4,6 +4,9 @@ Whoever shows the secret is served as it comes. Strangers cost little: they shar
 one at a time and once each, and no large body is read from them. HTTP that two programs might read differently is
 refused. To clients that ask, the server proves that it knows the secret, and it signs what it answers to them, see
 `signing`.
+
+An answer of the type `EVENT_STREAM` is sent part by part, as the application makes it. Strangers, and clients that want
+a signature, get it whole.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from typing import Any
 
 from nemo_style_aligner.config.schema import LARGEST_PORT
@@ -63,8 +66,12 @@ _FIELD = re.compile(rb"([!#$%&'*+.^`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)") 
 _BARE_LINE_END = re.compile(rb"(?<!\r)\n")
 _ONCE = ("CONTENT_LENGTH", "TRANSFER_ENCODING", "HOST")
 
-Answer = tuple[str, list[tuple[str, str]], bytes]
-"""Status line, header fields, body."""
+EVENT_STREAM = "text/event-stream"
+CLIENT_IS_THERE_KEY = "nemo_style_aligner.client_is_there"
+"""In the WSGI environment: a function without arguments, for the request's thread: whether the client still waits."""
+
+Answer = tuple[str, list[tuple[str, str]], bytes | Generator[bytes, None, None]]
+"""Status line, header fields, body; the body of a stream in parts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +128,7 @@ class WsgiServer:
         token: the shared secret; who does not show it is answered 401, without reaching the application. None: anybody.
         is_open: whether a path needs no token.
         known_as: further addresses at which clients may reach the server.
+        error_body: the body of a refusal.
 
     Raises:
         PlaceTakenError: nothing can listen there.
@@ -139,8 +147,9 @@ class WsgiServer:
         token: str | None = None,
         is_open: Callable[[str], bool] = lambda path: False,
         known_as: Collection[str] = (),
+        error_body: Callable[[ProtocolError], bytes] = ProtocolError.body,
     ) -> None:
-        self.app = app
+        self.app, self.error_body = app, error_body
         self.limits = limits or ConnectionLimits()
         self.max_body_bytes = max_body_bytes
         self.token, self.is_open, self.known_as = token, is_open, known_as
@@ -300,6 +309,7 @@ class _Request:
         is_known: whether it shows the secret, by a signature or as it is; always, if the server has none.
         digest: `body_digest` of its body, as its signature has it; None: it is not signed.
         is_last: whether the connection ends with its answer.
+        is_old: whether it is of HTTP/1.0.
         notes: what the application has to say about it to the log.
     """
 
@@ -311,6 +321,7 @@ class _Request:
     is_known: bool = False
     digest: str | None = None
     is_last: bool = True
+    is_old: bool = True
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def read_head(self, head: bytes) -> None:
@@ -332,7 +343,8 @@ class _Request:
             raise ProtocolError(400, "Content-Length is not a whole number")
         if "TRANSFER_ENCODING" in self.fields:
             raise ProtocolError(411 if begin[3] == b"1" else 400, "the body must come with its Content-Length")
-        self.is_last = begin[3] == b"0" or "close" in self.fields.get("CONNECTION", "").lower()
+        self.is_old = begin[3] == b"0"
+        self.is_last = self.is_old or "close" in self.fields.get("CONNECTION", "").lower()
 
     @property
     def path(self) -> str:
@@ -407,12 +419,18 @@ class _Connection:
         except ProtocolError as error:
             request.notes["error"] = error.message
             request.is_last = True
-            status, fields, body = _refusal(error)
+            status, fields, body = self._refusal(error)
         name = request.notes.pop("request_id", None) or request_id(request.fields.get("X_REQUEST_ID", ""))
         details = {"request_id": name, "method": request.method, "path": request.path, "status": int(status[:3])}
-        details |= {"ms": round(1000 * (time.monotonic() - started), 1), "client": self._client, **request.notes}
-        self._server.log.answered(details, is_known=request.is_known)
-        self._send_answer(request, status, [*fields, (REQUEST_ID_HEADER, name)], body)
+        fields = [*fields, (REQUEST_ID_HEADER, name)]
+        try:
+            if not isinstance(body, bytes):
+                self._send_stream(request, status, fields, body)
+        finally:
+            details |= {"ms": round(1000 * (time.monotonic() - started), 1), "client": self._client, **request.notes}
+            self._server.log.answered(details, is_known=request.is_known)
+        if isinstance(body, bytes):
+            self._send_answer(request, status, fields, body)
         if not request.is_complete:
             self._linger()
 
@@ -520,13 +538,29 @@ class _Connection:
                 parts = self._server.app(
                     self._environment(request), lambda status, fields, exc_info=None: answer.extend((status, fields))
                 )
-            try:
-                return answer[0], answer[1], b"".join(parts)
-            finally:
-                getattr(parts, "close", lambda: None)()
+                stream = _closing(parts)
+                signs = request.digest is not None or "X_CHALLENGE" in request.fields
+                kind = next((value for name, value in answer[1] if name.lower() == "content-type"), "")
+                if kind.startswith(EVENT_STREAM) and request.is_known and not signs:
+                    return answer[0], answer[1], stream
+                return answer[0], answer[1], b"".join(stream)
         except BaseException as error:  # as a panic in a tokenizer's Rust code, or a user's sys.exit()
             logger.exception("the service failed while it worked on %s %s", request.method, request.path)
-            return _refusal(ProtocolError(500, f"the service failed: {type(error).__name__}: {error}"))
+            return self._refusal(ProtocolError(500, f"the service failed: {type(error).__name__}: {error}"))
+
+    def _refusal(self, error: ProtocolError) -> tuple[str, list[tuple[str, str]], bytes]:
+        status = f"{error.status} {http.HTTPStatus(error.status).phrase}"
+        return status, [("Content-Type", JSON_TYPE), *error.headers.items()], self._server.error_body(error)
+
+    def _client_is_there(self) -> bool:
+        """Whether the client still waits for the answer, as far as is known; also if it has sent something more."""
+        self._socket.settimeout(0)
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def _environment(self, request: _Request) -> dict[str, Any]:
         fields = dict(request.fields)
@@ -548,6 +582,7 @@ class _Connection:
             "wsgi.multiprocess": False,
             "wsgi.run_once": False,
             NOTES_KEY: request.notes,
+            CLIENT_IS_THERE_KEY: self._client_is_there,
             **{f"HTTP_{name}": value for name, value in fields.items()},
         }
 
@@ -565,11 +600,40 @@ class _Connection:
         ):
             fields.append((PROOF_HEADER, proof[0]))
             self._signatures = proof[1]
+        self._send(self._head(request, status, fields) + body)
+
+    def _head(self, request: _Request, status: str, fields: list[tuple[str, str]]) -> bytes:
         fields.append(("Date", email.utils.formatdate(usegmt=True)))
         fields.append(("Connection", "close" if request.is_last else "keep-alive"))
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
         self._server.last_answer = time.monotonic()
-        self._send(f"HTTP/1.1 {status}\r\n{lines}\r\n".encode("latin-1") + body)
+        return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode("latin-1")
+
+    def _send_stream(
+        self,
+        request: _Request,
+        status: str,
+        fields: list[tuple[str, str]],
+        parts: Generator[bytes, None, None],
+    ) -> None:
+        """Send what the application makes. An answer that breaks off has no last chunk: its client notices."""
+        if not request.is_old:  # else it ends with the connection
+            fields.append(("Transfer-Encoding", "chunked"))
+        with contextlib.closing(parts):
+            self._send(self._head(request, status, fields))
+            while request.method != "HEAD":
+                try:
+                    part = next(parts, None)
+                except Exception as error:
+                    logger.exception("the service failed in the middle of its answer to %s", request.path)
+                    raise ConnectionError("the answer breaks off") from error
+                if part is None:
+                    break
+                if part:
+                    self._send(part if request.is_old else b"%x\r\n%s\r\n" % (len(part), part))
+            if not request.is_old and request.method != "HEAD":
+                self._send(b"0\r\n\r\n")
+        self._server.last_answer = time.monotonic()
 
     def _send(self, data: bytes) -> None:
         limits = self._server.limits
@@ -592,9 +656,12 @@ def _without_token(what: str) -> ProtocolError:
     return ProtocolError(401, message, {"WWW-Authenticate": "Bearer"})
 
 
-def _refusal(error: ProtocolError) -> Answer:
-    status = f"{error.status} {http.HTTPStatus(error.status).phrase}"
-    return status, [("Content-Type", JSON_TYPE), *error.headers.items()], error.body()
+def _closing(parts: Iterable[bytes]) -> Generator[bytes, None, None]:
+    """The parts of an application's answer, closed at the end as WSGI has it."""
+    try:
+        yield from parts
+    finally:
+        getattr(parts, "close", lambda: None)()
 
 
 class PlaceTakenError(UserError, OSError):

@@ -59,21 +59,23 @@ class BlockTable:
         """Number of pages of ``slot``."""
         return self._held[slot]
 
-    def enter(self, slot: int, token_ids: Sequence[int], watermark: int) -> int | None:
+    def enter(self, slot: int, token_ids: Sequence[int], watermark: int, most_shared: int | None = None) -> int | None:
         """Give the empty ``slot`` pages for ``token_ids``, shared ones as far as possible.
 
         The full pages that this slot has yet to fill count as holding these tokens from now on: a later `enter` may
         share them, and that sequence's tokens must then be computed in the same pass as this one's or a later one.
 
         Returns:
-            The number of leading tokens in shared pages, at most all but one (the last token's logits are wanted).
+            The number of leading tokens in shared pages, at most all but one (the last token's logits are wanted),
+            and at most ``most_shared``.
             None, with nothing changed, if fewer than ``watermark`` pages would be left available.
         """
         chunks = [
             tuple(token_ids[start : start + PAGE_TOKENS])
             for start in range(0, len(token_ids) - PAGE_TOKENS + 1, PAGE_TOKENS)
         ]
-        shared, prefix = self._match(chunks[: (len(token_ids) - 1) // PAGE_TOKENS])
+        most = len(token_ids) - 1 if most_shared is None else min(len(token_ids) - 1, most_shared)
+        shared, prefix = self._match(chunks[: most // PAGE_TOKENS])
         total = -(-len(token_ids) // PAGE_TOKENS)
         revived = sum(not self._owners[page] for page in shared)
         if self.available - revived - (total - len(shared)) < watermark:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,14 @@ from nemo_style_aligner.engine.contract import (
 )
 from nemo_style_aligner.engine.embedded.block_table import BlockTable
 from nemo_style_aligner.engine.embedded.native.native_step import NativeStep
-from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Scheduler, StepPlan
+from nemo_style_aligner.engine.embedded.scheduler import (
+    PrefillChunk,
+    ScheduledSequence,
+    Scheduler,
+    StepPlan,
+    Task,
+    TokenScores,
+)
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep
 from nemo_style_aligner.engine.embedded.torch_step import TorchStep
 from nemo_style_aligner.engine.embedded.trainer_weights import Offer, TrainerWeights
@@ -142,17 +150,76 @@ class EmbeddedEngine(GenerationEngine):
 
     # ---- generation -------------------------------------------------------------------------
 
+    def task(
+        self,
+        request: GenerationRequest,
+        sampling: SamplingParams,
+        *,
+        num_top: int | None = None,
+        scores_prompt: bool = False,
+    ) -> Task:
+        """A request for `serve`; for the arguments see `Task`. Any thread may call this.
+
+        Raises:
+            ValueError: this engine cannot serve it.
+        """
+        self._check(request, sampling)
+        return Task(
+            request=request,
+            sampling=sampling,
+            stop=self._stop_condition(sampling),
+            num_top=num_top,
+            scores_prompt=scores_prompt,
+        )
+
+    def serve(self, pull: Callable[[], Task | None]) -> Iterator[list[ScheduledSequence]]:
+        """Generate responses to tasks that come while others are generated, each sampled in its own way.
+
+        Args:
+            pull: returns the next task, or None if there is none at the moment; called whenever a slot is free.
+
+        Yields:
+            After each forward pass, the sequences that got a token from it; those with a ``finish_reason`` have left.
+            Ends when nothing is left to do. Closing the iterator abandons the rest.
+
+        For the errors see `generate`.
+        """
+        return self._run(lambda: self._passes(pull))
+
     def _generate(
         self, requests: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
     ) -> Iterator[GenerationResult]:
-        """The generation loop: refill slots, plan, compute, sample, hand out what is finished."""
+        def pull() -> Task | None:
+            if (request := next(requests, None)) is None:
+                return None
+            self._check(request, sampling)
+            return Task(request=request, sampling=sampling, stop=stop)
+
+        with contextlib.closing(self._passes(pull)) as passes:
+            for advanced in passes:
+                for sequence in advanced:
+                    if sequence.finish_reason is not None:
+                        yield self.result(sequence)
+
+    def result(self, sequence: ScheduledSequence) -> GenerationResult:
+        """The response of a finished ``sequence``."""
+        assert sequence.finish_reason is not None, "it goes on"
+        return GenerationResult(
+            request_id=sequence.request.request_id,
+            prompt_token_ids=sequence.request.prompt_token_ids,
+            token_ids=sequence.token_ids,
+            logprobs=sequence.logprobs,
+            finish_reason=sequence.finish_reason,
+            weight_version=self._weight_version,
+        )
+
+    def _passes(self, pull: Callable[[], Task | None]) -> Generator[list[ScheduledSequence], None, None]:
+        """The generation loop: refill slots, plan, compute, sample, free the slots of what is finished."""
         self._trainer.require_unchanged(self._weight_version)
-        sampler = SlotSampler(self._step, self._shape, sampling, stop.stop_ids, self._vocab_limit, self._device)
+        sampler = SlotSampler(self._step, self._shape, self._vocab_limit, self._device)
         scheduler = Scheduler(
-            requests,
+            pull,
             self._blocks,
-            sampling,
-            lambda request: self._admit(request, sampling),
             prefill_chunk_tokens=self._prefill_chunk_tokens,
             max_step_tokens=self._shape.max_step_tokens,
         )
@@ -169,17 +236,10 @@ class EmbeddedEngine(GenerationEngine):
                 advanced = self._advance(plan, scheduler, sampler)
                 self._count(statistics, plan, scheduler, len(advanced))
                 for sequence in advanced:
-                    reason = stop.check(sequence.token_ids, sequence.request.limit(sampling))
-                    if reason is not None:
+                    sequence.finish_reason = sequence.task.stop.check(sequence.token_ids, sequence.task.limit)
+                    if sequence.finish_reason is not None or sequence.task.is_abandoned:
                         scheduler.finish(sequence)
-                        yield GenerationResult(
-                            request_id=sequence.request.request_id,
-                            prompt_token_ids=sequence.request.prompt_token_ids,
-                            token_ids=sequence.token_ids,
-                            logprobs=sequence.logprobs,
-                            finish_reason=reason,
-                            weight_version=self._weight_version,
-                        )
+                yield advanced
         finally:
             if scheduler.num_active:  # ended early: the pages' content is unknown and may not be finite
                 self._blocks.reset()
@@ -196,15 +256,33 @@ class EmbeddedEngine(GenerationEngine):
                 f"trainer.ppo.generation.prefill_chunk_tokens, now {self._prefill_chunk_tokens} (a pass without "
                 f"responses takes up to {_IDLE_CHUNKS} times as many), num_slots or kv_cache_tokens"
             ) from error
+        for chunk, row in plan.prompt_rows():
+            self._score_prompt(chunk, logits[row : row + chunk.num_outputs])
         sequences, slots = plan.sampled()
         if not sequences:  # only chunks in the middle of long prompts
             return sequences
+        if len(sequences) != len(logits):
+            logits = logits[moved(torch.from_numpy(plan.sampled_rows()), self._device)]
         tokens, logprobs = sampler.sample(logits, slots)
         if not all(map(math.isfinite, logprobs)):
             first = next(row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob))
             raise self._diverged(sequences[first].request, len(sequences[first].token_ids))
         scheduler.record(sequences, slots, tokens, logprobs)
+        if scored := [row for row, sequence in enumerate(sequences) if sequence.task.num_top is not None]:
+            wanted = [sequences[row] for row in scored]
+            num_top = max(sequence.task.num_top or 0 for sequence in wanted)
+            scores = token_scores(logits[scored], [tokens[row] for row in scored], num_top, self._vocab_limit)
+            for sequence, score in zip(wanted, scores, strict=True):
+                sequence.scores.append(score)
         return sequences
+
+    def _score_prompt(self, chunk: PrefillChunk, logits: torch.Tensor) -> None:
+        """Score the tokens that follow those of ``chunk`` whose logits were wanted."""
+        sequence = chunk.sequence
+        first = len(sequence.prompt_scores) + 1
+        tokens = sequence.request.prompt_token_ids[first : first + len(logits)]
+        num_top = sequence.task.num_top or 0
+        sequence.prompt_scores += token_scores(logits[: len(tokens)], tokens, num_top, self._vocab_limit)
 
     def _count(self, statistics: GenerationStatistics, plan: StepPlan, scheduler: Scheduler, advanced: int) -> None:
         """Add one forward pass to ``statistics``."""
@@ -216,10 +294,6 @@ class EmbeddedEngine(GenerationEngine):
         statistics.shared_prefix_tokens = scheduler.num_shared_tokens
         statistics.preemptions = scheduler.num_preemptions
         statistics.peak_pages = max(statistics.peak_pages, self._blocks.in_use)
-
-    def _admit(self, request: GenerationRequest, sampling: SamplingParams) -> int:
-        self._check(request, sampling)
-        return request_key(sampling.seed, request.seed)
 
 
 def num_pages(kv_cache_tokens: int | None, num_slots: int, max_sequence_length: int) -> int:
@@ -235,38 +309,62 @@ def num_pages(kv_cache_tokens: int | None, num_slots: int, max_sequence_length: 
     return kv_cache_tokens // PAGE_TOKENS
 
 
+@torch.inference_mode()
+def token_scores(logits: torch.Tensor, tokens: list[int], num_top: int, vocab_limit: int) -> list[TokenScores]:
+    """Scores of ``tokens``, one for each row of ``logits`` [n, vocab]; of the likeliest ids below ``vocab_limit``."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    best = logprobs[:, :vocab_limit].topk(min(num_top, vocab_limit), dim=-1)
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        TokenScores(logprob, list(zip(ids, values, strict=True)))
+        for logprob, (ids, values) in zip(chosen, tops, strict=True)
+    ]
+
+
 class SlotSampler:
     """Chooses tokens for slots; ranks that share a model all get those that the first one chooses."""
 
-    def __init__(
-        self,
-        step: ModelStep,
-        shape: EngineShape,
-        params: SamplingParams,
-        stop_ids: tuple[int, ...],
-        vocab_limit: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, step: ModelStep, shape: EngineShape, vocab_limit: int, device: torch.device) -> None:
         self._step = step
-        self._params = params
         self._device = device
         self._vocab_limit = vocab_limit
         self._tensor_parallel = shape.tensor_parallel
-        self._stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self._keys = np.zeros(shape.num_slots, dtype=np.int64)
         self._lengths = np.zeros(shape.num_slots, dtype=np.int64)  # of the responses
+        self._min_lengths = np.zeros(shape.num_slots, dtype=np.int64)
+        # Slots whose tokens are chosen in the same way have the same number.
+        self._ways = np.zeros(shape.num_slots, dtype=np.int64)
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._params: dict[int, tuple[SamplingParams, torch.Tensor]] = {}  # and ids that end a response, of each way
+        self._seen_size = (shape.num_slots, shape.architecture.vocab_size)
         self._seen: torch.Tensor | None = None  # bool [num_slots, vocab]: ids in each slot's prompt and response
-        if params.repetition_penalty != 1.0:
-            size = (shape.num_slots, shape.architecture.vocab_size)
-            self._seen = torch.zeros(size, dtype=torch.bool, device=device)
 
     def enter(self, sequence: ScheduledSequence) -> None:
         """Take over a sequence that is new to its slot."""
-        self._keys[sequence.slot] = sequence.key
-        self._lengths[sequence.slot] = len(sequence.token_ids)
-        if self._seen is not None:
-            self._seen[sequence.slot] = False
-            self._seen[sequence.slot, torch.tensor(sequence.prefill_ids, device=self._device)] = True
+        slot, params = sequence.slot, sequence.task.sampling
+        self._keys[slot] = request_key(params.seed, sequence.request.seed)
+        self._lengths[slot] = len(sequence.token_ids)
+        self._min_lengths[slot] = params.min_new_tokens
+        self._ways[slot] = self._way(params, sequence.task.stop.stop_ids)
+        if params.repetition_penalty != 1.0 and self._seen is None:
+            self._seen = torch.zeros(self._seen_size, dtype=torch.bool, device=self._device)
+        if params.repetition_penalty != 1.0 and self._seen is not None:
+            self._seen[slot] = False
+            self._seen[slot, torch.tensor(sequence.prefill_ids, device=self._device)] = True
+
+    def _way(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> int:
+        filters = (params.top_k, params.top_p) if not params.use_greedy else ()
+        held_back = stop_ids if params.min_new_tokens else ()
+        key = (params.logprob_temperature, params.use_greedy, filters, params.repetition_penalty, held_back)
+        if key not in self._numbers:
+            used = set(self._ways.tolist())  # clients may think of any number of ways
+            self._numbers = {known: number for known, number in self._numbers.items() if number in used}
+            self._params = {number: self._params[number] for number in self._numbers.values()}
+            number = max(self._params, default=-1) + 1
+            self._numbers[key] = number
+            self._params[number] = params, torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
+        return self._numbers[key]
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[list[int], list[float]]:
@@ -288,15 +386,29 @@ class SlotSampler:
         return tokens.long().tolist(), logprobs.tolist()
 
     def _sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        ways = self._ways[slots]
+        if (ways == ways[0]).all():
+            return self._sample_alike(logits, slots)
+        tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        logprobs = torch.empty(len(slots), device=self._device)
+        for way in np.unique(ways):
+            (rows,) = np.nonzero(ways == way)
+            where = moved(torch.from_numpy(rows), self._device)
+            tokens[where], logprobs[where] = self._sample_alike(logits[where], slots[rows])
+        return tokens, logprobs
+
+    def _sample_alike(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        params, stop_ids = self._params[self._ways[slots[0]]]
         lengths = self._lengths[slots]
-        suppress = lengths < self._params.min_new_tokens
+        suppress = lengths < self._min_lengths[slots]
+        seen = self._seen if params.repetition_penalty != 1.0 else None
         rows = SamplingRows(
             keys=moved(torch.from_numpy(self._keys[slots]), self._device),
             positions=moved(torch.from_numpy(lengths), self._device),
             suppress_stop=moved(torch.from_numpy(suppress), self._device) if suppress.any() else None,
-            seen=None if self._seen is None else self._seen[moved(torch.from_numpy(slots), self._device)],
+            seen=None if seen is None else seen[moved(torch.from_numpy(slots), self._device)],
         )
-        return self._step.sample(logits, self._params, rows, self._stop_ids, self._vocab_limit)
+        return self._step.sample(logits, params, rows, stop_ids, self._vocab_limit)
 
 
 def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, trainer: TrainerWeights) -> ModelStep:

@@ -10,30 +10,73 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
-from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
+from nemo_style_aligner.engine.contract import FinishReason, GenerationRequest, SamplingParams, StopCondition
 from nemo_style_aligner.engine.embedded.block_table import BlockTable
-from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, StepInput
+from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, SCORED_ROWS, StepInput
 
 _WAITING = -1
 
 
-@dataclasses.dataclass
-class ScheduledSequence:
-    """A request and its response so far, in a slot or waiting for one."""
+@dataclasses.dataclass(kw_only=True)
+class Task:
+    """A request with its own way of being served.
+
+    Attributes:
+        num_top: log-probs are wanted of each token and of this many likeliest ones in its place; None: of none.
+        scores_prompt: also of the prompt's tokens, for which no page of another sequence is shared.
+        is_abandoned: nobody waits for the rest: its slot is free after the next token. May be set by any thread.
+    """
 
     request: GenerationRequest
+    sampling: SamplingParams
+    stop: StopCondition
+    num_top: int | None = None
+    scores_prompt: bool = False
+    is_abandoned: bool = False
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that the response may have."""
+        return self.request.limit(self.sampling)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScores:
+    """Of a token, by log-softmax(logits) over the whole vocabulary, whatever the sampling parameters."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest ids and their log-probs, the best first
+
+
+@dataclasses.dataclass
+class ScheduledSequence:
+    """A task and its response so far, in a slot or waiting for one."""
+
+    task: Task
     number: int  # of arrival: the lower, the older
-    key: int  # of the random numbers, see `sampling.request_key`
     longest: int  # positions that it may need: the last token of a response is never fed to the model
     prefill_ids: list[int]  # to compute before the next token: the prompt and, after a preemption, the response so far
     slot: int = _WAITING
     prefilled: int = 0  # how many of them are in KV memory, the planned pass included
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    prompt_scores: list[TokenScores] = dataclasses.field(default_factory=list)  # from the prompt's second token on
+    scores: list[TokenScores] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None  # None: it goes on
+
+    @property
+    def request(self) -> GenerationRequest:
+        """What is asked for."""
+        return self.task.request
+
+    @property
+    def lacks_prompt_scores(self) -> bool:
+        """Whether tokens of the prompt are still to be scored."""
+        return self.task.scores_prompt and len(self.prompt_scores) < len(self.request.prompt_token_ids) - 1
 
     @property
     def is_decoding(self) -> bool:
@@ -43,11 +86,15 @@ class ScheduledSequence:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillChunk:
-    """``length`` of the ``prefill_ids`` of ``sequence``, from position ``start`` on."""
+    """``length`` of the ``prefill_ids`` of ``sequence``, from position ``start`` on.
+
+    The logits of its last ``num_outputs`` tokens are wanted.
+    """
 
     sequence: ScheduledSequence
     start: int
     length: int
+    num_outputs: int
 
     @property
     def completes_prompt(self) -> bool:
@@ -71,9 +118,20 @@ class StepPlan:
         slots = np.array([sequence.slot for sequence in completed], dtype=np.int32)
         return self.decode + completed, np.concatenate((self.decode_slots, slots))
 
+    def prompt_rows(self) -> list[tuple[PrefillChunk, int]]:
+        """The chunks with tokens of prompts to score, each with the first of its rows of logits."""
+        ends = np.cumsum([len(self.decode)] + [chunk.num_outputs for chunk in self.prefill]).tolist()
+        return [(c, row) for c, row in zip(self.prefill, ends, strict=False) if c.num_outputs > c.completes_prompt]
+
+    def sampled_rows(self) -> np.ndarray:
+        """Rows of logits from which `sampled` get their tokens."""
+        ends = np.cumsum([len(self.decode)] + [chunk.num_outputs for chunk in self.prefill])[1:]
+        completed = [end - 1 for chunk, end in zip(self.prefill, ends, strict=True) if chunk.completes_prompt]
+        return np.concatenate((np.arange(len(self.decode)), np.array(completed, dtype=np.int64)))
+
 
 class Scheduler:
-    """Fills slots from a lazy iterator of requests and plans passes.
+    """Fills slots with tasks, which it pulls whenever a slot is free, and plans passes.
 
     Sequences enter slots and prefill in order of arrival, and those in slots are older than those that wait. So a
     sequence that shares pages of an older one is never computed in an earlier pass than those pages.
@@ -86,10 +144,8 @@ class Scheduler:
 
     def __init__(
         self,
-        requests: Iterable[GenerationRequest],
+        pull: Callable[[], Task | None],
         blocks: BlockTable,
-        sampling: SamplingParams,
-        admit: Callable[[GenerationRequest], int],
         *,
         prefill_chunk_tokens: int,
         max_step_tokens: int,
@@ -97,9 +153,8 @@ class Scheduler:
         """Begin with empty slots.
 
         Args:
+            pull: returns the next task, or None if there is none at the moment.
             blocks: must have room for the longest sequence, else it could never finish.
-            sampling: bounds the length of responses.
-            admit: checks a request as it is pulled (raises ValueError) and returns the key of its random numbers.
             prefill_chunk_tokens: the most prompt tokens of a pass that also decodes.
             max_step_tokens: the most tokens of a pass that only prefills.
         """
@@ -108,10 +163,8 @@ class Scheduler:
         self.positions = np.zeros(num_slots, dtype=np.int32)
         self.num_preemptions = 0
         self.num_shared_tokens = 0
-        self._requests: Iterator[GenerationRequest] = iter(requests)
+        self._next_task = pull
         self._blocks = blocks
-        self._sampling = sampling
-        self._admit = admit
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._max_step_tokens = max_step_tokens
         self._free_slots = list(range(num_slots))  # a heap: low slots first
@@ -138,7 +191,8 @@ class Scheduler:
             sequence, slot = self._waiting[0], self._free_slots[0]
             # Pages are left for all sequences that may need another one, or one of them would soon be preempted.
             grows = -(-len(sequence.prefill_ids) // PAGE_TOKENS) * PAGE_TOKENS < sequence.longest
-            shared = self._blocks.enter(slot, sequence.prefill_ids, len(self._growing) + grows)
+            most_shared = len(sequence.prompt_scores) if sequence.lacks_prompt_scores else None
+            shared = self._blocks.enter(slot, sequence.prefill_ids, len(self._growing) + grows, most_shared)
             if shared is None:
                 break
             self._waiting.popleft()
@@ -170,8 +224,8 @@ class Scheduler:
             all_slots.append(np.full(chunk.length, chunk.sequence.slot, dtype=np.int32))
             segments.append(np.array([[first, chunk.length]], dtype=np.int32))
             first += chunk.length
-            if chunk.completes_prompt:
-                output_rows.append(np.array([first - 1], dtype=np.int32))
+            if chunk.num_outputs:
+                output_rows.append(np.arange(first - chunk.num_outputs, first, dtype=np.int32))
         return StepInput(
             token_ids=_joined(token_ids),
             positions=_joined(positions),
@@ -198,12 +252,11 @@ class Scheduler:
 
     def _pull(self) -> bool:
         """Append the next request to those that wait; False if there is none."""
-        request = next(self._requests, None)
-        if request is None:
+        task = self._next_task()
+        if task is None:
             return False
-        key, prompt = self._admit(request), request.prompt_token_ids
-        longest = len(prompt) + request.limit(self._sampling) - 1
-        self._waiting.append(ScheduledSequence(request, self._num_pulled, key, longest, prompt))
+        prompt = task.request.prompt_token_ids
+        self._waiting.append(ScheduledSequence(task, self._num_pulled, len(prompt) + task.limit - 1, prompt))
         self._num_pulled += 1
         return True
 
@@ -245,11 +298,19 @@ class Scheduler:
     def _plan_prefill(self, decodes: bool) -> list[PrefillChunk]:
         """The prefill chunks of a pass; ``decodes``: whether it also decodes."""
         budget = self._prefill_chunk_tokens if decodes else self._max_step_tokens
+        rows = SCORED_ROWS
         chunks: list[PrefillChunk] = []
-        while self._prefilling and budget > 0:
+        while self._prefilling and budget > 0 and rows > 0:
             sequence = self._prefilling[0]
-            length = min(budget, len(sequence.prefill_ids) - sequence.prefilled)
-            chunks.append(PrefillChunk(sequence, sequence.prefilled, length))
+            start, length = sequence.prefilled, min(budget, len(sequence.prefill_ids) - sequence.prefilled)
+            num_outputs = int(start + length == len(sequence.prefill_ids))
+            if sequence.lacks_prompt_scores:
+                # A row's logits score the next token; the scores that there are belong to the rows before.
+                first = max(start, len(sequence.prompt_scores))
+                length = min(length, first - start + rows)
+                num_outputs = max(0, start + length - first)
+                rows -= num_outputs
+            chunks.append(PrefillChunk(sequence, start, length, num_outputs))
             sequence.prefilled += length
             budget -= length
             if sequence.is_decoding:

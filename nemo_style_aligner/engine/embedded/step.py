@@ -19,6 +19,7 @@ from nemo_style_aligner.engine.sampling import SamplingRows, sample
 from nemo_style_aligner.engine.shard import ModelShard, TensorParallel
 
 PAGE_TOKENS = 16  # positions per page of the KV cache
+SCORED_ROWS = 256  # the most tokens of prompts in a pass whose logits are wanted, in order to score the prompts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from nemo_style_aligner.engine.embedded.native.structures import (
     Pass,
     SampleArguments,
 )
-from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
+from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, SCORED_ROWS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.embedded.weight_table import Rows, WeightTable, Write, layer_rows
 from nemo_style_aligner.engine.sampling import SamplingRows
@@ -318,7 +318,7 @@ def _activation_regions(shape: EngineShape, bf16: bool) -> dict[str, tuple[tuple
         "hidden": ((rows, a.hidden_size), torch.float32),
         "qkv": ((rows, shard.query_size + 2 * shard.group_size), torch.float32),
         "partial": ((rows, a.hidden_size), torch.float32),
-        "logits": ((_round_up(shape.num_slots, 32), _round_up(shard.vocab_rows, PANEL)), torch.float32),
+        "logits": ((_round_up(shape.num_slots + SCORED_ROWS, 32), _round_up(shard.vocab_rows, PANEL)), torch.float32),
         "normed": ((rows, _round_up(a.hidden_size, 32)), multiplied),
         "queries": ((rows, shard.num_heads, _round_up(a.kv_channels, 16)), multiplied),
         "attended": ((rows, _round_up(shard.query_size, 32)), multiplied),

@@ -1,0 +1,106 @@
+"""``nsa serve``: a checkpoint behind an OpenAI-compatible API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+_EXAMPLES = """\b
+Examples:
+  nsa serve policy.nemo
+  nsa serve ./SmolLM2-135M-Instruct --port 8000 --precision 32
+  NEMO_STYLE_ALIGNER_TOKEN=sk-mine nsa serve policy.nemo --name my-model
+
+\b
+Then, with the key that the log names:
+  OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=...).chat.completions.create(model="policy", messages=...)
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free one.")
+@click.option("--name", help="What requests call the model.  [default: the checkpoint's file name]")
+@click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Holds the API key.")
+@click.option("--no-auth", is_flag=True, help="Answer whoever reaches the port.")
+@click.option("--precision", type=click.Choice(["bf16", "32"]), default="bf16", help="Of weights and computation.")
+@click.option("--max-length", type=click.IntRange(min=2), help="Tokens of prompt and response.  [default: the model's]")
+@click.option("--num-slots", type=click.IntRange(min=1), default=32, help="Responses generated at the same time.")
+@click.option(
+    "--kv-cache-tokens", type=click.IntRange(min=16), help="Tokens of KV memory.  [default: all slots at full length]"
+)
+@click.option("--max-queued", type=click.IntRange(min=1), default=1024, help="Responses waiting or made; else 429.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600, help="Seconds for a whole answer; else 504.")
+@click.option("--drain-seconds", type=click.FloatRange(min=0), default=30, help="To finish answers when stopped.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info", help="debug: requests.")
+def command(
+    checkpoint: Path,
+    host: str,
+    port: int,
+    name: str | None,
+    api_key_file: Path | None,
+    no_auth: bool,
+    precision: str,
+    max_length: int | None,
+    num_slots: int,
+    kv_cache_tokens: int | None,
+    max_queued: int,
+    timeout: float,
+    drain_seconds: float,
+    log_level: str,
+) -> None:
+    """Serve CHECKPOINT (a .nemo archive, a Hugging Face directory or a GGUF file) behind an OpenAI-compatible API.
+
+    Clients send the API key: the secret that all jobs of a user share, unless --api-key-file or the environment
+    (NEMO_STYLE_ALIGNER_TOKEN) has another. docs/serving.md says what is supported.
+    """
+    import logging
+    import signal
+    import threading
+
+    from nemo_style_aligner.parallel.groups import single_process
+    from nemo_style_aligner.services.http_connection import server_url
+    from nemo_style_aligner.services.secret import AUTO, NONE, read_secret, resolve_token
+    from nemo_style_aligner.serving.app import ServedModel, ServingSettings
+    from nemo_style_aligner.serving.checkpoint import load_model
+    from nemo_style_aligner.telemetry.log_lines import configure_logging
+
+    configure_logging(level=getattr(logging, log_level.upper()))
+    logger = logging.getLogger("nemo_style_aligner.serve")
+    if api_key_file is not None and no_auth:
+        raise click.UsageError("--api-key-file and --no-auth contradict each other")
+    key = read_secret(api_key_file).value if api_key_file else None
+    token = key or resolve_token(NONE if no_auth else AUTO, "--no-auth")
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    with single_process():
+        model = load_model(
+            checkpoint,
+            precision=precision,
+            num_slots=num_slots,
+            max_length=max_length,
+            kv_cache_tokens=kv_cache_tokens,
+        )
+        served = ServedModel(
+            model,
+            (name or model_name(checkpoint),),
+            ServingSettings(
+                host=host,
+                port=port,
+                token=token,
+                request_seconds=timeout,
+                max_outstanding=max_queued,
+            ),
+        )
+        logger.info("ready: %s/v1", server_url(served.server.host, served.server.port))
+        stopped.wait()
+        logger.info("stopping: answers in progress have %g s", drain_seconds)
+        served.close(drain_seconds)
+
+
+def model_name(checkpoint: Path) -> str:
+    """What requests call a checkpoint that is given no name."""
+    return checkpoint.absolute().name.removesuffix(".nemo").removesuffix(".gguf")

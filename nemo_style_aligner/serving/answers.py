@@ -1,0 +1,145 @@
+"""Answers in OpenAI's format, whole or as chunks of a stream."""
+
+from __future__ import annotations
+
+import abc
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, TokenScores
+from nemo_style_aligner.serving.bodies import Asked, Prompt
+from nemo_style_aligner.serving.generation import Choice, Ticket
+from nemo_style_aligner.serving.texts import ResponseText, TokenTexts
+
+
+class _ChoiceAnswer(abc.ABC):
+    """What is said about one response; a subclass knows the endpoint's format."""
+
+    def __init__(self, choice: Choice, index: int, asked: Asked, tokenizer: Tokenizer, texts: TokenTexts) -> None:
+        self._choice, self._index, self._asked = choice, index, asked
+        self._tokenizer, self._texts = tokenizer, texts
+        self._prompt: Prompt = asked.prompts[index // asked.num_choices]
+        self._text = ResponseText(tokenizer, self._prompt.token_ids, asked.sampling)
+        self.num_told = 0  # tokens
+        self.is_ended = False
+
+    def news(self) -> dict[str, Any] | None:
+        """What has become known since the last call; None: nothing that could be shown."""
+        (ready, reason), sequence, first = self._choice.ready, self._choice.sequence, self.num_told
+        if sequence is None or self.is_ended or (ready == first and reason is None):
+            return None
+        text = self._text.add(sequence.token_ids[first:ready], reason)
+        if self._asked.echoes_alone:
+            text, ready = "", 0
+        is_wanted = text or reason is not None or self._asked.num_top is not None or self._asked.returns_ids
+        self.num_told, self.is_ended = ready, reason is not None
+        if not is_wanted:
+            return None
+        content = {"index": self._index, **self._told(sequence, text, first, ready), "finish_reason": reason}
+        if self._asked.returns_ids:
+            content |= {} if first else {"prompt_token_ids": self._prompt.token_ids}
+            content["token_ids"] = sequence.token_ids[first:ready]
+            content["sampling_logprobs"] = sequence.logprobs[first:ready]
+        return content
+
+    @abc.abstractmethod
+    def _told(self, sequence: ScheduledSequence, text: str, first: int, ready: int) -> dict[str, Any]:
+        """The endpoint's own fields about the tokens from number ``first`` to ``ready``, and the text that is new."""
+
+
+class _CompletionChoice(_ChoiceAnswer):
+    _offset = 0  # in the text, of the next token
+
+    def _told(self, sequence: ScheduledSequence, text: str, first: int, ready: int) -> dict[str, Any]:
+        ids, scores = sequence.token_ids[first:ready], list[TokenScores | None](sequence.scores[first:ready])
+        if self._asked.echo and not first:
+            text, ids = self._prompt.text + text, [*self._prompt.token_ids, *ids]
+            scores = [None, *sequence.prompt_scores, *scores]  # nothing predicts the first token
+        return {"text": text, "logprobs": None if self._asked.num_top is None else self._logprobs(ids, scores)}
+
+    def _logprobs(self, ids: Sequence[int], scores: Sequence[TokenScores | None]) -> dict[str, Any]:
+        tokens = [self._texts.of(token_id) for token_id in ids]
+        offsets = []
+        for token_id, text in zip(ids, tokens, strict=True):
+            offsets.append(self._offset)
+            self._offset += 0 if token_id in self._tokenizer.special_ids else len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if score is None else score.logprob for score in scores],
+            "top_logprobs": [
+                None if score is None else self._top(score) | {token: score.logprob}
+                for token, score in zip(tokens, scores, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+    def _top(self, score: TokenScores) -> dict[str, float]:
+        return {self._texts.of(token_id): logprob for token_id, logprob in score.top[: self._asked.num_top]}
+
+
+class _ChatChoice(_ChoiceAnswer):
+    def _told(self, sequence: ScheduledSequence, text: str, first: int, ready: int) -> dict[str, Any]:
+        message = {"content": text} if first else {"role": "assistant", "content": text}
+        logprobs = None
+        if self._asked.num_top is not None:
+            pairs = zip(sequence.token_ids[first:ready], sequence.scores[first:ready], strict=True)
+            content = [self._score(i, s.logprob) | {"top_logprobs": self._top(s)} for i, s in pairs]
+            logprobs = {"content": content, "refusal": None}
+        return {"delta" if self._asked.streams else "message": message, "logprobs": logprobs}
+
+    def _top(self, score: TokenScores) -> list[dict[str, Any]]:
+        return [self._score(token_id, logprob) for token_id, logprob in score.top[: self._asked.num_top]]
+
+    def _score(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._texts.of(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+class Answer:
+    """What is said about one request."""
+
+    def __init__(
+        self, asked: Asked, ticket: Ticket, model: str, tokenizer: Tokenizer, texts: TokenTexts, *, is_chat: bool
+    ) -> None:
+        kind = _ChatChoice if is_chat else _CompletionChoice
+        self._choices = [kind(choice, n, asked, tokenizer, texts) for n, choice in enumerate(ticket.choices)]
+        self._asked, self._ticket = asked, ticket
+        name = "text_completion"
+        if is_chat:
+            name = "chat.completion.chunk" if asked.streams else "chat.completion"
+        request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": request_id, "object": name, "created": int(time.time()), "model": model}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `news` has told how all choices end."""
+        return all(choice.is_ended for choice in self._choices)
+
+    def news(self) -> dict[str, Any] | None:
+        """What has become known since the last call: a chunk of a stream, or all; None: nothing that could be shown."""
+        found = [news for choice in self._choices if (news := choice.news()) is not None]
+        return self._object(found) if found else None
+
+    def whole(self) -> dict[str, Any]:
+        """The answer, with its usage, once all choices are finished."""
+        found = [choice.news() for choice in self._choices]
+        return self._object(found) | {"usage": self._usage()}
+
+    def last_chunk(self) -> dict[str, Any]:
+        """The chunk of a stream that tells its usage."""
+        return self._object([]) | {"usage": self._usage()}
+
+    def _object(self, choices: Sequence[Any]) -> dict[str, Any]:
+        return self._head | {"choices": choices, "weight_version": self._ticket.weight_version}
+
+    def _usage(self) -> dict[str, int]:
+        num_prompt = sum(len(prompt.token_ids) for prompt in self._asked.prompts)
+        num_made = sum(choice.num_told for choice in self._choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_made,
+            "total_tokens": num_prompt + num_made,
+        }

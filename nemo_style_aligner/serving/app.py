@@ -1,0 +1,242 @@
+"""The OpenAI-compatible API: routes, streams, and the server that has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import prometheus_client as prometheus
+from flask import Flask, Response, request
+from werkzeug.exceptions import HTTPException
+
+from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.services.http_server import CLIENT_IS_THERE_KEY, EVENT_STREAM, WsgiServer
+from nemo_style_aligner.services.protocol import JSON_TYPE, LIVE_PATH, READY_PATH, ProtocolError
+from nemo_style_aligner.services.request_log import NOTES_KEY
+from nemo_style_aligner.serving.answers import Answer
+from nemo_style_aligner.serving.bodies import Asked, BodyReader, RequestError, error_body, error_object
+from nemo_style_aligner.serving.generation import Generation, Metrics, Ticket
+from nemo_style_aligner.serving.texts import TokenTexts
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.25  # how soon it is noticed that a client is gone
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServingSettings:
+    """What the API lets in."""
+
+    host: str
+    port: int  # 0: a free one
+    token: str | None = dataclasses.field(repr=False)  # clients' API key; None: anybody
+    section: str | None = None  # of the config that host and port are from, for errors
+    request_seconds: float = 600.0  # for a request to be answered whole
+    max_outstanding: int = 1024  # responses
+    max_body_bytes: int = 2**25
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """An engine with weights, and what belongs to it.
+
+    Attributes:
+        vocab_size: of the model.
+        max_length: the engine's ``max_sequence_length``.
+    """
+
+    engine: EmbeddedEngine
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_length: int
+
+
+class ServedModel:
+    """A model behind the API, in threads of this process.
+
+    Args:
+        model: nobody else may use its engine until `close`.
+        names: that requests may call the model, the first being its own.
+
+    Raises:
+        PlaceTakenError: nothing can listen there.
+    """
+
+    def __init__(self, model: LoadedModel, names: tuple[str, ...], settings: ServingSettings) -> None:
+        self._settings, self._names = settings, names
+        self._tokenizer, self._max_length = model.tokenizer, model.max_length
+        self._metrics, self._texts, self._created = Metrics(), TokenTexts(model.tokenizer), int(time.time())
+        self._bodies = BodyReader(model.tokenizer, names, model.max_length, model.vocab_size, settings.max_outstanding)
+        self.generation = Generation(model.engine, settings.max_outstanding, self._metrics)
+        self.server = WsgiServer(
+            self._app(),
+            settings.host,
+            settings.port,
+            max_body_bytes=settings.max_body_bytes,
+            name="the API",
+            section=settings.section,
+            token=settings.token,
+            is_open=lambda path: path in (LIVE_PATH, READY_PATH, "/health"),
+            error_body=error_body,
+        )
+
+    def close(self, seconds: float) -> None:
+        """Refuse new requests, answer those that are there within ``seconds``, and end."""
+        deadline = time.monotonic() + seconds
+        if not self.generation.close(seconds):
+            logger.warning("requests were still being answered after %g s: they are cut off", seconds)
+        self.server.stop(max(0.0, deadline - time.monotonic()))
+
+    def _app(self) -> Flask:
+        app = Flask("nemo_style_aligner.serving")
+        app.register_error_handler(ProtocolError, _refuse)
+        app.register_error_handler(HTTPException, _refuse_route)
+        app.after_request(self._count)
+        for path, view in (("/v1/completions", self._completion), ("/v1/chat/completions", self._chat)):
+            app.add_url_rule(path, view_func=view, methods=["POST"])
+        for path, view in (("/tokenize", self._tokenize), ("/detokenize", self._detokenize)):
+            app.add_url_rule(path, view_func=view, methods=["POST"])
+            app.add_url_rule(f"/v1{path}", f"v1{path}", view, methods=["POST"])
+        app.add_url_rule("/v1/models", view_func=self._models)
+        app.add_url_rule("/v1/models/<path:name>", view_func=self._model)
+        app.add_url_rule("/tokenizer_info", view_func=self._tokenizer_info)
+        app.add_url_rule("/metrics", view_func=self._exposition)
+        for path in (LIVE_PATH, READY_PATH, "/health"):
+            app.add_url_rule(path, path, lambda: Response(""))
+        return app
+
+    # ---- completions ----------------------------------------------------------------------------
+
+    def _completion(self) -> Response:
+        return self._answer(self._bodies.completion(_body()), is_chat=False)
+
+    def _chat(self) -> Response:
+        return self._answer(self._bodies.chat(_body()), is_chat=True)
+
+    def _answer(self, asked: Asked, *, is_chat: bool) -> Response:
+        ticket = self.generation.submit(asked)
+        answer = Answer(asked, ticket, self._names[0], self._tokenizer, self._texts, is_chat=is_chat)
+        news = self._news(ticket, request.environ[CLIENT_IS_THERE_KEY], request.environ[NOTES_KEY])
+        if asked.streams:
+            return Response(_events(asked, answer, news), content_type=EVENT_STREAM)
+        for _ in news:
+            if not ticket.unfinished:
+                return _json(answer.whole())
+        raise AssertionError("the loop above ends with the answer or an error")
+
+    def _news(self, ticket: Ticket, client_is_there: Any, notes: dict[str, Any]) -> Iterator[None]:
+        """Yield whenever there is news of the request's responses. Whatever ends the loop, their slots are freed.
+
+        Raises:
+            RequestError: the request's time is over, or generation has failed.
+            ConnectionError: the client is gone.
+        """
+        try:
+            while True:
+                if ticket.wait(_POLL_SECONDS):
+                    yield
+                elif not client_is_there():
+                    notes["error"] = "the client is gone"
+                    raise ConnectionError("the client is gone")
+                if time.monotonic() - ticket.arrived > self._settings.request_seconds:
+                    raise RequestError(504, f"no answer within {self._settings.request_seconds:g} s", code="timeout")
+        finally:
+            notes["responses"] = len(ticket.choices)
+            self._metrics.request_seconds.observe(time.monotonic() - ticket.arrived)
+            if ticket.unfinished:
+                self.generation.abandon(ticket)
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def _tokenize(self) -> Response:
+        ids, spells = self._bodies.to_tokenize(_body())
+        spelt = [self._tokenizer.ids_to_text([i], keep_special=True) for i in ids] if spells else None
+        return _json({"count": len(ids), "max_model_len": self._max_length, "tokens": ids, "token_strs": spelt})
+
+    def _detokenize(self) -> Response:
+        return _json({"prompt": self._tokenizer.ids_to_text(self._bodies.to_detokenize(_body()), keep_special=True)})
+
+    def _tokenizer_info(self) -> Response:
+        tokenizer = self._tokenizer
+        tokens = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id, "pad_token": tokenizer.pad_id}
+        spelt = {n: None if i is None else tokenizer.ids_to_text([i], keep_special=True) for n, i in tokens.items()}
+        return _json(
+            {
+                "tokenizer_class": type(tokenizer).__name__,
+                "chat_template": tokenizer.chat_template,
+                "vocab_size": tokenizer.vocab_size,
+                "model_max_length": self._max_length,
+                **spelt,
+            }
+        )
+
+    def _models(self) -> Response:
+        return _json({"object": "list", "data": [self._described(name) for name in self._names]})
+
+    def _model(self, name: str) -> Response:
+        if name not in self._names:
+            raise RequestError(404, f"the model '{name}' is not served here", "model", "model_not_found")
+        return _json(self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        owner = {"created": self._created, "owned_by": "nemo_style_aligner"}
+        return {"id": name, "object": "model", **owner, "max_model_len": self._max_length}
+
+    def _exposition(self) -> Response:
+        return Response(prometheus.generate_latest(self._metrics.registry), content_type=prometheus.CONTENT_TYPE_LATEST)
+
+    def _count(self, response: Response) -> Response:
+        path = request.url_rule.rule if request.url_rule is not None else "other"
+        self._metrics.requests.labels(path, str(response.status_code)).inc()
+        return response
+
+
+def _events(asked: Asked, answer: Answer, news: Iterator[None]) -> Iterator[bytes]:
+    """The server-sent events of a stream. Its status is sent by then: an error is an event, too."""
+    try:
+        for _ in news:
+            if (chunk := answer.news()) is not None:
+                yield _event(chunk)
+            if answer.is_complete:
+                break
+        if asked.includes_usage:
+            yield _event(answer.last_chunk())
+        yield b"data: [DONE]\n\n"
+    except RequestError as error:
+        yield _event({"error": error_object(error)})
+    except ConnectionError:
+        return
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def _body() -> bytes:
+    """The request's body. Pages of other sites cannot send this content type without asking, which nobody answers."""
+    if request.mimetype != "application/json":
+        raise RequestError(415, "the body should be JSON: send 'Content-Type: application/json'")
+    if "Content-Encoding" in request.headers:
+        raise RequestError(415, "a body with a Content-Encoding is not read: send it as it is")
+    return request.get_data(cache=False)
+
+
+def _json(content: Any) -> Response:
+    return Response(json.dumps(content), content_type=JSON_TYPE)
+
+
+def _refuse(error: ProtocolError) -> Response:
+    request.environ[NOTES_KEY]["error"] = error.message
+    return Response(error_body(error), error.status, error.headers, content_type=JSON_TYPE)
+
+
+def _refuse_route(error: HTTPException) -> Response:
+    """Flask's own errors: an unknown path or method, and 500 for a bug here, which Flask logs."""
+    headers = {name: value for name, value in error.get_headers() if name == "Allow"}
+    refusal = ProtocolError(error.code or 500, f"{error.name}: {error.description}", headers)
+    return _refuse(refusal)

@@ -1,0 +1,357 @@
+"""What clients ask of the OpenAI-compatible API: bodies of requests, read and checked field by field.
+
+A field that is unknown, or whose value would change the answer in a way that is not built, is refused by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_style_aligner.data.chat_rendering import ChatRenderer
+from nemo_style_aligner.data.chats import Conversation, read_turn
+from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
+from nemo_style_aligner.engine.contract import SamplingParams
+from nemo_style_aligner.parsing import parse_json
+from nemo_style_aligner.services.protocol import ProtocolError
+
+MOST_ALTERNATIVES = 20  # that log-probs may be asked of, in the place of each token
+_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
+_LARGEST_SEED = 2**63 - 1
+# Fields of OpenAI's API, with the values that ask for nothing that is not built.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "response_format": ({"type": "text"},),
+    "use_beam_search": (False,),
+}
+
+
+class RequestError(ProtocolError):
+    """A request that cannot be answered, as OpenAI's clients read it. ``param``: the field that it is about."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
+
+
+def error_body(error: ProtocolError) -> bytes:
+    """An error in OpenAI's format, as JSON."""
+    return json.dumps({"error": error_object(error)}).encode()
+
+
+def error_object(error: ProtocolError) -> dict[str, Any]:
+    """What OpenAI's format says about an error."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    return {"message": error.message, "type": kind, "param": param, "code": code}
+
+
+class Fields:
+    """The fields of a request's JSON object, null being absent: each is taken once, `finish` refuses what is left."""
+
+    def __init__(self, body: bytes) -> None:
+        try:
+            fields = parse_json(body.decode())
+        except (ValueError, RecursionError) as error:
+            raise RequestError(400, f"the body is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise RequestError(400, "the body is not a JSON object")
+        self._left = {name: value for name, value in fields.items() if value is not None}
+
+    def take(self, name: str, default: Any, meaning: str, is_right: Callable[[Any], bool]) -> Any:
+        """The field ``name``; a `RequestError` unless it ``is_right``, which is what ``meaning`` says."""
+        value = self._left.pop(name, None)
+        if value is None:
+            return default
+        if not is_right(value):
+            raise RequestError(400, f"'{name}' should be {meaning}, not {json.dumps(value)[:100]}", name)
+        return value
+
+    def whole(self, name: str, default: Any, low: int, high: int) -> Any:
+        """A whole number from ``low`` to ``high``."""
+        return self.take(
+            name,
+            default,
+            f"a whole number from {low} to {high}",
+            lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+        )
+
+    def number(self, name: str, default: float) -> float:
+        """A number."""
+        return float(
+            self.take(
+                name,
+                default,
+                "a number of a usual size",
+                lambda value: isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30,
+            )
+        )
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """true or false."""
+        return bool(self.take(name, default, "true or false", lambda value: isinstance(value, bool)))
+
+    def text(self, name: str, default: str | None = None) -> Any:
+        """A string."""
+        return self.take(name, default, "a string", lambda value: isinstance(value, str) and is_text(value))
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        """A string that is not empty, or a list of some."""
+
+        def is_right(value: Any) -> bool:
+            items = [value] if isinstance(value, str) else value
+            return isinstance(items, list) and all(isinstance(i, str) and i and is_text(i) for i in items)
+
+        value = self.take(name, [], "a string that is not empty, or a list of such strings", is_right)
+        return (value,) if isinstance(value, str) else tuple(value)
+
+    def finish(self) -> None:
+        """Refuse what is left."""
+        self._left.pop("user", None)  # whom the request is from has no effect on the answer
+        for name, value in self._left.items():
+            if name not in _NEUTRAL:
+                raise RequestError(400, f"'{name}' is unknown, or not supported here", name, "unknown_parameter")
+            if value not in _NEUTRAL[name] or isinstance(value, bool) != isinstance(_NEUTRAL[name][0], bool):
+                raise RequestError(400, f"'{name}' is not supported here: leave it out", name, "unsupported_parameter")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Token ids, and the text that an echo shows."""
+
+    token_ids: list[int]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a request asks for, of either endpoint.
+
+    Attributes:
+        num_choices: responses to each prompt.
+        seed: of the first response to each prompt.
+        num_top: log-probs are wanted, with this many alternatives; None: they are not.
+        returns_ids: token ids and the log-probs that they were sampled with are wanted.
+    """
+
+    prompts: list[Prompt]
+    sampling: SamplingParams
+    num_choices: int
+    seed: int
+    num_top: int | None
+    echo: bool = False
+    echoes_alone: bool = False  # without a response
+    streams: bool = False
+    includes_usage: bool = False
+    returns_ids: bool = False
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be encoded: JSON can spell half of a surrogate pair."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+class BodyReader:
+    """Reads requests to a model.
+
+    Args:
+        names: that the model has; a request may name one of them.
+        max_length: the most tokens of a prompt and a response.
+        vocab_size: of the model.
+        max_choices: the most responses to one request.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, names: tuple[str, ...], max_length: int, vocab_size: int, max_choices: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._names = names
+        self._max_length, self._vocab_size, self._max_choices = max_length, vocab_size, max_choices
+        self._learnt_ends = tokenizer.end_strings(())
+
+    def completion(self, body: bytes) -> Asked:
+        """A request to /v1/completions."""
+        fields = self._fields(body)
+        prompts = self._prompts(fields)
+        max_tokens = fields.whole("max_tokens", _COMPLETION_TOKENS, 0, self._max_length)
+        num_top = fields.whole("logprobs", None, 0, MOST_ALTERNATIVES)
+        return self._asked(fields, prompts, max_tokens, num_top, fields.flag("echo"))
+
+    def chat(self, body: bytes) -> Asked:
+        """A request to /v1/chat/completions."""
+        fields = self._fields(body)
+        prompt = self._conversation(fields)
+        old = fields.whole("max_tokens", None, 1, self._max_length)  # OpenAI's former name
+        max_tokens = fields.whole("max_completion_tokens", old, 1, self._max_length)
+        has_logprobs = fields.flag("logprobs")
+        num_top = fields.whole("top_logprobs", 0, 0, MOST_ALTERNATIVES)
+        if num_top and not has_logprobs:
+            raise RequestError(400, "'top_logprobs' needs 'logprobs': true", "top_logprobs")
+        room = max(1, self._max_length - len(prompt.token_ids))
+        return self._asked(fields, [prompt], max_tokens or room, num_top if has_logprobs else None, False)
+
+    def to_tokenize(self, body: bytes) -> tuple[list[int], bool]:
+        """A request to /tokenize: the ids, and whether their texts are wanted."""
+        fields = self._fields(body)
+        spells = fields.flag("return_token_strs")
+        text = fields.text("prompt")
+        ids = self._conversation(fields).token_ids if text is None else self._encode(text, fields)
+        fields.finish()
+        return ids, spells
+
+    def to_detokenize(self, body: bytes) -> list[int]:
+        """A request to /detokenize."""
+        fields = self._fields(body)
+        ids: list[int] = fields.take("tokens", None, "a list of token ids", self._are_ids)
+        fields.finish()
+        if ids is None:
+            raise RequestError(400, "'tokens' is missing", "tokens")
+        return ids
+
+    def _fields(self, body: bytes) -> Fields:
+        fields = Fields(body)
+        name = fields.text("model")
+        if name is not None and name not in self._names:
+            known = " or ".join(f"'{known}'" for known in self._names)
+            raise RequestError(404, f"the model '{name}' is not served here: it is {known}", "model", "model_not_found")
+        return fields
+
+    def _asked(self, fields: Fields, prompts: list[Prompt], max_tokens: int, num_top: int | None, echo: bool) -> Asked:
+        num_choices = fields.whole("n", 1, 1, self._max_choices)
+        if len(prompts) * num_choices > self._max_choices:
+            raise RequestError(
+                400, f"{len(prompts)} prompts with n={num_choices} are more than {self._max_choices} responses", "n"
+            )
+        if max_tokens == 0 and not echo:
+            raise RequestError(400, "'max_tokens' may be 0 only with 'echo'", "max_tokens")
+        for prompt in prompts:
+            self._check_length(len(prompt.token_ids), max_tokens)
+        streams = fields.flag("stream")
+        options = fields.take("stream_options", {}, "an object", lambda value: isinstance(value, dict))
+        if options and (not streams or options.keys() - {"include_usage", "include_obfuscation"}):
+            raise RequestError(400, "'stream_options' needs 'stream', and has 'include_usage' alone", "stream_options")
+        asked = Asked(
+            prompts=prompts,
+            sampling=self._sampling(fields, max_tokens),
+            num_choices=num_choices,
+            seed=fields.whole("seed", secrets.randbelow(_LARGEST_SEED), -(2**63), _LARGEST_SEED),
+            num_top=num_top,
+            echo=echo,
+            echoes_alone=max_tokens == 0,
+            streams=streams,
+            includes_usage=options.get("include_usage") is True,
+            returns_ids=fields.flag("return_token_ids"),
+        )
+        fields.finish()
+        return asked
+
+    def _sampling(self, fields: Fields, max_tokens: int) -> SamplingParams:
+        temperature = fields.number("temperature", 1.0)
+        ignores_eos = fields.flag("ignore_eos")
+        ends = fields.strings("stop")
+        try:
+            self._tokenizer.check_end_strings(ends)
+            return SamplingParams(
+                max_new_tokens=max(1, max_tokens),
+                min_new_tokens=fields.whole("min_tokens", 0, 0, max(1, max_tokens)),
+                use_greedy=temperature == 0,
+                temperature=temperature or 1.0,
+                top_k=max(0, fields.whole("top_k", 0, -1, self._vocab_size)),
+                top_p=fields.number("top_p", 1.0),
+                repetition_penalty=fields.number("repetition_penalty", 1.0),
+                stop_strings=tuple(dict.fromkeys([*ends, *(() if ignores_eos else self._learnt_ends)])),
+                ignore_eos=ignores_eos,
+            )
+        except TokenizerError as error:
+            raise RequestError(400, str(error), "stop") from error
+        except ValueError as error:
+            raise RequestError(400, str(error), str(error).split()[0]) from error
+
+    def _check_length(self, num_prompt: int, max_tokens: int) -> None:
+        if num_prompt + max(1, max_tokens) > self._max_length:
+            raise RequestError(
+                400,
+                f"a prompt of {num_prompt} tokens and {max_tokens} of a response are more than the model's "
+                f"{self._max_length}: shorten the prompt or lower 'max_tokens'",
+                "max_tokens" if num_prompt < self._max_length else "prompt",
+                "context_length_exceeded",
+            )
+
+    # ---- prompts --------------------------------------------------------------------------------
+
+    def _prompts(self, fields: Fields) -> list[Prompt]:
+        def is_right(value: Any) -> bool:
+            items = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
+            return all((isinstance(i, str) and is_text(i)) or self._are_ids(i) for i in items)
+
+        meaning = f"a text or a list of token ids below {self._vocab_size}, or a list of these"
+        given = fields.take("prompt", None, meaning, is_right)
+        if given is None:
+            raise RequestError(400, "'prompt' is missing", "prompt")
+        items = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        if len(items) > self._max_choices:
+            raise RequestError(400, f"{len(items)} prompts are more than {self._max_choices}", "prompt")
+        adds_bos = fields.flag("add_special_tokens", True)
+        return [
+            Prompt(token_ids=self._text_to_ids(item, adds_bos), text=item)
+            if isinstance(item, str)
+            else Prompt(token_ids=item, text=self._tokenizer.ids_to_text(item, keep_special=True))
+            for item in items
+        ]
+
+    def _are_ids(self, value: Any) -> bool:
+        """Whether it is a list of token ids, at least one."""
+        is_id = (isinstance(i, int) and not isinstance(i, bool) and 0 <= i < self._vocab_size for i in value or [-1])
+        return isinstance(value, list) and all(is_id)
+
+    def _encode(self, text: str, fields: Fields) -> list[int]:
+        return self._text_to_ids(text, fields.flag("add_special_tokens", True))
+
+    def _text_to_ids(self, text: str, adds_bos: bool) -> list[int]:
+        """As a job encodes a prompt; without BOS, the text alone."""
+        tokenizer, ids = self._tokenizer, self._tokenizer.text_to_ids(text)
+        ids = tokenizer.with_bos(ids, tokenizer.begins_with_bos(None, "add_bos")) if adds_bos else ids
+        if not ids:
+            raise RequestError(400, "the prompt is empty, and this model's texts begin with no token of their own")
+        return ids
+
+    def _conversation(self, fields: Fields) -> Prompt:
+        """``messages``, as a job renders a prompt; a `RequestError` if the chat template would leave out a part."""
+        given = fields.take(
+            "messages", None, "a list of messages", lambda value: isinstance(value, list) and value != []
+        )
+        if given is None:
+            raise RequestError(400, "'messages' is missing", "messages")
+        renderer = ChatRenderer(self._tokenizer)
+        try:
+            turns = [read_turn(_message(number, message)) for number, message in enumerate(given)]
+            text = renderer.prompt(Record(Path("messages"), len(given) - 1, {}), Conversation(turns))
+        except DataError as error:
+            raise RequestError(400, str(error), "messages") from error
+        ids = self._tokenizer.text_to_ids(text)
+        return Prompt(token_ids=self._tokenizer.with_bos(ids, renderer.begins_with_bos(None)), text=text)
+
+
+def _message(number: int, message: Any) -> Record:
+    if not isinstance(message, dict):
+        raise RequestError(400, f"messages:{number} should be an object", "messages")
+    content = message.get("content")
+    if isinstance(content, list):  # OpenAI's other form of text
+        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
+            raise RequestError(400, f"messages:{number}: only parts of the type 'text' are read", "messages")
+        message = message | {"content": "".join(map(str, parts))}
+    return Record(Path("messages"), number, message)

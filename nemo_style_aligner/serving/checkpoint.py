@@ -1,0 +1,95 @@
+"""A checkpoint as an engine that can generate: a .nemo archive, a Hugging Face directory or a GGUF file."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.engine.contract import WeightStream
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.models.gpt import parse_precision
+from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel.groups import device
+from nemo_style_aligner.rl.rollouts.setup import vocabulary_options
+from nemo_style_aligner.serving.app import LoadedModel
+from nemo_style_aligner.temporary import temporary_folder
+from nemo_style_aligner.weights.gguf import GGUFCheckpoint
+from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint
+from nemo_style_aligner.weights.huggingface_config import read_architecture
+from nemo_style_aligner.weights.layout import check_shapes, hf_tensors, weight_layout
+from nemo_style_aligner.weights.stream import WeightSource, export_weights
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(
+    path: Path,
+    *,
+    precision: str,
+    num_slots: int,
+    max_length: int | None = None,
+    kv_cache_tokens: int | None = None,
+) -> LoadedModel:
+    """Load a checkpoint into an engine of this process, which needs process groups (`groups.single_process`).
+
+    Args:
+        precision: of weights and computation, "bf16" or "32".
+        max_length: the most tokens of a prompt and its response; None: the model's positions.
+        kv_cache_tokens: see `EmbeddedEngine`.
+
+    Raises:
+        UserError, ValueError, OSError: the checkpoint cannot be used; the message says why.
+    """
+    with _open(path, precision) as (architecture, tokenizer, weights):
+        positions = architecture.max_position_embeddings
+        if max_length is not None and max_length > positions:
+            raise UserError(f"{path} has {positions} positions, fewer than a maximum length of {max_length}")
+        max_length = max_length or positions
+        engine = EmbeddedEngine(
+            architecture,
+            dtype=parse_precision(precision),
+            device=device(),
+            num_slots=num_slots,
+            max_sequence_length=max_length,
+            kv_cache_tokens=kv_cache_tokens,
+            **vocabulary_options(architecture, tokenizer),
+        )
+        engine.build()
+        engine.refit(weights, 0)
+    return LoadedModel(engine, tokenizer, architecture.vocab_size, max_length)
+
+
+@contextlib.contextmanager
+def _open(path: Path, precision: str) -> Iterator[tuple[ModelArchitecture, Tokenizer, WeightStream]]:
+    is_gguf = path.suffix == ".gguf"
+    if not is_gguf and not (path / "config.json").is_file():
+        base = open_base_model(str(path), OmegaConf.create({"model": {}, "trainer": {"precision": precision}}))
+        yield base.architecture, base.tokenizer, export_weights(base.load(trainable=False))
+        return
+    source: WeightSource
+    if is_gguf:
+        source = gguf = GGUFCheckpoint(path)
+        with temporary_folder(f"the tokenizer of {path}") as folder:
+            gguf.save_tokenizer(folder)
+            tokenizer = load_tokenizer(folder)
+        architecture = gguf.architecture
+    else:
+        architecture = read_architecture(path)
+        source, tokenizer = HuggingFaceCheckpoint(path, architecture), load_tokenizer(path)
+    check_shapes(architecture, source.shapes(), 0)
+    yield architecture, tokenizer, _read_all(source, architecture)
+
+
+def _read_all(source: WeightSource, architecture: ModelArchitecture) -> Iterator[tuple[str, torch.Tensor]]:
+    shapes = source.shapes()
+    for name in hf_tensors(weight_layout(architecture)):  # some files have more: the output layer of tied embeddings
+        if name in shapes:
+            yield name, source.read(name, 0, 0, shapes[name][0])
