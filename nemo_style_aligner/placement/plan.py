@@ -253,7 +253,7 @@ def _unfit(content: Any, fields: _Types, needed: Sequence[str], place: str) -> I
             yield f"{place}{key}: {value}: give a number of 1 or more"
         elif isinstance(value, list) and not all(isinstance(part, str) for part in value):
             yield f"{place}{key}: every entry must be a text: put numbers in quotes"
-        elif key == "env" and not all(isinstance(part, str) for pair in value.items() for part in pair):
+        elif key == "env" and isinstance(value, dict) and not all(isinstance(part, str) for pair in value.items() for part in pair):
             yield f"{place}{key}: names and values must be texts: put numbers in quotes"
     yield from (f"{place}{key}: missing" for key in needed if key not in content)
 
