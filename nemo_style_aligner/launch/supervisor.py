@@ -123,7 +123,7 @@ def supervise(num_ranks: int) -> int:
 
 
 def rank_environment(env: Mapping[str, str], place: LaunchInfo) -> dict[str, str]:
-    """The environment of a rank of this process: torchrun's variables, and nothing that another launcher left behind."""
+    """The environment of one of this process's ranks: torchrun's variables, and nothing that another launcher left."""
     child = {name: value for name, value in env.items() if not name.startswith(_OTHER_LAUNCHERS)}
     child |= place.environment()
     child[SUPERVISOR_PID] = str(os.getpid())

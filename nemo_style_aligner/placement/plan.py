@@ -32,14 +32,19 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_style_aligner.config.command_line import config_with
+from nemo_style_aligner.config.loading import ConfigError, check_config
+from nemo_style_aligner.config.schema import JOBS
+from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"
 
 _Types = Mapping[str, type | tuple[type, ...]]
 
-_NAME = r"[a-z][a-z0-9_]*"
+_NAME = r"(?!secret$)[a-z][a-z0-9_]*"
 _REFERENCE = re.compile(rf"\{{({_NAME})\.(host|port|listen)\}}")
 # What the plan itself says, and so no override may.
 _SAID_BY = {
@@ -80,8 +85,9 @@ _SERVICES: Mapping[str, _Wiring] = {
     "serve_reward_function.py": _Wiring(("--port", "{port}", "--host", "{listen}"), _REWARD_KEYS),
 }
 _WITHOUT_CONFIG = ("serve_reward_function.py",)  # has options of its own, and one process
-# The queue of an actor whose port nobody else needs to know: two plans may share a node.
-_ACTORS = ("train_gpt_ppo_actor.py", "train_gpt_reinforce_actor.py")
+# The queue of an actor, whose port nobody else needs to know: two plans may share a node.
+_ACTORS, _QUEUE = ("gpt_ppo_actor", "gpt_reinforce_actor"), "trainer.ppo.batch_iterator.port=0"
+_CONFIGS = {script[0]: name for name, job in JOBS.items() if (script := re.search(r"\w+\.py", job.title))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +115,11 @@ class PlannedJob:
     def path(self) -> Path:
         """Of the script."""
         return SCRIPTS / self.script if self._has_plain_name else Path(self.script).absolute()
+
+    @property
+    def config(self) -> str | None:
+        """The name of the script's config in ``conf/``; None of a script of the user's, whose config is not known."""
+        return _CONFIGS.get(self.script)
 
     @property
     def has_config(self) -> bool:
@@ -153,15 +164,34 @@ class Plan:
             placed += [f"exp_manager.explicit_log_dir={_literal(str(self.log_dir(name)))}"]
         else:
             placed = []
-        if job.script in _ACTORS:
-            placed.append("trainer.ppo.batch_iterator.port=0")
+        if job.config in _ACTORS:
+            placed.append(_QUEUE)
         if job.wiring is not None:
             placed += _named(job.wiring.own, name)
         for service in self.services():
             wiring = self.jobs[service].wiring
             if name in self.jobs[service].serves and wiring is not None and service not in _referred(job):
                 placed += _named(wiring.client, service)
+        if job.config is not None:
+            placed = [names_of(job.config).translated(argument) for argument in placed]
         return [*placed, *given, *job.arguments]
+
+    def command(self, name: str, addresses: Mapping[str, Address]) -> list[str]:
+        """The arguments of the Python interpreter that runs a rank of a job."""
+        return ["-u", str(self.jobs[name].path), *(fill(argument, addresses) for argument in self.arguments(name))]
+
+    def environment(self, name: str) -> dict[str, str]:
+        """What a job's ranks need in their environment: where the secret is, and what the plan says."""
+        return {TOKEN_FILE_VARIABLE: str(self._secret), TOKEN_VARIABLE: "", **self.jobs[name].env}
+
+    def make_secret(self) -> None:
+        """Make the folder of the results and, in it, the secret that the jobs share, unless they are there."""
+        self.results_dir.mkdir(parents=True, exist_ok=True)
+        make_secret(self._secret)
+
+    @property
+    def _secret(self) -> Path:
+        return self.results_dir / "secret"
 
     def content(self) -> dict[str, Any]:
         """What `plan_of` makes this plan of: without defaults."""
@@ -253,7 +283,11 @@ def _unfit(content: Any, fields: _Types, needed: Sequence[str], place: str) -> I
             yield f"{place}{key}: {value}: give a number of 1 or more"
         elif isinstance(value, list) and not all(isinstance(part, str) for part in value):
             yield f"{place}{key}: every entry must be a text: put numbers in quotes"
-        elif key == "env" and isinstance(value, dict) and not all(isinstance(part, str) for pair in value.items() for part in pair):
+        elif (
+            key == "env"
+            and isinstance(value, dict)
+            and not all(isinstance(part, str) for pair in value.items() for part in pair)
+        ):
             yield f"{place}{key}: names and values must be texts: put numbers in quotes"
     yield from (f"{place}{key}: missing" for key in needed if key not in content)
 
@@ -282,6 +316,26 @@ def _contradictions(plan: Plan) -> Iterator[str]:
         for other in _referred(job) - {*plan.services()}:
             yield f"{place}: {{{other}.host}} or {{{other}.port}}: no job {other} of this plan serves another"
     yield from _common_keys(plan)
+
+
+def check_configs(plan: Plan) -> None:
+    """Check the settings of all jobs as each job would at its start (the first of its two rounds of checks).
+
+    Raises:
+        PlanError: a job would refuse them; all reasons of all jobs.
+    """
+    nowhere = dict.fromkeys(plan.services(), Address("localhost", 1, "localhost"))
+    problems = []
+    for name, job in plan.jobs.items():
+        if job.config is None or any(argument.startswith("-") for argument in job.arguments):  # a config of the user's
+            continue
+        try:
+            arguments = [fill(argument, nowhere) for argument in plan.arguments(name)]
+            check_config(config_with(job.config, arguments), job.config)
+        except ConfigError as error:
+            problems += [f"  jobs.{name}: {line}" for line in names_of(job.config).translated(str(error)).splitlines()]
+    if problems:
+        raise PlanError("the plan's settings:\n" + "\n".join(problems))
 
 
 def _double(job: PlannedJob, place: str) -> Iterator[str]:
@@ -347,6 +401,8 @@ def _literal(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_literal, value)) + "]"
     if isinstance(value, str):
+        if re.fullmatch(r"[A-Za-z_/][\w./-]*", value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
+            return value
         # Backslashes have a meaning before quotes only.
         quoted = re.sub(r"(\\*)'", r"\1\1\\'", value)
         return "'" + re.sub(r"(\\+)$", r"\1\1", quoted) + "'"
