@@ -251,8 +251,9 @@ def test_bind_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_of_the_supervisor_know_nothing_of_an_outer_launcher() -> None:
-    child = rank_environment(OMPI | {"PMIX_RANK": "0", "HOME": "/h", "OMP_NUM_THREADS": "3"}, 1, 2, 29500)
-    assert detect_launch(child) == LaunchInfo(1, 2, 1, 2, "supervisor", "127.0.0.1", 29500)
+    place = LaunchInfo(1, 2, 1, 2, "supervisor", "127.0.0.1", 29500)
+    child = rank_environment(OMPI | {"PMIX_RANK": "0", "HOME": "/h", "OMP_NUM_THREADS": "3"}, place)
+    assert detect_launch(child) == place
     assert "PMIX_RANK" not in child and child["HOME"] == "/h" and child["OMP_NUM_THREADS"] == "3"
 
 

@@ -11,18 +11,82 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import IO, Any
 
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE, taken
 from nemo_style_aligner.parallel.detection import LOOPBACK, SUPERVISOR_PID, LaunchInfo
 from nemo_style_aligner.parallel.machine import available_cores, free_port
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-_POLL_SECONDS = 0.1
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that are handed on to ranks."""
+
+POLL_SECONDS = 0.1
+"""Between two looks at whether processes are still there."""
+
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL, for the ranks that outlive a failed one
 _REQUEUE_SECONDS = 10.0  # ranks that stop early end together; one that is later than this is ended
 _KILL_SECONDS = 30.0  # for the kernel to end killed ranks, unless they are in a system call that it does not interrupt
 _OTHER_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "TORCHELASTIC_")
+
+
+class Ranks:
+    """A job's ranks on this machine: processes that are started, watched and ended together."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._status: int | None = None
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], *, output: IO[bytes] | None = None, cwd: str | None = None
+    ) -> None:
+        """Start one more rank; ``output``: where what it prints goes, else where this process prints."""
+        # Sessions of their own: a Ctrl-C in the terminal reaches the ranks once, through `send_signal`.
+        options: dict[str, Any] = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
+        self._processes.append(subprocess.Popen(command, env=env, cwd=cwd, start_new_session=True, **options))
+
+    def poll(self) -> int | None:
+        """The job's status as these ranks know it (`status_of`); None while they run."""
+        if self._status is None:
+            self._status = status_of([rank.poll() for rank in self._processes])
+        return self._status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the ranks that are there."""
+        for rank in self._processes:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    def end(self) -> None:
+        """End what is left, within seconds; ranks that stop early may end by themselves."""
+        if self.poll() == EXIT_REQUEUE:
+            self._await(_REQUEUE_SECONDS)
+        self.send_signal(signal.SIGTERM)
+        self._await(_GRACE_SECONDS)
+        self.send_signal(signal.SIGKILL)
+        self._await(_KILL_SECONDS)
+
+    def _await(self, seconds: float) -> None:
+        """Wait until all ranks have ended, at most so many seconds."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for rank in self._processes:
+                rank.wait(max(0.0, deadline - time.monotonic()))
+
+
+def status_of(codes: Sequence[int | None]) -> int | None:
+    """The status of a job whose ranks, or nodes, have ended with these codes; None: it still runs.
+
+    0 if all ended with 0; `EXIT_REQUEUE` or `EXIT_STUCK` if one did with that; else that of the first that failed
+    (128 + n for signal n).
+    """
+    if EXIT_REQUEUE in codes:  # whatever becomes of the others now is a consequence
+        return EXIT_REQUEUE
+    if EXIT_STUCK in codes:  # whichever rank it was; others may have failed because that one was gone
+        return EXIT_STUCK
+    if failed := [code for code in codes if code]:
+        return failed[0] if failed[0] > 0 else 128 - failed[0]
+    return None if None in codes else 0
 
 
 def supervise(num_ranks: int) -> int:
@@ -32,42 +96,39 @@ def supervise(num_ranks: int) -> int:
     error the others are ended within seconds.
 
     Returns:
-        The exit status for this process: 0 if all ranks ended with 0; `EXIT_REQUEUE` or `EXIT_STUCK` if one did with
-        that; else the status of the first that failed (128 + n for signal n).
+        The exit status for this process: see `status_of`.
     """
     command = [sys.executable, *sys.orig_argv[1:]]
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks = Ranks()
     interrupts = 0
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal interrupts
         interrupts += number == signal.SIGINT
         # A second Ctrl-C: the ranks have not reacted to the first, since they compute in C code.
-        _signal_all(ranks, signal.SIGKILL if interrupts > 1 else number)
+        ranks.send_signal(signal.SIGKILL if interrupts > 1 else number)
 
     try:
         port = free_port()
         for rank in range(num_ranks):
-            # Sessions of their own: a Ctrl-C in the terminal reaches the ranks once, through `forward`.
-            env = rank_environment(os.environ, rank, num_ranks, port)
-            ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
-        for number in taken(_FORWARDED):  # until now they end this process, and with it the ranks
+            place = LaunchInfo(rank, num_ranks, rank, num_ranks, "supervisor", LOOPBACK, port)
+            ranks.start(command, rank_environment(os.environ, place))
+        for number in taken(FORWARDED):  # until now they end this process, and with it the ranks
             signal.signal(number, forward)
-        return _wait(ranks)
+        while (status := ranks.poll()) is None:
+            time.sleep(POLL_SECONDS)
+        return status
     finally:
-        _signal_all(ranks, signal.SIGTERM)
-        _await_all(ranks, _GRACE_SECONDS)
-        _signal_all(ranks, signal.SIGKILL)
-        _await_all(ranks, _KILL_SECONDS)
+        ranks.end()
 
 
-def rank_environment(env: Mapping[str, str], rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """The environment of one rank: torchrun's variables, and nothing that another launcher left behind."""
+def rank_environment(env: Mapping[str, str], place: LaunchInfo) -> dict[str, str]:
+    """The environment of one of this process's ranks: torchrun's variables, and nothing that another launcher left."""
     child = {name: value for name, value in env.items() if not name.startswith(_OTHER_LAUNCHERS)}
-    child |= LaunchInfo(rank, num_ranks, rank, num_ranks, "supervisor", LOOPBACK, port).environment()
+    child |= place.environment()
     child[SUPERVISOR_PID] = str(os.getpid())
     # Ranks share the cores.
-    child.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // num_ranks)))
+    child.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // place.local_world_size)))
     return child
 
 
@@ -89,33 +150,3 @@ def signal_when_parent_dies(number: signal.Signals) -> None:
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, number)
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ranks have ended with 0, or one with another status; return the status for `supervise`."""
-    while True:
-        codes = [rank.poll() for rank in ranks]
-        if EXIT_REQUEUE in codes:  # whatever becomes of the others now is a consequence
-            _await_all(ranks, _REQUEUE_SECONDS)
-            return EXIT_REQUEUE
-        if EXIT_STUCK in codes:  # whichever rank it was; others may have failed because that one was gone
-            return EXIT_STUCK
-        if failed := [code for code in codes if code]:
-            return failed[0] if failed[0] > 0 else 128 - failed[0]
-        if None not in codes:
-            return 0
-        time.sleep(_POLL_SECONDS)
-
-
-def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.send_signal(number)
-
-
-def _await_all(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Wait until all ranks have ended, at most so many seconds."""
-    deadline = time.monotonic() + seconds
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        for rank in ranks:
-            rank.wait(max(0.0, deadline - time.monotonic()))

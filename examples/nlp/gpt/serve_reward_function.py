@@ -24,6 +24,7 @@ from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.launch.ending import install_excepthook
 from nemo_style_aligner.launch.initialization import bind_address
+from nemo_style_aligner.launch.supervisor import end_with_supervisor
 from nemo_style_aligner.services.secret import resolve_token
 from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, configure_logging
 from nemo_style_aligner.wording import unescaped
@@ -33,6 +34,7 @@ CALL_SECONDS = 600.0  # of one call of the function, as long as a request may wa
 
 def main() -> None:
     install_excepthook()
+    end_with_supervisor()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "--function", required=True, metavar="FILE.py:NAME", help="the reward function; the file is executed"

@@ -1,0 +1,225 @@
+"""Start the jobs of a plan, watch over them, and end them together (docs/launching.md).
+
+    python -m nemo_style_aligner.placement.launch plan.yaml --with local
+
+local: on this machine. ray: on a Ray cluster. slurm: writes a batch script and submits it. mpirun: prints a script.
+The jobs are the same entry scripts with the same settings whichever it is. Each writes to results_dir/NAME, and what
+it prints goes to output-NODE.log there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.launch.ending import EXIT_INTERRUPTED
+from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE, ignore, taken
+from nemo_style_aligner.launch.supervisor import FORWARDED, POLL_SECONDS, Ranks
+from nemo_style_aligner.parallel.detection import LOOPBACK
+from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.placement.node import Share, start_ranks, visible_gpus
+from nemo_style_aligner.placement.plan import Address, Plan, PlanError, check_configs, read_plan
+from nemo_style_aligner.telemetry.log_lines import configure_logging
+from nemo_style_aligner.wording import counted
+
+_logger = logging.getLogger(__name__)
+
+_SERVICE_SECONDS = 90.0  # for a service's last requests, after its clients have ended; it takes up to 60 for them
+_SHOWN_LINES = 25  # of the output of a job that failed
+_FINAL = (0, 2, EXIT_REQUEUE, EXIT_INTERRUPTED)  # statuses that another start would not mend, or must not follow
+
+
+class Running(Protocol):
+    """A job that has been started; `Ranks` are one."""
+
+    def poll(self) -> int | None: ...
+    def send_signal(self, number: int) -> None: ...
+    def end(self) -> None: ...
+
+
+Start = Callable[[str], Running]
+Place = Callable[[Plan], AbstractContextManager[Start]]
+
+
+def run_plan(plan: Plan, place: Place, restarts: int = 0) -> int:
+    """Start a plan's jobs, wait for their end, and start them all again when one has failed: they resume by themselves.
+
+    Args:
+        place: finds devices for all jobs, for as long as its context lasts, and gives what starts a job there.
+        restarts: how often at most.
+
+    Returns:
+        The status that tells most: 0 when all is done, 75 when the plan can be continued, else that of the job that
+        failed first.
+    """
+    watch = _Watch(plan)
+    for attempt in itertools.count(1):
+        with place(plan) as start:
+            status = watch.run(start)
+        if status in _FINAL or attempt > restarts:
+            break
+        _logger.warning("restart %d of at most %d: the jobs go on from their checkpoints", attempt, restarts)
+    return status
+
+
+class _Watch:
+    """Watches over a plan's jobs, and hands signals on to them. Main thread only."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._running: dict[str, Running] = {}
+        self._received: list[int] = []
+        self._is_waiting = True  # for devices: no job is there yet
+        for number in taken(FORWARDED):
+            signal.signal(number, self._on_signal)
+
+    def run(self, start: Start) -> int:
+        """Start the jobs and wait for their end; the plan's status."""
+        self._is_waiting, self._running = False, {}
+        try:
+            for name in [*self._plan.services(), *self._plan.trainers()]:
+                self._running[name] = start(name)
+                _logger.info("%s started, it writes to %s", name, self._plan.log_dir(name))
+            for number in self._received:  # what came meanwhile
+                self._forward(number)
+            status = self._wait_for_trainers()
+            if status in (0, EXIT_REQUEUE):
+                self._dismiss_services()
+            return status
+        finally:
+            for job in self._running.values():
+                job.end()
+            self._is_waiting = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_waiting:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(EXIT_REQUEUE)
+        self._received.append(number)
+        self._forward(number)
+
+    def _forward(self, number: int) -> None:
+        """Ask the trainers to stop: the services follow when those have saved with their help. Ctrl-C ends all."""
+        interrupts = self._received.count(signal.SIGINT)
+        for name, job in self._running.items():
+            if interrupts or name in self._plan.trainers():
+                job.send_signal(signal.SIGKILL if interrupts > 1 else number)
+
+    def _wait_for_trainers(self) -> int:
+        """Until all trainers have ended well, or a job has not; the plan's status."""
+        services = self._plan.services()
+        while True:
+            states = {name: job.poll() for name, job in self._running.items()}
+            trainers = [states[name] for name in self._plan.trainers()]
+            if set(trainers) <= {0, EXIT_REQUEUE}:
+                return max(filter(None, trainers), default=0)
+            for name, status in states.items():
+                if status is not None and (name in services or status not in (0, EXIT_REQUEUE)):
+                    return self._status_of_failed(name, status)
+            time.sleep(POLL_SECONDS)
+
+    def _status_of_failed(self, name: str, status: int) -> int:
+        if signal.SIGINT in self._received:
+            return EXIT_INTERRUPTED
+        if self._received and status > 128:  # it was starting, and had nothing to save
+            return EXIT_REQUEUE
+        _logger.error("%s ended with status %d; ending the plan's other jobs", name, status)
+        for output in sorted(self._plan.log_dir(name).glob("output-*.log")):
+            lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:]
+            _logger.error("the end of %s:\n%s", output, "\n".join(lines))
+        return status or 1
+
+    def _dismiss_services(self) -> None:
+        """Ask the services to finish and wait for them, not for ever."""
+        services = [self._running[name] for name in self._plan.services()]
+        for service in services:
+            service.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _SERVICE_SECONDS
+        while None in [service.poll() for service in services] and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def on_this_machine(plan: Plan) -> Iterator[Start]:
+    """All jobs of a plan on this machine; jobs on GPUs get their own, if there are enough of them."""
+    if large := [f"jobs.{name}.nodes: {job.nodes}" for name, job in plan.jobs.items() if job.nodes > 1]:
+        raise PlanError(f"{', '.join(large)}: `--with local` has one node; give all ranks as its devices, or use ray")
+    addresses = {name: Address(LOOPBACK, free_port(), LOOPBACK) for name in plan.services()}
+    gpus = _dealt_gpus(plan)
+
+    def start(name: str) -> Ranks:
+        job = plan.jobs[name]
+        env = {**os.environ, **gpus.get(name, {})}
+        share = Share(plan.log_dir(name), 0, 1, job.devices, LOOPBACK, free_port())
+        return start_ranks(plan.command(name, addresses), env | plan.environment(name), share, os.getcwd())
+
+    yield start
+
+
+def _dealt_gpus(plan: Plan) -> dict[str, dict[str, str]]:
+    """The variable that says which GPUs of this machine are a job's, where the jobs together need no more than all."""
+    gpus, wanting = visible_gpus(), {n: j.devices for n, j in plan.jobs.items() if "CUDA_VISIBLE_DEVICES" not in j.env}
+    if sum(wanting.values()) > len(gpus):
+        if gpus and len(wanting) > 1:
+            ranks = counted(sum(wanting.values()), "ranks")
+            _logger.warning("the jobs share this machine's %s: they have %s", counted(len(gpus), "GPUs"), ranks)
+        return {}
+    dealt = iter(gpus)
+    return {n: {"CUDA_VISIBLE_DEVICES": ",".join(itertools.islice(dealt, count))} for n, count in wanting.items()}
+
+
+def main() -> int:
+    """The command line; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("plan", type=Path, help="the plan's file")
+    parser.add_argument("--with", dest="launcher", choices=("local", "ray", "slurm", "mpirun"), default="local")
+    parser.add_argument("--restarts", type=int, default=0, help="how often jobs that failed are started again")
+    parser.add_argument("--wait-minutes", type=float, default=30.0, help="ray: for the cluster to have what is needed")
+    parser.add_argument("--hosts", type=lambda text: text.split(","), default=[], help="mpirun: a host for each node")
+    parser.add_argument("--dry-run", action="store_true", help="check the plan and print what would be started")
+    options = parser.parse_args()
+    configure_logging()
+    try:
+        return _launch(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _launch(options: argparse.Namespace) -> int:
+    plan = read_plan(options.plan)
+    check_configs(plan)
+    if options.dry_run:
+        for name, job in plan.jobs.items():
+            command = shlex.join([job.script, *plan.arguments(name)])
+            print(f"{name}: {counted(job.nodes, 'nodes')} of {counted(job.devices, 'ranks')}: {command}")
+        return 0
+    plan.make_secret()
+    place: Place = on_this_machine
+    if options.launcher == "ray":
+        from nemo_style_aligner.placement.on_ray import on_ray
+
+        place = functools.partial(on_ray, wait_seconds=60.0 * options.wait_minutes)
+    status = run_plan(plan, place, options.restarts)
+    ignore()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

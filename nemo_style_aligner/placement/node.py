@@ -1,0 +1,74 @@
+"""A plan's job on one node: its ranks, with the environment that they need."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nemo_style_aligner.launch.supervisor import Ranks, rank_environment
+from nemo_style_aligner.parallel.detection import LaunchInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A node's share of a job.
+
+    Attributes:
+        log_dir: the job's.
+        node, nodes: this node's place among the job's.
+        devices: ranks on each node.
+        master_addr, master_port: where rank 0, on the first node, waits for the others.
+    """
+
+    log_dir: Path
+    node: int
+    nodes: int
+    devices: int
+    master_addr: str
+    master_port: int
+
+    def place_of(self, local_rank: int) -> LaunchInfo:
+        """Of one of the node's ranks in the job."""
+        return LaunchInfo(
+            rank=self.node * self.devices + local_rank,
+            world_size=self.nodes * self.devices,
+            local_rank=local_rank,
+            local_world_size=self.devices,
+            launcher="supervisor",
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+        )
+
+
+def start_ranks(arguments: Sequence[str], env: Mapping[str, str], share: Share, cwd: str) -> Ranks:
+    """Start a node's ranks of a job; what they print goes to ``output-NODE.log`` in its log directory.
+
+    Args:
+        arguments: of the Python interpreter.
+        env: of the ranks, beside torchrun's variables.
+        cwd: the folder that they start in.
+    """
+    share.log_dir.mkdir(parents=True, exist_ok=True)
+    ranks = Ranks()
+    try:
+        with open(share.log_dir / f"output-{share.node}.log", "ab") as output:
+            for local_rank in range(share.devices):
+                place = share.place_of(local_rank)
+                ranks.start([sys.executable, *arguments], rank_environment(env, place), output=output, cwd=cwd)
+    except BaseException:
+        ranks.end()
+        raise
+    return ranks
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that processes started here may use, by their numbers or names, without loading CUDA."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [gpu for gpu in named.split(",") if gpu and gpu != "-1"]
+    found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in Path("/dev").iterdir())
+    return [str(number) for number in range(len([*filter(None, found)]))]
