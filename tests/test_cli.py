@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
 
+PAIR = {"input": "Q\x1b[2J", "output": "A", "source": "web"}
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -45,18 +47,41 @@ def shown(*arguments: object, status: int = 0) -> str:
 
 def test_what_is_learnt_is_marked(model: Path, tmp_path: Path) -> None:
     chat = [{"role": "human", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
-    write_jsonl(tmp_path / "sft.jsonl", [{"messages": chat}, {"input": "Q\x1b[2J", "output": "A"}])
-    out = shown(tmp_path / "sft.jsonl", "--model", model, "--count", 5)
+    file = tmp_path / "sft.jsonl"
+    file.write_text(f"{json.dumps({'messages': chat, 'id': 'x7'})}\n\n{json.dumps(PAIR)}\n")
+    out = shown(file, "--model", model, "--count", 5)
+    assert "read as examples for fine-tuning (--job sft)" in out
     assert "user: 1+1?<|endoftext|>\nassistant: ⟦2<|endoftext|>⟧" in out
     assert "Q\\x1b[2J⟦ A<|endoftext|>⟧" in out  # nothing of a file reaches a terminal as a command
-    assert "--- in all: 2 texts" in out and "texts whose end generation knows: 2 of 2" in out
-    # Keys of the job's config count as in the job.
-    out = said(
-        "data", "show", tmp_path / "sft.jsonl", "--model", model, "model.data.train_ds.add_eos=False", "--example=2"
+    assert "--- all of the file: 2 texts" in out and "end where generation stops: 2 of 2" in out
+    assert out.count("note: not in the text") == 2 and "1 of 2 examples (line 1): not in the text, or not" in out
+    # Keys of the job's config count as in the job; a line has the number that it has in an editor.
+    out = shown(file, "--model", model, "model.data.train_ds.add_eos=False", "--line=2", "--tokens", "--color")
+    assert "sft.jsonl:3: example" in out and "end where generation stops: 1 of 2" in out
+    assert "\x1b[32m\x1b[1m A\x1b[0m" in out and "\x1b[2J" not in out
+    tokens = [line.split() for line in out.splitlines() if "learnt " in line and "'" in line]
+    assert tokens[-1][2:] == ["learnt", "\x1b[32m\x1b[1m'A'\x1b[0m"]
+    # What the job leaves out is said of the line itself.
+    out = shown(file, "--model", model, "model.data.train_ds.max_seq_length=8", "--count", 2)
+    assert "left out:" in out and "sft.jsonl:1: all 1 samples are shorter" in out and "⟦ A<|endoftext|>⟧" in out
+
+
+def test_what_is_there_twice_is_said(model: Path, tmp_path: Path) -> None:
+    """A template that was applied before, one that repeats a text, and a key that is no part of it."""
+    again = {"role": "user", "content": "user: 1+1?<|endoftext|>"}
+    record = {"messages": [again, {"role": "assistant", "content": "2"}], "source": "web"}
+    write_jsonl(tmp_path / "twice.jsonl", [record])
+    out = shown(tmp_path / "twice.jsonl", "--model", model)
+    assert "note: messages[0].content has special tokens of its own (<|endoftext|>): was a template applied" in out
+    assert "note: <|endoftext|> stands twice in a row" in out and "note: not in the text, or not as it stands" in out
+    repeating = tmp_path / "repeating"
+    shutil.copytree(model, repeating)
+    (repeating / "chat_template.jinja").write_text("{{ messages[0]['content'] }} " + TEMPLATE)
+    write_jsonl(
+        tmp_path / "twice.jsonl", [{"messages": [{"role": "user", "content": "How much is one and one, please?"}]}]
     )
-    assert "⟦ A⟧" in out and "texts whose end generation knows: 1 of 2" in out
-    out = shown(tmp_path / "sft.jsonl", "--model", model, "--example=2", "--tokens")
-    assert [line.split() for line in out.splitlines() if "learnt '" in line][-1][2:] == ["learnt", "'<|endoftext|>'"]
+    out = shown(tmp_path / "twice.jsonl", "--model", repeating)
+    assert "(--job ppo)" in out and "note: messages[0].content stands in the text 2 times" in out
 
 
 def test_comparisons_and_prompts(model: Path, tmp_path: Path) -> None:
@@ -64,26 +89,31 @@ def test_comparisons_and_prompts(model: Path, tmp_path: Path) -> None:
     write_jsonl(file, [{"prompt": "Q: 1?\nA:", "chosen": " 1", "rejected": " 2"}])
     out = shown(file, "--model", model, "model.data.append_eod=True")
     assert "chosen, 11 tokens" in out and "rejected, 11 tokens" in out and "Q: 1?\nA: 1<|endoftext|>" in out
+    assert "note:" not in out
+    write_jsonl(file, [{"text": "Q: 1?\nA: 1"}, {"text": "Q: 1?\nA: 2"}])
+    out = shown(file, "--model", model, "--job", "rm", "--line", 2)
+    assert "(1).jsonl:1-2: chosen" in out and "(1).jsonl:1-2: rejected" in out and "note:" not in out
+    write_jsonl(file, [{"text": "Q: 1?\nA: 1", "label": [3, 4]}])
+    assert "text labelled 3, 4, 10 tokens" in shown(file, "--model", model)
     write_jsonl(file, [{"text": "Q: 1?\nA:", "answer": "1"}])
-    out = said(
-        "data", "show", file, "--model", model, "--job", "ppo", "model.ppo.sampling_params.end_strings=['\\nQ:']"
-    )
-    assert "1: prompt, 8 tokens" in out and "a response ends with '<|endoftext|>' or '\\nQ:'" in out
+    out = shown(file, "--model", model, "model.ppo.sampling_params.end_strings=['\\nQ:']")
+    assert "(1).jsonl:1: prompt, 8 tokens" in out and "a response ends with '<|endoftext|>' or '\\nQ:'" in out
 
 
 def test_mistakes_are_said_in_a_line(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "text.jsonl"
     write_jsonl(file, [{"text": "a"}])
     for arguments, message in (
-        ((), "text.jsonl:1: 'text' may be one of a pair of a reward model's, or a prompt of PPO's: say --job"),
-        (("--job", "ppo", "--example", "2"), "--example 2: there are 1 examples"),
-        (("--job", "ppo", "model.data.seq_lenght=4"), "model.data.seq_lenght; did you mean model.data.seq_length"),
+        (("--model", model), "text.jsonl:1: 'text' may be one of a pair of a reward model's, or a prompt of PPO's"),
+        (("--model", model, "--job", "ppo", "--line", "2"), "--line 2: the last line is 1"),
+        (("--model", model, "--job", "ppo", "model.data.seq_lenght=4"), "did you mean model.data.seq_length"),
+        (("--model", tmp_path, "--job", "ppo"), "is no model: give a .nemo archive, a Hugging Face directory"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
-            shown(file, "--model", model, *arguments)
+            shown(file, *arguments)
     for arguments, message in (
         (("--model", "nowhere"), "Path 'nowhere' does not exist"),
-        (("--model", model, "--example", "0"), "0 is not in the range x>=1"),
+        (("--model", model, "--line", "0"), "0 is not in the range x>=1"),
     ):
         assert message in shown(file, *arguments, status=2)
 

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from nemo_style_aligner.data.datasets import Dataset
-    from nemo_style_aligner.data.examples import Example
+    from nemo_style_aligner.data.encoding import Lines
+    from nemo_style_aligner.data.examples import Example, Piece
+    from nemo_style_aligner.data.jsonl import Record
     from nemo_style_aligner.data.text_format import TextFormat
+    from nemo_style_aligner.data.texts import TextDataset
     from nemo_style_aligner.data.tokenizer import Tokenizer
 
-_JOBS = {"sft": "gpt_sft", "rm": "training_rm", "ppo": "gpt_ppo_actor"}
+
+class _Job(NamedTuple):
+    """A job that reads data files: its config, and what its lines are for."""
+
+    config: str
+    purpose: str
+
+
+_JOBS = {
+    "sft": _Job("gpt_sft", "examples for fine-tuning"),
+    "rm": _Job("training_rm", "texts for a reward model"),
+    "ppo": _Job("gpt_ppo_actor", "prompts for reinforcement learning"),
+}
+
+_LOOKED_AT = 1000  # examples of which notes are counted
 
 _EXAMPLES = """\b
 Examples:
   nsa data show train_sft.jsonl --model base.nemo
-  nsa data show train_sft.jsonl --model base.nemo --example 7 --tokens
+  nsa data show train_sft.jsonl --model base.nemo --line 7 --count 3
+  nsa data show train_sft.jsonl --model ~/models/Qwen3-0.6B --tokens model.data.train_ds.add_eos=False
   nsa data show comparisons.jsonl --model sft.nemo --job rm model.data.append_eod=True
+  nsa data show prompts.jsonl --model sft.nemo | less
 """
 
 
@@ -38,103 +62,227 @@ def command() -> None:
     "--model",
     type=click.Path(exists=True, path_type=Path),
     required=True,
-    help="A .nemo archive, or a folder with a tokenizer.",
+    help="Whose tokenizer: a .nemo archive, a Hugging Face directory, a GGUF file, a training checkpoint.",
 )
-@click.option("--job", type=click.Choice(tuple(_JOBS)), help="Which job reads the file.  [default: by the lines' keys]")
-@click.option("--example", type=click.IntRange(min=1), default=1, help="The first one to show.")
-@click.option("--count", type=click.IntRange(min=1), default=1, help="How many to show.")
+@click.option("--job", type=click.Choice(tuple(_JOBS)), help="Which job reads the file.  [default: by its first line]")
+@click.option("--line", type=click.IntRange(min=1), default=1, help="The first line to show.")
+@click.option("--count", type=click.IntRange(min=1), default=1, help="How many examples to show.")
 @click.option("--tokens", is_flag=True, help="Also each token, on a line of its own.")
+@click.option("--color/--no-color", default=None, help="Colours.  [default: on a terminal, unless NO_COLOR is set]")
 def show(
-    file: Path, keys: tuple[str, ...], model: Path, job: str | None, example: int, count: int, tokens: bool
+    file: Path,
+    keys: tuple[str, ...],
+    model: Path,
+    job: str | None,
+    line: int,
+    count: int,
+    tokens: bool,
+    color: bool | None,
 ) -> None:
-    """Show examples of FILE as a job sees them, and count over all of it.
+    """Show lines of FILE as a job sees them, and count over all of it.
 
-    The file goes through the code of the job that would read it, with that job's config and any of its keys
-    (KEY=VALUE). What that code leaves out, cuts off or reads as something else is logged, as in the job.
+    FILE goes through the code of the job that would read it, with that job's config and any of its keys (KEY=VALUE).
+    What is learnt stands in ⟦brackets⟧; special tokens have a colour. Below each example stands what of its line is
+    not in the text or is in it twice. What the code cuts off or reads as something else is logged, as in the job.
     """
-    from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
-    from nemo_style_aligner.data.datasets import load_data_prefix
-    from nemo_style_aligner.data.examples import shown, summary, texts_of
-    from nemo_style_aligner.data.jsonl import DataError
-    from nemo_style_aligner.data.tokenizer import load_tokenizer
-    from nemo_style_aligner.jobs.supervised_setup import reward_dataset, sft_dataset
-    from nemo_style_aligner.rl.rollouts.prompts import prompt_dataset
+    from nemo_style_aligner.cli.model_files import tokenizer_of
     from nemo_style_aligner.telemetry.log_lines import configure_logging
 
     configure_logging(0)
-    is_archive = model.is_file() or (model / "model_config.yaml").is_file()
-    tokenizer = (load_nemo_tokenizer if is_archive else load_tokenizer)(model)
-    job = job or _job_of(file)
-    cfg = _config(_JOBS[job], file, keys)
-    dataset: Dataset[Any]
-    if job == "sft":
-        dataset, written = sft_dataset(cfg, "train_ds", tokenizer)
-    else:
-        source = load_data_prefix(cfg.model.data.data_prefix).train
-        dataset, written = (reward_dataset if job == "rm" else prompt_dataset)(cfg, source, tokenizer)
-    last = min(example + count - 1, len(dataset))
-    if example > last:
-        raise DataError(f"{file}: --example {example}: there are {len(dataset)} examples")
-    for number in range(example, last + 1):
-        for text in texts_of(dataset[number - 1]):
-            print(f"--- {number}: {text.name}, {summary(text, tokenizer)}")
-            print(shown(text, tokenizer))
-            if tokens:
-                learnt = text.learnt or [False] * len(text.token_ids)
-                for place, (token, is_learnt) in enumerate(zip(text.token_ids, learnt, strict=True)):
-                    spelt = tokenizer.ids_to_text([token], keep_special=True)
-                    print(f"{place:6} {token:8} {'learnt' if is_learnt else '      '} {spelt!r}")
-    _print_counts([text for i in range(len(dataset)) for text in texts_of(dataset[i])], written, tokenizer, cfg)
+    in_color = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) if color is None else color
+    first_line = _first_line(file)
+    first = first_line.fields
+    job = job or _job_of(first_line)
+    lines_of_example = 2 if job == "rm" and not {"chosen", "label"} & first.keys() else 1
+    chosen = _lines(file, line, count, lines_of_example)
+    cfg = _config(job, file, first, keys)
+    tokenizer = tokenizer_of(model.expanduser())
+    dataset, written = _dataset(job, cfg, tokenizer)
+    click.echo(f"{file}: read as {_JOBS[job].purpose} (--job {job})")
+    for lines in chosen:
+        _show_lines(lines, dataset, tokenizer, tokens, in_color)
+    _show_counts(dataset, written, tokenizer, cfg)
+    _show_notes(_lines(file, 1, _LOOKED_AT, lines_of_example), dataset, tokenizer)
 
 
-def _job_of(path: Path) -> str:
-    """The job that reads such lines."""
-    from nemo_style_aligner.data.jsonl import read_jsonl
+def _first_line(path: Path) -> Record:
+    from nemo_style_aligner.data.jsonl import parse_line, read_lines
 
-    record = read_jsonl(path)[0]
-    keys = record.fields.keys()
+    return parse_line(path, *next(read_lines(path)))
+
+
+def _job_of(first: Record) -> str:
+    """The job that reads a file with such a first line."""
+    from nemo_style_aligner.data.chats import is_conversation, read_conversation
+
+    keys = first.fields.keys()
     if {"chosen", "rejected"} <= keys or "label" in keys:
         return "rm"
+    if "answer" in keys:
+        return "ppo"
     if "text" in keys:
-        record.fail("'text' may be one of a pair of a reward model's, or a prompt of PPO's: say --job rm or --job ppo")
-    return "sft"
+        first.fail("'text' may be one of a pair of a reward model's, or a prompt of PPO's: say --job rm or --job ppo")
+    return "ppo" if is_conversation(first) and read_conversation(first).turns[-1].kind != "assistant" else "sft"
 
 
-def _config(name: str, path: Path, keys: Sequence[str]) -> DictConfig:
+def _lines(path: Path, line: int, count: int, per_example: int) -> list[Lines]:
+    """The lines of the examples to show: ``count`` of them, beginning with that of which ``line`` is a part."""
+    from nemo_style_aligner.data.encoding import Lines
+    from nemo_style_aligner.data.jsonl import DataError, read_lines
+
+    example: list[tuple[int, bytes]] = []
+    found: list[Lines] = []
+    first = last = None
+    for place, numbered in enumerate(read_lines(path)):
+        first, last = first or numbered, numbered
+        example = [*example, numbered] if place % per_example else [numbered]
+        is_whole = len(example) == per_example
+        if is_whole and numbered[0] >= line:
+            found.append(Lines(path, 0, place + 1 - per_example, first, example))
+            if len(found) == count:
+                break
+    if not found:
+        raise DataError(f"{path}: --line {line}: the last line is {last and last[0]}")
+    return found
+
+
+def _config(job: str, path: Path, first: Mapping[str, Any], keys: Sequence[str]) -> DictConfig:
     """The job's config with the keys given, and this file as its training data."""
     from nemo_style_aligner.config.command_line import config_with
     from nemo_style_aligner.config.loading import check_config
 
     file = "'" + str(path.absolute()).replace("'", "\\'") + "'"
     given = {
-        "gpt_sft": [f"model.data.{part}.file_path={file}" for part in ("train_ds", "validation_ds")],
-        "training_rm": [f"model.data.data_prefix={{train: [{file}]}}"],
-        "gpt_ppo_actor": [f"model.data.data_prefix={{train: [{file}]}}", "model.ppo.num_rollout_samples=1"],
-    }[name]
-    if name == "gpt_sft":
-        given.append("model.restore_from_path=unused")
-    cfg = config_with(name, [*given, *keys])
-    check_config(cfg, name)
+        "sft": [
+            *(f"model.data.{part}.file_path={file}" for part in ("train_ds", "validation_ds")),
+            "model.restore_from_path=unused",
+        ],
+        "rm": [
+            f"model.data.data_prefix={{train: [{file}]}}",
+            *(["model.reward_model_type=regression"] if "label" in first else []),
+        ],
+        "ppo": [f"model.data.data_prefix={{train: [{file}]}}", "model.ppo.num_rollout_samples=1"],
+    }[job]
+    cfg = config_with(_JOBS[job].config, [*given, *keys])
+    check_config(cfg, _JOBS[job].config)
     return cfg
 
 
-def _print_counts(texts: Sequence[Example], written: TextFormat, tokenizer: Tokenizer, cfg: DictConfig) -> None:
-    """Counts over all texts that the job would use, and what ends responses."""
+def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[TextDataset[Any], TextFormat]:
+    """The job's own dataset of the file, and how its texts are written."""
+    from nemo_style_aligner.data.datasets import load_data_prefix
+    from nemo_style_aligner.data.texts import TextDataset
+    from nemo_style_aligner.jobs.supervised_setup import reward_dataset, sft_dataset
+    from nemo_style_aligner.rl.rollouts.prompts import prompt_dataset
+
+    made: Any
+    if job == "sft":
+        made, written = sft_dataset(cfg, "train_ds", tokenizer)
+    else:
+        source = load_data_prefix(cfg.model.data.data_prefix).train
+        made, written = (reward_dataset if job == "rm" else prompt_dataset)(cfg, source, tokenizer)
+    assert isinstance(made, TextDataset)  # of a single file
+    return made, written
+
+
+# ---- examples ----------------------------------------------------------------------------------
+
+
+def _show_lines(
+    lines: Lines, dataset: TextDataset[Any], tokenizer: Tokenizer, with_tokens: bool, in_color: bool
+) -> None:
+    """Print the examples of one line, or of the two lines of a pair."""
+    from nemo_style_aligner.data.examples import shown, spelt, summary, texts_of
+    from nemo_style_aligner.data.jsonl import DataError
+
+    paint = _paint if in_color else _plain
+    place = f"{lines.path}:{'-'.join(str(number) for number, _ in lines.lines)}"
+    items, counts = dataset.of_lines(lines)
+    try:
+        dataset.encoder.report(counts, [place])
+    except DataError as error:
+        click.echo(f"--- left out: {error}")
+    texts = [text for item in items for text in texts_of(item)]
+    for text in texts:
+        _say(f"--- {place}: {text.name}, {summary(text, tokenizer)}", in_color, bold=True)
+        click.echo(shown(text, tokenizer, paint), color=in_color)
+        if with_tokens:
+            _show_tokens(text, tokenizer, paint)
+    for note in _notes(lines, texts, tokenizer):
+        _say(f"note: {spelt(note)}", in_color, fg="yellow")
+
+
+def _notes(lines: Lines, texts: Sequence[Example], tokenizer: Tokenizer) -> list[str]:
+    from nemo_style_aligner.data.examples import changes
+
+    return changes([record.fields for record in lines.records()], texts, tokenizer) if texts else []
+
+
+def _say(text: str, in_color: bool, **style: Any) -> None:
+    click.echo(click.style(text, **style) if in_color else text, color=in_color)
+
+
+def _plain(piece: Piece) -> str:
+    return piece.text
+
+
+def _paint(piece: Piece) -> str:
+    color = "cyan" if piece.is_special else "green" if piece.is_learnt else None
+    return click.style(piece.text, fg=color, bold=piece.is_learnt or None)
+
+
+def _show_tokens(text: Example, tokenizer: Tokenizer, paint: Callable[[Piece], str]) -> None:
+    from nemo_style_aligner.data.examples import Piece
+
+    special = {tokenizer.bos_id: "BOS", tokenizer.eos_id: "EOS"}
+    learnt = text.learnt or [False] * len(text.token_ids)
+    for place, (token, is_learnt) in enumerate(zip(text.token_ids, learnt, strict=True)):
+        token_text = repr(tokenizer.ids_to_text([token], keep_special=True))
+        is_special = token in tokenizer.markup_ids
+        kind = special.get(token, "special" if is_special else "")
+        piece = paint(Piece(token_text, is_learnt, is_special))
+        click.echo(f"{place:6} {token:8} {'learnt' if is_learnt else '':6} {kind:7} {piece}", color=paint is _paint)
+
+
+# ---- the whole file ----------------------------------------------------------------------------
+
+
+def _show_counts(dataset: TextDataset[Any], written: TextFormat, tokenizer: Tokenizer, cfg: DictConfig) -> None:
+    """Print counts over all texts that the job would use, and what ends responses."""
     from omegaconf import OmegaConf
 
-    from nemo_style_aligner.data.examples import has_end
+    from nemo_style_aligner.data.examples import has_end, texts_of
     from nemo_style_aligner.wording import unescaped
 
+    texts = list(itertools.chain.from_iterable(texts_of(dataset[i]) for i in range(len(dataset))))
+    lengths = sorted(len(text.token_ids) for text in texts)
+    total, number = sum(lengths), len(texts)
+    middle, most = statistics.median_low(lengths), lengths[math.ceil(0.95 * number) - 1]
+    click.echo(f"--- all of the file: {number:,} texts, {total:,} tokens")
+    click.echo(f"tokens of a text: {lengths[0]:,} to {lengths[-1]:,}, median {middle:,}, 95% have at most {most:,}")
+    if texts[0].learnt is not None:
+        learnt = sum(sum(text.learnt or ()) for text in texts)
+        click.echo(f"learnt: {learnt:,} tokens, {learnt / total:.1%}")
+    click.echo(f"begin with BOS: {sum(text.token_ids[0] == tokenizer.bos_id for text in texts):,} of {number:,}")
     ends = tokenizer.end_strings(written.end_strings)
     sampling = OmegaConf.select(cfg, "model.ppo.sampling_params")
-    lengths = sorted(len(text.token_ids) for text in texts)
-    print(f"--- in all: {len(texts)} texts of {lengths[0]} to {lengths[-1]} tokens, {sum(lengths)} together", end="")
-    print(f", {sum(sum(text.learnt or ()) for text in texts)} of them learnt" if texts[0].learnt is not None else "")
-    with_bos = sum(text.token_ids[0] == tokenizer.bos_id for text in texts)
-    print(f"texts that begin with BOS: {with_bos} of {len(texts)}")
     if sampling is None:
-        print(f"texts whose end generation knows: {sum(has_end(t, tokenizer, ends) for t in texts)} of {len(texts)}")
+        click.echo(f"end where generation stops: {sum(has_end(t, tokenizer, ends) for t in texts):,} of {number:,}")
     else:
         ends = tokenizer.end_strings([*ends, *map(unescaped, sampling.end_strings or ())])
     stops = [tokenizer.ids_to_text([i], keep_special=True) for i in tokenizer.stop_ids]
-    print(f"a response ends with {' or '.join(map(repr, dict.fromkeys([*stops, *ends])))}")
+    click.echo(f"a response ends with {' or '.join(map(repr, dict.fromkeys([*stops, *ends])))}")
+
+
+def _show_notes(examples: Sequence[Lines], dataset: TextDataset[Any], tokenizer: Tokenizer) -> None:
+    """Print how many of the examples have which notes, and where the first of them is."""
+    from nemo_style_aligner.data.examples import spelt, texts_of
+
+    places: dict[str, list[int]] = {}
+    for lines in examples:
+        texts = [text for item in dataset.of_lines(lines)[0] for text in texts_of(item)]
+        for note in dict.fromkeys(re.sub(r"\[\d+\]", "[]", note) for note in _notes(lines, texts, tokenizer)):
+            places.setdefault(note, []).append(lines.lines[0][0])
+    for note, found in sorted(places.items(), key=lambda entry: -len(entry[1])):
+        of = f"{len(found):,} of {len(examples):,} examples (line {found[0]}{', ...' if found[1:] else ''})"
+        click.echo(f"{of}: {spelt(note)}")

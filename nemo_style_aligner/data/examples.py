@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from nemo_style_aligner.data.chat_marks import without_spaces
 from nemo_style_aligner.data.datasets import ComparisonItem, JudgedItem, PreferenceItem, PromptItem, RegressionItem
 from nemo_style_aligner.data.sft import SFTItem
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -17,6 +18,9 @@ FIRST_EXAMPLE = "the first training example, what is learnt in double brackets:\
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _CLIPPED = 600  # characters of each end of a text that a log shows
+# Keys whose values are not text of their own; tools and calls are proved to be in the text as it is rendered.
+_NO_TEXT = ("role", "from", "type", "mask", "tools", "tool_calls", "functions", "function_call")
+_LONG = 20  # characters of a text that does not stand somewhere twice by chance
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,24 @@ def _response(name: str, token_ids: Sequence[int], prompt_length: int) -> Exampl
     return Example(name, token_ids, [place >= prompt_length for place in range(len(token_ids))])
 
 
-def _pieces(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """The text in pieces, each with whether it is learnt; special tokens are spelt out."""
+class Piece(NamedTuple):
+    """A piece of a text; special tokens, which are markup and no text, are pieces of their own."""
+
+    text: str
+    is_learnt: bool
+    is_special: bool
+
+
+def _pieces(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
+    """The text in pieces; special tokens are spelt out."""
     learnt = example.learnt or [False] * len(example.token_ids)
+    special = [i in tokenizer.markup_ids for i in example.token_ids]
     done, start = "", 0
-    for is_learnt, run in itertools.groupby(learnt):
+    for (is_learnt, is_special), run in itertools.groupby(zip(learnt, special, strict=True)):
         start += len(list(run))
         # Of all tokens so far: a sentencepiece tokenizer drops the space in front of what it is given.
         text = tokenizer.ids_to_text(example.token_ids[:start], keep_special=True)
-        yield text[len(done) :], is_learnt
+        yield Piece(text[len(done) :], is_learnt, is_special)
         done = text
 
 
@@ -82,10 +95,55 @@ def summary(example: Example, tokenizer: Tokenizer) -> str:
     return ", ".join(said)
 
 
-def shown(example: Example, tokenizer: Tokenizer) -> str:
-    """The text, with marks around what is learnt; control characters, which a terminal would obey, are spelt."""
-    marked = (f"⟦{text}⟧" if is_learnt else text for text, is_learnt in _pieces(example, tokenizer))
-    return _CONTROL.sub(lambda character: f"\\x{ord(character[0]):02x}", "".join(marked))
+def shown(example: Example, tokenizer: Tokenizer, paint: Callable[[Piece], str] = lambda piece: piece.text) -> str:
+    """The text, with marks around what is learnt; ``paint`` may colour pieces."""
+    marked = []
+    pieces = (piece._replace(text=spelt(piece.text)) for piece in _pieces(example, tokenizer))
+    for is_learnt, run in itertools.groupby(pieces, lambda piece: piece.is_learnt):
+        text = "".join(map(paint, run))
+        marked.append(f"⟦{text}⟧" if is_learnt else text)
+    return "".join(marked)
+
+
+def spelt(text: str) -> str:
+    """Text with its control characters, which a terminal would obey, spelt out."""
+    return _CONTROL.sub(lambda character: f"\\x{ord(character[0]):02x}", text)
+
+
+def changes(lines: Sequence[Mapping[str, Any]], examples: Sequence[Example], tokenizer: Tokenizer) -> list[str]:
+    """What of lines of a file is not in the texts that were made of them, and what is in them twice; in words."""
+    given = [string for line in lines for string in _strings("", line)]
+    texts = [without_spaces(tokenizer.ids_to_text(example.token_ids, keep_special=True)) for example in examples]
+    flat = [(name, without_spaces(string)) for name, string in given]
+    missing = dict.fromkeys(name for name, string in flat if not any(string in text for text in texts))
+    found = [f"not in the text, or not as it stands there: {', '.join(missing)}"] if missing else []
+    whole = "\0".join(string for _, string in flat)
+    for name, string in dict.fromkeys(flat):
+        times = max(text.count(string) for text in texts) if len(string) >= _LONG else 0
+        if times > whole.count(string):
+            found.append(f"{name} stands in the text {times} times")
+    special = [tokenizer.ids_to_text([i], keep_special=True) for i in sorted(tokenizer.markup_ids)]
+    for name, string in given:
+        if "[" in name and (own := [token for token in special if token in string]):
+            found.append(f"{name} has special tokens of its own ({', '.join(own)}): was a template applied before?")
+    for example in examples:
+        pairs = itertools.pairwise(example.token_ids)
+        twice = {first for first, second in pairs if first == second and first in tokenizer.markup_ids}
+        found += (f"{tokenizer.ids_to_text([i], keep_special=True)} stands twice in a row" for i in sorted(twice))
+    return list(dict.fromkeys(found))
+
+
+def _strings(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The texts in a line's value, with names such as ``messages[0].content``."""
+    if isinstance(value, str) and value.strip():
+        yield name, value
+    elif isinstance(value, list):
+        for i, entry in enumerate(value):
+            yield from _strings(f"{name}[{i}]", entry)
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            if key not in _NO_TEXT:
+                yield from _strings(f"{name}.{key}".lstrip("."), entry)
 
 
 def has_end(example: Example, tokenizer: Tokenizer, end_strings: Sequence[str]) -> bool:

@@ -177,6 +177,7 @@ class TextDataset(Generic[T]):
     """What an encoder makes of files.
 
     Attributes:
+        encoder: made the samples.
         counts: of what there was, see the encoder.
         written: how the texts are written.
     """
@@ -184,7 +185,7 @@ class TextDataset(Generic[T]):
     def __init__(self, paths: Sequence[str | Path], encoder: TextEncoder, item: Callable[..., T]) -> None:
         """``item`` makes a sample of the values in the encoder's columns."""
         samples = tokenized(paths, encoder)
-        self.counts, self._item = samples.counts, item
+        self.encoder, self.counts, self._item = encoder, samples.counts, item
         self._columns = list(samples.columns.values())
         encoder.chats.log(self.counts, paths)
         encoder.report(self.counts, paths)
@@ -195,6 +196,12 @@ class TextDataset(Generic[T]):
 
     def __getitem__(self, index: int) -> T:
         return self._item(*(column[index] for column in self._columns))
+
+    def of_lines(self, lines: Lines) -> tuple[list[T], Counts]:
+        """The samples of some lines alone, and counts of them."""
+        samples = self.encoder.encode(lines)
+        columns = (map(column.__getitem__, range(len(column))) for column in samples.columns.values())
+        return [self._item(*values) for values in zip(*columns, strict=True)], samples.counts
 
 
 def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Sequence[str | Path]) -> None:

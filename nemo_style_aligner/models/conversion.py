@@ -36,7 +36,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
 )
 from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, CheckpointMismatchError, stored_shapes
 from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
-from nemo_style_aligner.data.tokenizer import TokenizerError, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_export import save_as_trained
 from nemo_style_aligner.launch.ending import abort_job, shutdown
 from nemo_style_aligner.launch.initialization import initialize
@@ -213,10 +213,10 @@ def checkpoint_to_nemo(
         )
     if checkpoint.name.endswith(UNFINISHED):
         raise ValueError(f"{checkpoint} is being written or deleted, or was when its job died: name another")
-    job = _read_hyperparameters(hyperparameters or checkpoint.resolve().parents[1] / HYPERPARAMETERS_FILE)
+    job = job_of(checkpoint, hyperparameters)
     config, architecture = job.model, job.architecture
-    base = base or job.base
-    _check_base(base, architecture)
+    job = job if base is None else dataclasses.replace(job, base=base)
+    _check_base(job.base, architecture)
     on_first_rank(lambda: make_place(output))  # before all of the checkpoint is read, which takes long
     problems = find_damage(checkpoint)
     if not checkpoint.exists():
@@ -239,15 +239,12 @@ def checkpoint_to_nemo(
     head = RewardHeadConfig.from_model_config(config) if has_head else None
     model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False, initialize=False)
     restore_model(checkpoint, model)
-    tokenizer = load_nemo_tokenizer(base)
-    if TEXT_FORMAT in config:
-        tokenizer.format = TextFormat.from_config(config[TEXT_FORMAT], str(job.path))
-    save_nemo(output, model, portable_config(config, architecture, job.trainer), tokenizer)
+    save_nemo(output, model, portable_config(config, architecture, job.trainer), job.tokenizer())
     return architecture
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class Job:
     """What a job's ``hyperparameters.yaml`` says about it.
 
     Attributes:
@@ -266,8 +263,25 @@ class _Job:
     dtype: torch.dtype
     base: Path
 
+    def tokenizer(self) -> Tokenizer:
+        """The base's tokenizer, with the format of the job's texts. For the errors see `load_nemo_tokenizer`."""
+        tokenizer = load_nemo_tokenizer(self.base)
+        if TEXT_FORMAT in self.model:
+            tokenizer.format = TextFormat.from_config(self.model[TEXT_FORMAT], str(self.path))
+        return tokenizer
 
-def _read_hyperparameters(path: Path) -> _Job:
+
+def job_of(checkpoint: Path, hyperparameters: Path | None = None) -> Job:
+    """The job that wrote a training checkpoint.
+
+    Args:
+        hyperparameters: its ``hyperparameters.yaml``; None: that in the log directory of the checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not one that a job wrote.
+    """
+    path = hyperparameters or checkpoint.resolve().parents[1] / HYPERPARAMETERS_FILE
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}, which describes the checkpoint's model, does not exist: give the {HYPERPARAMETERS_FILE} from "
@@ -278,7 +292,7 @@ def _read_hyperparameters(path: Path) -> _Job:
         model, trainer = config["model"], config["trainer"]
         base = model.get("restore_from_path") or config["pretrained_checkpoint"]["restore_from_path"]
         dtype, architecture = parse_precision(trainer["precision"]), ModelArchitecture.from_nemo_config(model)
-        return _Job(path, model, trainer, architecture, dtype, Path(str(base)).expanduser())
+        return Job(path, model, trainer, architecture, dtype, Path(str(base)).expanduser())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a hyperparameters file written by a job: {error!r}") from error
 
