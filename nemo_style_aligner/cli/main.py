@@ -16,12 +16,14 @@ from nemo_style_aligner import __version__
 
 COMMANDS = {
     "data": "Look at data files as a job sees them.",
+    "report": "Write a page about a run: outcome, samples, charts.",
 }
 """Each command and what it does, in the order of ``--help``."""
 
 _EXAMPLES = """\b
 Examples:
   nsa data show train.jsonl --model base.nemo
+  nsa report results/actor
 
 \b
 "nsa COMMAND --help" has examples of each. Models are trained with the scripts in examples/nlp/gpt.

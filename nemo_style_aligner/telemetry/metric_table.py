@@ -10,9 +10,12 @@ import dataclasses
 import functools
 import math
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Final, Literal
 
-LEARNS, STABLE, TIME, COUNTS = "learns", "stable", "time", "counts"
+LEARNS: Final = "learns"
+STABLE: Final = "stable"
+TIME: Final = "time"
+COUNTS: Final = "counts"
 
 Question = Literal["learns", "stable", "time", "counts"]
 """What a metric helps to answer: does it learn, is it stable, where does the time go; or it only counts."""
@@ -229,7 +232,12 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-_TITLES = {LEARNS: "Does it learn?", STABLE: "Is it stable?", TIME: "Where does the time go?", COUNTS: "Counts"}
+_TITLES: dict[Question, str] = {
+    LEARNS: "Does it learn?",
+    STABLE: "Is it stable?",
+    TIME: "Where does the time go?",
+    COUNTS: "Counts",
+}
 _HEAD = """# Metrics
 
 Every number that jobs write to `metrics.jsonl`, TensorBoard and Weights & Biases. `*` stands for any part of a name:

@@ -264,7 +264,7 @@ class RunView:
         }
         rest = {step: max(0.0, s - sum(of.get(step, 0.0) for of in shown.values())) for step, s in whole.items()}
         steps = sorted(whole)[-_MOST_POINTS:]
-        series = {
+        series: dict[str, tuple[list[int], list[float | None]]] = {
             _title(name): (steps, [points.get(step, 0.0) for step in steps])
             for name, points in {**shown, f"{_STEP}/everything else": rest}.items()
         }
@@ -280,7 +280,7 @@ class RunView:
 
     def every_metric(self) -> list[tuple[str, Metric | None, Sequence[float]]]:
         """Name, row of the table, and first, smallest, largest and last value of all that was logged."""
-        rows = []
+        rows: list[tuple[str, Metric | None, Sequence[float]]] = []
         for name, points in self.curves.items():
             values = _finite(points) or [math.nan]
             rows.append((name, find_metric(name), (values[0], min(values), max(values), values[-1])))

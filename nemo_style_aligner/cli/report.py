@@ -1,0 +1,45 @@
+"""``nsa report``: what a run has learnt, as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+_EXAMPLES = """\b
+Examples:
+  nsa report results/actor
+  nsa report results/demo --output demo.html
+  nsa report results/actor --compare SFT=sft.json --compare PPO=ppo.json
+
+\b
+The files to compare are what evaluate_gpt.py --output writes, for the same prompts.
+"""
+
+
+def _named_files(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
+    files = dict[str, Path]()
+    for value in values:
+        name, is_named, file = value.partition("=")
+        if not (name and is_named and file):
+            raise click.BadParameter(f"{value!r}: say NAME=FILE")
+        files[name] = Path(file)
+    return files
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="[default: RUN/report.html]")
+@click.option("--title", help="Heading of the page.  [default: RUN's name]")
+@click.option(
+    "--compare", multiple=True, metavar="NAME=FILE", callback=_named_files, help="Responses to show side by side."
+)
+def command(run: Path, output: Path | None, title: str | None, compare: dict[str, Path]) -> None:
+    """Write a page about RUN, a job's log directory, or a folder of them: outcome, samples, charts.
+
+    The page is one file that needs nothing else, and may be written while the job runs.
+    """
+    from nemo_style_aligner.telemetry.report import find_runs, write_report
+
+    page = write_report(output or run / "report.html", title or run.resolve().name, find_runs(run), compare=compare)
+    print(page)
