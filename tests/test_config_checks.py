@@ -1288,7 +1288,7 @@ def test_values_that_only_look_like_another_type_pass(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("job", JOBS)
 def test_every_key_of_nemo_aligners_yaml_files_is_honoured_or_reported(job: str) -> None:
-    """``nemo_aligner_keys.json``: the keys of its five files with the values they have there (commit af2b3bd9)."""
+    """``nemo_aligner_keys.json``: the keys of its files with the values they have there (commit af2b3bd9)."""
     theirs: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "nemo_aligner_keys.json").read_text())[job]
     cfg = OmegaConf.create({})
     for key, value in theirs.items():

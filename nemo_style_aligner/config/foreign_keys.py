@@ -112,6 +112,7 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("model.ppo.val_rollout_micro_batch_size", "has no effect: see trainer.ppo.generation.num_slots"),
     # The model's build
     ForeignKey("model.precision", "has no effect: see trainer.precision"),
+    ForeignKey("precision", "has no effect: see trainer.precision"),
     ForeignKey("model.enable_nge", "has no effect: trainer.ppo.generation.engine chooses what generates"),
     ForeignKey("model.mcore_gpt", "has no effect: every model is Megatron-Core's"),
     ForeignKey("model.megatron_amp_O2", "has no effect: bf16 training always keeps fp32 main weights in the optimizer"),
