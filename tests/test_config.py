@@ -244,6 +244,8 @@ GIVEN_ELSEWHERE = {
         exp_manager.create_checkpoint_callback=False""",
     "gpt_kto": """model.mcore_gpt=true model.data.dataloader_type=single
         model.kto.preference_average_log_probs=false model.data.data_prefix={train:[/a]}""",
+    "gpt_rs_actor": """model.rs.num_rollouts_per_prompt=8 model.rs.top_n_rollouts=2 trainer.rs.val_check_interval=3
+        remote_rm.reward_model.port=5567 exp_manager.create_checkpoint_callback=True""",
     "inference_rm": """inference.micro_batch_size=2 model.dist_ckpt_load_strictness=log_all
         model.pipeline_model_parallel_size=1 model.tensor_model_parallel_size=1""",
 }

@@ -43,7 +43,7 @@ DATA = str(Path(__file__))  # whose being there is all that is looked at
 PREFIX = f"model.data.data_prefix={{train: ['{DATA}']}}"
 SFT_FILES = (f"model.data.train_ds.file_path={DATA}", "model.data.validation_ds.file_path=null")
 GIVEN = {"gpt_sft": SFT_FILES} | dict.fromkeys(
-    ("training_rm", "gpt_dpo", "gpt_kto", "gpt_ppo_actor", "gpt_reinforce_actor"), (PREFIX,)
+    ("training_rm", "gpt_dpo", "gpt_kto", "gpt_ppo_actor", "gpt_reinforce_actor", "gpt_rs_actor"), (PREFIX,)
 )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nemo_style_aligner.data.text_format import TextFormat
     from nemo_style_aligner.data.tokenizer import Tokenizer
 
-_JOBS = {"sft": "gpt_sft", "rm": "training_rm", "ppo": "gpt_ppo_actor"}
+_JOBS = {"sft": "gpt_sft", "rm": "training_rm", "dpo": "gpt_dpo", "kto": "gpt_kto", "ppo": "gpt_ppo_actor"}
 
 _EXAMPLES = """\b
 Examples:
@@ -57,6 +57,7 @@ def show(
     from nemo_style_aligner.data.examples import shown, summary, texts_of
     from nemo_style_aligner.data.jsonl import DataError
     from nemo_style_aligner.data.tokenizer import load_tokenizer
+    from nemo_style_aligner.jobs.preference_setup import mismatched_dataset, pair_dataset
     from nemo_style_aligner.jobs.supervised_setup import reward_dataset, sft_dataset
     from nemo_style_aligner.rl.rollouts.prompts import prompt_dataset
     from nemo_style_aligner.telemetry.log_lines import configure_logging
@@ -71,7 +72,8 @@ def show(
         dataset, written = sft_dataset(cfg, "train_ds", tokenizer)
     else:
         source = load_data_prefix(cfg.model.data.data_prefix).train
-        dataset, written = (reward_dataset if job == "rm" else prompt_dataset)(cfg, source, tokenizer)
+        build = {"rm": reward_dataset, "dpo": pair_dataset, "kto": mismatched_dataset, "ppo": prompt_dataset}[job]
+        dataset, written = build(cfg, source, tokenizer)
     last = min(example + count - 1, len(dataset))
     if example > last:
         raise DataError(f"{file}: --example {example}: there are {len(dataset)} examples")
@@ -93,6 +95,10 @@ def _job_of(path: Path) -> str:
 
     record = read_jsonl(path)[0]
     keys = record.fields.keys()
+    if {"chosen_response", "rejected_response"} <= keys:
+        return "dpo"
+    if {"response", "preference"} <= keys or {"completion", "label"} <= keys:
+        return "kto"
     if {"chosen", "rejected"} <= keys or "label" in keys:
         return "rm"
     if "text" in keys:
@@ -106,13 +112,12 @@ def _config(name: str, path: Path, keys: Sequence[str]) -> DictConfig:
     from nemo_style_aligner.config.loading import check_config
 
     file = "'" + str(path.absolute()).replace("'", "\\'") + "'"
-    given = {
-        "gpt_sft": [f"model.data.{part}.file_path={file}" for part in ("train_ds", "validation_ds")],
-        "training_rm": [f"model.data.data_prefix={{train: [{file}]}}"],
-        "gpt_ppo_actor": [f"model.data.data_prefix={{train: [{file}]}}", "model.ppo.num_rollout_samples=1"],
-    }[name]
+    given = [f"model.data.data_prefix={{train: [{file}]}}"]
     if name == "gpt_sft":
+        given = [f"model.data.{part}.file_path={file}" for part in ("train_ds", "validation_ds")]
         given.append("model.restore_from_path=unused")
+    if name == "gpt_ppo_actor":
+        given.append("model.ppo.num_rollout_samples=1")
     cfg = config_with(name, [*given, *keys])
     check_config(cfg, name)
     return cfg

@@ -61,6 +61,8 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("trainer.max_epochs", moved_to="trainer.{section}.max_epochs"),
     ForeignKey("model.dpo.average_log_probs", moved_to="model.dpo.preference_average_log_probs"),
     ForeignKey("model.forward_mbs", moved_to="model.forward_micro_batch_size"),
+    ForeignKey("model.ppo.num_rollouts_per_prompt", moved_to="trainer.ppo.num_rollouts_per_prompt"),
+    ForeignKey("model.ppo.top_n_rollouts", moved_to="trainer.ppo.top_n_rollouts"),
     ForeignKey("model.offload_adam_states", moved_to="model.ppo.offload_adam_states"),
     ForeignKey("inference.micro_batch_size", moved_to="inference.inference_micro_batch_size"),
     # Of the reward model's service, in the guide of REINFORCE

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_style_aligner.data.datasets import ComparisonItem, JudgedItem, PreferenceItem, PromptItem, RegressionItem
+from nemo_style_aligner.data.datasets import ComparisonItem, PreferenceItem, PromptItem, RegressionItem
 from nemo_style_aligner.data.sft import SFTItem
 from nemo_style_aligner.data.tokenizer import Tokenizer
 
@@ -41,18 +41,12 @@ def texts_of(item: Any) -> list[Example]:
     if isinstance(item, ComparisonItem):
         return [Example("chosen", item.chosen_ids), Example("rejected", item.rejected_ids)]
     if isinstance(item, PreferenceItem):
-        texts = zip(("chosen", "rejected"), item.token_ids, item.prompt_lengths, strict=True)
-        return [_response(name, ids, prompt) for name, ids, prompt in texts]
-    if isinstance(item, JudgedItem):
-        return [_response("good" if item.is_good else "bad", item.token_ids, item.prompt_length)]
+        texts = zip(item.names, item.token_ids, item.prompt_lengths, strict=True)
+        return [Example(name, ids, [place >= prompt for place in range(len(ids))]) for name, ids, prompt in texts]
     if isinstance(item, RegressionItem):
         return [Example(f"text labelled {', '.join(f'{label:g}' for label in item.labels)}", item.token_ids)]
     assert isinstance(item, PromptItem)
     return [Example("prompt", item.token_ids)]
-
-
-def _response(name: str, token_ids: Sequence[int], prompt_length: int) -> Example:
-    return Example(name, token_ids, [place >= prompt_length for place in range(len(token_ids))])
 
 
 def _pieces(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
