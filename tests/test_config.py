@@ -236,14 +236,16 @@ GIVEN_ELSEWHERE = {
         model.reinforce.ratio_eps=0.2 trainer.reinforce.flask_server.enable=True trainer.reinforce.save_interval=2
         exp_manager.create_checkpoint_callback=True""",
     "gpt_dpo": """model.mcore_gpt=true model.megatron_amp_O2=true model.dpo.average_log_probs=true
-        model.data.num_workers=2 model.data.pad_length_to_multiple_of=null model.data.splits_string=null
+        model.data.num_workers=2 model.data.pad_length_to_multiple_of=null
         model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform
         model.activations_checkpoint_num_layers=1 model.dist_ckpt_load_strictness=log_all model.data.seq_length=128
         model.tensor_model_parallel_size=1 model.pipeline_model_parallel_size=1 trainer.dpo.limit_val_batches=8
-        trainer.dpo.limit_train_batches=1.0 model.data.data_prefix={train:[/a]}
+        model.data.data_prefix={train:[/a]}
         exp_manager.create_checkpoint_callback=False""",
-    "gpt_kto": """model.mcore_gpt=true model.data.dataloader_type=single model.peft.peft_scheme=none
+    "gpt_kto": """model.mcore_gpt=true model.data.dataloader_type=single
         model.kto.preference_average_log_probs=false model.data.data_prefix={train:[/a]}""",
+    "gpt_rs_actor": """model.rs.num_rollouts_per_prompt=8 model.rs.top_n_rollouts=2 trainer.rs.val_check_interval=3
+        remote_rm.reward_model.port=5567 exp_manager.create_checkpoint_callback=True""",
     "inference_rm": """inference.micro_batch_size=2 model.dist_ckpt_load_strictness=log_all
         model.pipeline_model_parallel_size=1 model.tensor_model_parallel_size=1""",
 }

@@ -43,7 +43,7 @@ DATA = str(Path(__file__))  # whose being there is all that is looked at
 PREFIX = f"model.data.data_prefix={{train: ['{DATA}']}}"
 SFT_FILES = (f"model.data.train_ds.file_path={DATA}", "model.data.validation_ds.file_path=null")
 GIVEN = {"gpt_sft": SFT_FILES} | dict.fromkeys(
-    ("training_rm", "gpt_dpo", "gpt_kto", "gpt_ppo_actor", "gpt_reinforce_actor"), (PREFIX,)
+    ("training_rm", "gpt_dpo", "gpt_kto", "gpt_ppo_actor", "gpt_reinforce_actor", "gpt_rs_actor"), (PREFIX,)
 )
 
 
@@ -1288,7 +1288,7 @@ def test_values_that_only_look_like_another_type_pass(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("job", JOBS)
 def test_every_key_of_nemo_aligners_yaml_files_is_honoured_or_reported(job: str) -> None:
-    """``nemo_aligner_keys.json``: the keys of its five files with the values they have there (commit af2b3bd9)."""
+    """``nemo_aligner_keys.json``: the keys of its files with the values they have there (commit af2b3bd9)."""
     theirs: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "nemo_aligner_keys.json").read_text())[job]
     cfg = OmegaConf.create({})
     for key, value in theirs.items():

@@ -245,6 +245,21 @@ def test_uniform_groups() -> None:
     assert uniform.tolist() == [True, True, False, False, False, True, True, True, True, True]
 
 
+def test_best_of_groups() -> None:
+    """The earlier of equal ones; those without a reward only where there are no others."""
+    rewards = fp64(1, 2, 5, NAN, 2, 2, NAN, NAN, 4)
+    groups = torch.tensor([9, 9, 4, 9, 9, 4, 4, 0, 0])
+    best = GroupedSamples(groups=groups, counts=rewards.isfinite()).best
+    assert best(rewards, 1) == [1, 2, 8]
+    assert best(rewards, 2) == [1, 2, 4, 5, 7, 8]
+    assert best(rewards, 9) == list(range(9))
+
+
+def test_best_of_n_imitates() -> None:
+    step = some_step(4)
+    assert ESTIMATORS["best_of_n"](step)[0].tolist() == step.spread(step.counts).tolist()
+
+
 def test_overlong_penalty() -> None:
     lengths = torch.tensor([1, 80, 81, 90, 100])
     torch.testing.assert_close(overlong_penalty(lengths, 100, 20, 1.0), fp64(0, 0, -0.05, -0.5, -1))

@@ -374,6 +374,32 @@ def test_a_missing_reward_ends_the_job(failing: Callable[[str], list[str]], tmp_
 
 
 @pytest.mark.long
+def test_best_of_n_learns_the_best_responses(flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    """With NeMo-Aligner's keys. Ranks change nothing, and neither does being killed in the middle."""
+    rewards = "trainer.rs.rewards=[{{name: form, source: '{}/rewards.py:form'}}]"
+    keys = ("++model.rs.top_n_rollouts=2", "++model.data.data_impl=jsonl")
+    results = {}
+    for name, others in (("one", ()), ("two", ("trainer.devices=2", "model.micro_batch_size=1"))):
+        folder = tmp_path / name
+        command = script("train_gpt_rs_actor.py", *flags(folder, rewards.format(folder), *keys, *others, section="rs"))
+        run(command, folder / "job.log", TIMEOUT)
+        results[name] = curves(folder)
+    found = results["one"]
+    of = {name: [value for _, value in points] for name, points in found.items()}
+    mean, best = of["train_rollouts/rewards"], of["train_rollouts/best_rewards"]
+    assert len(mean) == STEPS and all(one <= other for one, other in zip(mean, best, strict=True)) and best != mean
+    assert of["train_rollouts/rollout_size"] == [2 * PROMPTS] * STEPS and len(of["train_optim/loss"]) == STEPS
+    assert not any("critic" in name or "values" in name for name in found)
+    for name, points in found.items():
+        if "padding_efficiency" not in name and "dp_balance" not in name:
+            assert dict(results["two"][name]) == pytest.approx(dict(points), rel=1e-4, abs=1e-5), name
+    folder = tmp_path / "killed"
+    command = script("train_gpt_rs_actor.py", *flags(folder, rewards.format(folder), *keys, section="rs"))
+    kill_and_start_again(command, folder, at_call=3 * SAMPLES + 2)
+    require_same_end(folder, tmp_path / "one")
+
+
+@pytest.mark.long
 def test_reinforce_against_a_reward_model_and_a_function_that_comes_back(
     artefacts: Artefacts, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:

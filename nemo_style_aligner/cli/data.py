@@ -35,6 +35,8 @@ class _Job(NamedTuple):
 _JOBS = {
     "sft": _Job("gpt_sft", "examples for fine-tuning"),
     "rm": _Job("training_rm", "texts for a reward model"),
+    "dpo": _Job("gpt_dpo", "pairs of responses to a prompt"),
+    "kto": _Job("gpt_kto", "judged responses"),
     "ppo": _Job("gpt_ppo_actor", "prompts for reinforcement learning"),
 }
 
@@ -116,6 +118,10 @@ def _job_of(first: Record) -> str:
     from nemo_style_aligner.data.chats import is_conversation, read_conversation
 
     keys = first.fields.keys()
+    if {"chosen_response", "rejected_response"} <= keys:
+        return "dpo"
+    if {"response", "preference"} <= keys or {"completion", "label"} <= keys:
+        return "kto"
     if {"chosen", "rejected"} <= keys or "label" in keys:
         return "rm"
     if "answer" in keys:
@@ -161,6 +167,8 @@ def _config(job: str, path: Path, first: Mapping[str, Any], keys: Sequence[str])
             f"model.data.data_prefix={{train: [{file}]}}",
             *(["model.reward_model_type=regression"] if "label" in first else []),
         ],
+        "dpo": [f"model.data.data_prefix={{train: [{file}]}}"],
+        "kto": [f"model.data.data_prefix={{train: [{file}]}}"],
         "ppo": [f"model.data.data_prefix={{train: [{file}]}}", "model.ppo.num_rollout_samples=1"],
     }[job]
     cfg = config_with(_JOBS[job].config, [*given, *keys])
@@ -172,6 +180,7 @@ def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[TextDatas
     """The job's own dataset of the file, and how its texts are written."""
     from nemo_style_aligner.data.datasets import load_data_prefix
     from nemo_style_aligner.data.texts import TextDataset
+    from nemo_style_aligner.jobs.preference_setup import judged_dataset, pair_dataset
     from nemo_style_aligner.jobs.supervised_setup import reward_dataset, sft_dataset
     from nemo_style_aligner.rl.rollouts.prompts import prompt_dataset
 
@@ -180,7 +189,8 @@ def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[TextDatas
         made, written = sft_dataset(cfg, "train_ds", tokenizer)
     else:
         source = load_data_prefix(cfg.model.data.data_prefix).train
-        made, written = (reward_dataset if job == "rm" else prompt_dataset)(cfg, source, tokenizer)
+        build = {"rm": reward_dataset, "dpo": pair_dataset, "kto": judged_dataset, "ppo": prompt_dataset}[job]
+        made, written = build(cfg, source, tokenizer)
     assert isinstance(made, TextDataset)  # of a single file
     return made, written
 

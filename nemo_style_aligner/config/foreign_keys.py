@@ -61,6 +61,8 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("trainer.max_epochs", moved_to="trainer.{section}.max_epochs"),
     ForeignKey("model.dpo.average_log_probs", moved_to="model.dpo.preference_average_log_probs"),
     ForeignKey("model.forward_mbs", moved_to="model.forward_micro_batch_size"),
+    ForeignKey("model.ppo.num_rollouts_per_prompt", moved_to="trainer.ppo.num_rollouts_per_prompt"),
+    ForeignKey("model.ppo.top_n_rollouts", moved_to="trainer.ppo.top_n_rollouts"),
     ForeignKey("model.offload_adam_states", moved_to="model.ppo.offload_adam_states"),
     ForeignKey("inference.micro_batch_size", moved_to="inference.inference_micro_batch_size"),
     # Of the reward model's service, in the guide of REINFORCE
@@ -112,6 +114,7 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("model.ppo.val_rollout_micro_batch_size", "has no effect: see trainer.ppo.generation.num_slots"),
     # The model's build
     ForeignKey("model.precision", "has no effect: see trainer.precision"),
+    ForeignKey("precision", "has no effect: see trainer.precision"),
     ForeignKey("model.enable_nge", "has no effect: trainer.ppo.generation.engine chooses what generates"),
     ForeignKey("model.mcore_gpt", "has no effect: every model is Megatron-Core's"),
     ForeignKey("model.megatron_amp_O2", "has no effect: bf16 training always keeps fp32 main weights in the optimizer"),

@@ -645,10 +645,12 @@ class ActorLoop(Updates):
 
     # The algorithm. FILE.py:NAME is a function in a file of yours (docs/extending.md).
     # From rewards to advantages: gae, the only one that needs a critic; grpo, dr_grpo or rloo (the mean reward of a
-    # prompt's other responses is the baseline), which compare the responses to a prompt; reinforce_plus_plus; or
-    # FILE.py:NAME.
+    # prompt's other responses is the baseline), which compare the responses to a prompt; reinforce_plus_plus;
+    # best_of_n, which imitates the best responses (top_n_rollouts); or FILE.py:NAME.
     estimator: str = "gae"
     num_rollouts_per_prompt: Count = 1  # responses to a prompt in a step, a group; grpo, dr_grpo, rloo need 2 or more
+    # Train on this many responses of each prompt, those with the largest rewards; null: on all of them.
+    top_n_rollouts: Count | None = None
     policy_loss: str = "ppo"  # ppo, gspo, cispo, reinforce, or FILE.py:NAME
     # How the losses of tokens add up. token_mean: the mean over all tokens; sequence_mean: over responses, of each
     # one's mean; sequence_sum: over responses, of each one's sum divided by loss_constant_length.
@@ -789,7 +791,8 @@ class Lengths(Section):
 
 
 class Policy(Section):
-    # Prompts per step. Responses, num_rollouts_per_prompt times as many, must be a multiple of model.global_batch_size.
+    # Prompts per step. Responses, num_rollouts_per_prompt (or top_n_rollouts) times as many, must be a multiple of
+    # model.global_batch_size.
     num_rollout_samples: Count = 512
     # Responses per scoring request; also the default of forward_micro_batch_size, and of generation.num_slots=null.
     rollout_micro_batch_size: Free[Count] = 8
@@ -872,6 +875,15 @@ _ACTOR = {
     f"{_PARAMS}.save_top_k": 1,
 }
 _NAME = "megatron_gpt-{step}-{consumed_samples}-{ALGORITHM_optimization_step}-{epoch}-{val_rewards:.3f}"
+
+_WITHOUT_CRITIC = (
+    "trainer.ppo.critic_warmup_steps",
+    "trainer.ppo.gae_lambda",
+    "critic",
+    *(f"remote_critic_rm.{name}" for name in ("critic", "trained_critic")),
+    "remote_critic_rm.combine_rm_and_critic_server",
+    "remote_critic_rm.timeouts.training_seconds",
+)
 
 JOBS: Mapping[str, Job] = {
     "gpt_sft": Job(
@@ -961,15 +973,27 @@ JOBS: Mapping[str, Job] = {
             f"{_WANDB}.name": "gpt3_reinforce_2b",
             f"{_PARAMS}.filename": _NAME.replace("ALGORITHM", "reinforce"),
         },
-        without=(
-            "trainer.ppo.critic_warmup_steps",
-            "trainer.ppo.gae_lambda",
-            "critic",
-            *(f"remote_critic_rm.{name}" for name in ("critic", "trained_critic")),
-            "remote_critic_rm.combine_rm_and_critic_server",
-            "remote_critic_rm.timeouts.training_seconds",
-        ),
+        without=_WITHOUT_CRITIC,
         names={"trainer.ppo": "trainer.reinforce", "model.ppo": "model.reinforce", "remote_critic_rm": "remote_rm"},
+    ),
+    "gpt_rs_actor": Job(
+        "Best of n (rejection sampling): examples/nlp/gpt/train_gpt_rs_actor.py. It needs no critic.",
+        PPOActor,
+        {
+            **_ACTOR,
+            "trainer.ppo.estimator": "best_of_n",
+            "trainer.ppo.num_rollouts_per_prompt": 4,
+            "trainer.ppo.top_n_rollouts": 1,
+            "trainer.ppo.policy_loss": "reinforce",
+            "trainer.ppo.policy_logprobs": "engine",
+            "trainer.ppo.initial_policy_kl_penalty": 0.0,
+            "exp_manager.name": "megatron_gpt_rs_actor",
+            f"{_WANDB}.project": "nemo_aligner_rs",
+            f"{_WANDB}.name": "gpt3_rs_2b",
+            f"{_PARAMS}.filename": _NAME.replace("ALGORITHM", "rs"),
+        },
+        without=_WITHOUT_CRITIC,
+        names={"trainer.ppo": "trainer.rs", "model.ppo": "model.rs", "remote_critic_rm": "remote_rm"},
     ),
 }
 """The jobs, by the names of their YAML files, without their ending."""

@@ -302,12 +302,14 @@ class PreferenceItem:
         prompt_lengths: how many of them are the prompt's.
         labels: what each response is worth.
         reference: the reference's log-probs of the responses, summed; None: not known.
+        names: what the texts are, for people.
     """
 
     token_ids: tuple[list[int], list[int]]
     prompt_lengths: tuple[int, int]
     labels: tuple[float, float]
     reference: tuple[float, float] | None = None
+    names: tuple[str, str] = ("chosen", "rejected")
 
 
 class PreferenceDataset(TextDataset[PreferenceItem]):
@@ -380,6 +382,7 @@ class MismatchedDataset:
             (own.token_ids, mismatched[: self._seq_length]),
             (own.prompt_length, own.prompt_length),
             (float(own.is_good), 0.0),
+            names=("good" if own.is_good else "bad", "response to another prompt"),
         )
 
 

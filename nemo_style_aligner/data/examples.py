@@ -45,7 +45,7 @@ def texts_of(item: Any) -> list[Example]:
     if isinstance(item, ComparisonItem):
         return [Example("chosen", item.chosen_ids), Example("rejected", item.rejected_ids)]
     if isinstance(item, PreferenceItem):
-        texts = zip(("chosen", "rejected"), item.token_ids, item.prompt_lengths, strict=True)
+        texts = zip(item.names, item.token_ids, item.prompt_lengths, strict=True)
         return [_response(name, ids, prompt) for name, ids, prompt in texts]
     if isinstance(item, JudgedItem):
         return [_response("good" if item.is_good else "bad", item.token_ids, item.prompt_length)]

@@ -17,10 +17,12 @@ from nemo_style_aligner.config.loading import ConfigError, load_defaults
 from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.job_view import (
+    BEST,
     GLOBAL_BATCH,
+    GROUP,
     LENGTH,
     PP,
-    RESPONSES,
+    PROMPTS,
     ROLLOUT_RANKS,
     TP,
     JobView,
@@ -38,7 +40,7 @@ from nemo_style_aligner.rl.reward_functions import load_reward_function
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 
 _PPO_LENGTH = "model.ppo.length_params.max_length"
-_ESTIMATOR, _GROUP, _LOSS = "trainer.ppo.estimator", RESPONSES[1], "trainer.ppo.policy_loss"
+_ESTIMATOR, _LOSS = "trainer.ppo.estimator", "trainer.ppo.policy_loss"
 _CLIPPED = ("ppo", "gspo")
 
 
@@ -48,7 +50,7 @@ _CLIPPED = ("ppo", "gspo")
 def _rollout_batches(view: JobView) -> Iterator[str]:
     if not view.get(GLOBAL_BATCH) or view.responses % view.get(GLOBAL_BATCH) == 0:
         return
-    product = "" if view.get(RESPONSES[1]) == 1 else f": their product, {view.responses},"
+    product = "" if view.responses == view.get(PROMPTS) else f": their product, {view.responses},"
     yield f"{view.shown_responses}{product} is not a multiple of {view.show(GLOBAL_BATCH)}; change one of them"
 
 
@@ -230,8 +232,8 @@ def _estimator(view: JobView) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    if estimator.needs_groups and view.get(_GROUP) == 1:
-        yield f"{view.show(_ESTIMATOR, _GROUP)}: it compares the responses to a prompt; give 2 or more"
+    if estimator.needs_groups and view.get(GROUP) == 1:
+        yield f"{view.show(_ESTIMATOR, GROUP)}: it compares the responses to a prompt; give 2 or more"
     if estimator.needs_values and view.get("remote_critic_rm.critic") is None:
         others = ", ".join(name for name, other in ESTIMATORS.items() if not other.needs_values)
         yield f"{view.show(_ESTIMATOR)} needs a critic, which only train_gpt_ppo_actor.py has; choose one of {others}"
@@ -260,12 +262,20 @@ def _policy_loss(view: JobView) -> Iterator[str]:
         yield f"{view.show(kl_in, weight)}: there is no penalty to put there; give it a weight, or set {kl_in}=reward"
 
 
+def _best_of_n(view: JobView) -> Iterator[str]:
+    best, group = view.get(BEST), view.get(GROUP)
+    if best is not None and best > group:
+        yield f"{view.show(BEST, GROUP)}: there are not so many responses to choose from; lower the former"
+    if view.get(_ESTIMATOR) == "best_of_n" and (best is None or best == group):
+        yield f"{view.show(_ESTIMATOR, GROUP, BEST)}: all responses would be imitated, bad ones too; lower the last"
+
+
 def _dynamic_sampling(view: JobView) -> Iterator[str]:
     enable, staleness = "trainer.ppo.dynamic_sampling.enable", "trainer.ppo.staleness"
     if not view.get(enable):
         return
-    if view.get(_GROUP) == 1:
-        yield f"{view.show(enable, _GROUP)}: it compares the rewards of a prompt's responses; give 2 or more"
+    if view.get(GROUP) == 1:
+        yield f"{view.show(enable, GROUP)}: it compares the rewards of a prompt's responses; give 2 or more"
     if view.get(staleness):
         yield (
             f"{view.show(enable, staleness)}: what a step generates ahead is fixed before its rewards are known; set "
@@ -340,6 +350,8 @@ def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield _ESTIMATOR, ("critic.*",)
         if view.get(_ESTIMATOR) in ESTIMATORS:
             yield _ESTIMATOR, ("trainer.ppo.gae_lambda",)
+    if view.get(_ESTIMATOR) == "best_of_n":
+        yield _ESTIMATOR, ("trainer.ppo.overlong.*", "trainer.ppo.discount_factor")
     if loss in LOSSES and loss not in _CLIPPED:
         yield _LOSS, ("model.ppo.ratio_eps",)
     if loss in LOSSES and loss != "cispo":
@@ -356,6 +368,6 @@ def actor_problems(view: JobView) -> Iterator[str]:
     """The problems of an actor's settings: key=value, why it cannot be, what to do."""
     for check in (
         *(_rollout_batches, _rollout_lengths, _generation, _trtllm, _rollout_ranks, _importance, _policy_logprobs),
-        *(_kl_estimator, _estimator, _policy_loss, _dynamic_sampling, _overlong, _rewards, _services),
+        *(_kl_estimator, _estimator, _policy_loss, _best_of_n, _dynamic_sampling, _overlong, _rewards, _services),
     ):
         yield from check(view) if view.is_actor else ()

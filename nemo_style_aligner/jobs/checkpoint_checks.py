@@ -40,7 +40,8 @@ def _measured(view: JobView) -> tuple[str, ...]:
     if not view.has("exp_manager.checkpoint_callback_params.save_best_model"):  # the critic's service
         return ("step",)
     known = ("step", "epoch", "consumed_samples", "val_*", "train_*")
-    return (*known, "ppo_optimization_step", "reinforce_optimization_step") if view.is_actor else known
+    counters = (f"{name}_optimization_step" for name in ("ppo", "reinforce", "rs"))
+    return (*known, *counters) if view.is_actor else known
 
 
 def _is_measured(view: JobView, name: str) -> bool:

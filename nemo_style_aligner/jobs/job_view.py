@@ -17,7 +17,9 @@ TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size
 GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
 LENGTH, POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
 ROLLOUT_RANKS = "trainer.ppo.rollout_devices"
-RESPONSES = ("model.ppo.num_rollout_samples", "trainer.ppo.num_rollouts_per_prompt")  # factors of those of a step
+PROMPTS, GROUP, BEST = (
+    *("model.ppo.num_rollout_samples", "trainer.ppo.num_rollouts_per_prompt", "trainer.ppo.top_n_rollouts"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +59,17 @@ class JobView:
 
     @property
     def responses(self) -> int:
-        """Responses of a step of an actor."""
-        return int(self.get(RESPONSES[0])) * int(self.get(RESPONSES[1]))
+        """Responses that a step of an actor trains on."""
+        return int(self.get(PROMPTS)) * int(self.get(self._of_prompt))
 
     @property
     def shown_responses(self) -> str:
         """What makes `responses` as many, for messages."""
-        return self.show(*(RESPONSES if self.get(RESPONSES[1]) != 1 else RESPONSES[:1]))
+        return self.show(PROMPTS, *([self._of_prompt] if self.get(self._of_prompt) != 1 else []))
+
+    @property
+    def _of_prompt(self) -> str:
+        return GROUP if self.get(BEST) is None else BEST
 
     @property
     def rollout_ranks(self) -> int:

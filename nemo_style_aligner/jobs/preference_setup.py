@@ -17,6 +17,7 @@ from nemo_style_aligner.data.datasets import (
     Dataset,
     DataSource,
     JudgedDataset,
+    JudgedItem,
     MismatchedDataset,
     PreferenceDataset,
     PreferenceItem,
@@ -123,13 +124,17 @@ def pair_dataset(
     return source.build(lambda paths: PreferenceDataset(paths, tokenizer, _encoder_settings(data), rewards))
 
 
+def judged_dataset(cfg: DictConfig, source: DataSource, tokenizer: Tokenizer) -> tuple[Dataset[JudgedItem], TextFormat]:
+    """The judged responses of a part of ``model.data.data_prefix``, and how their texts are written."""
+    return source.build(lambda paths: JudgedDataset(paths, tokenizer, _encoder_settings(cfg.model.data)))
+
+
 def mismatched_dataset(
     cfg: DictConfig, source: DataSource, tokenizer: Tokenizer
 ) -> tuple[Dataset[PreferenceItem], TextFormat]:
-    """The judged responses of a part of ``model.data.data_prefix``, and how their texts are written."""
-    data = cfg.model.data
-    judged, written = source.build(lambda paths: JudgedDataset(paths, tokenizer, _encoder_settings(data)))
-    return MismatchedDataset(judged, int(cfg.model.seed), int(data.seq_length)), written
+    """`judged_dataset`, each response with a mismatched one beside it."""
+    judged, written = judged_dataset(cfg, source, tokenizer)
+    return MismatchedDataset(judged, int(cfg.model.seed), int(cfg.model.data.seq_length)), written
 
 
 def preference_collate(tokenizer: Tokenizer) -> Callable[[Sequence[PreferenceItem], torch.Tensor], PreferenceBatch]:

@@ -69,6 +69,18 @@ class GroupedSamples:
         mean = least + (self._sum(shifted) - shifted) / others.clamp(min=1)
         return torch.where(others > 0, mean, x)
 
+    def best(self, x: torch.Tensor, count: int) -> list[int]:
+        """The ``count`` samples of each group with the largest numbers, in their order; earlier ones where equal.
+
+        Samples that do not count come after all others.
+        """
+        ranked = x.masked_fill(~self.counts, -torch.inf).sort(descending=True, stable=True).indices
+        index = self._index[ranked]
+        by_group = index.sort(stable=True)
+        place = torch.arange(len(x)) - torch.searchsorted(by_group.values, by_group.values)
+        chosen: list[int] = ranked[by_group.indices[place < count]].sort().values.tolist()
+        return chosen
+
     def is_uniform(self, x: torch.Tensor) -> torch.Tensor:
         """Whether all counting samples of the group have the same number, as a single one has: bool [N].
 
@@ -313,7 +325,16 @@ def reinforce_plus_plus(step: StepRewards) -> Estimate:
     return rewards_to_go, None
 
 
+@estimator()
+def best_of_n(step: StepRewards) -> Estimate:
+    """1 everywhere: what was chosen among a prompt's responses is imitated (RAFT, arXiv:2304.06767).
+
+    The loop chooses [top_n_rollouts]. With the loss of reinforce this is supervised fine-tuning on the best responses.
+    """
+    return step.spread(torch.ones_like(step.rewards)), None
+
+
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
-    {each.name: each for each in (gae, grpo, dr_grpo, rloo, reinforce_plus_plus)}
+    {each.name: each for each in (gae, grpo, dr_grpo, rloo, reinforce_plus_plus, best_of_n)}
 )
 """By the names that ``trainer.ppo.estimator`` takes."""

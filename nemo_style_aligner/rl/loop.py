@@ -166,6 +166,9 @@ class RLTrainer(TrainingLoop):
         consumed, metrics = prompts.batch_size, dict[str, float]()
         if settings.sampling_rounds > 1:
             collected, consumed, metrics = self._with_useful_groups(collected, start, stream)
+        if settings.top_rollouts is not None:
+            collected, of_all = self._best(collected, settings.top_rollouts)
+            metrics |= of_all
         self.schedule.unload()
         self._log(of_generation, "generation/")
         if stream == TRAINING and self.step + 1 < settings.max_steps:
@@ -197,6 +200,14 @@ class RLTrainer(TrainingLoop):
         kept = kept.only(range(len(first) - missing)).followed_by(first.only(spare[:missing]))
         metrics = {"sampling_rounds": rounds, "dropped_samples": dropped - missing, "uninformative_samples": missing}
         return kept, rounds * prompts.batch_size, {name: float(number) for name, number in metrics.items()}
+
+    def _best(self, collected: Collected, count: int) -> tuple[Collected, dict[str, float]]:
+        """The samples with the largest rewards of each group; the mean of all rewards, and of theirs. Collective."""
+        with self.timer("critic_wait"):
+            rewards = collected.wait_for_rewards().rewards
+        best = GroupedSamples(groups=collected.groups, counts=rewards.isfinite()).best(rewards, count)
+        means = {"rewards": rewards.nanmean().item(), "best_rewards": rewards[best].nanmean().item()}
+        return collected.only(best), means
 
     def _useful(self, collected: Collected) -> tuple[list[int], list[int]]:
         """Samples of groups whose rewards differ, and those of the other groups. Collective."""
@@ -389,6 +400,7 @@ class RLTrainer(TrainingLoop):
             **self.train_prompts.sampler(self.consumed_samples).state_dict(),
             "ppo_optimization_step": self.ppo_optimization_step,
             "reinforce_optimization_step": self.ppo_optimization_step,  # its name in REINFORCE's checkpoints' names
+            "rs_optimization_step": self.ppo_optimization_step,  # and in those of best of n
             "redrawn_samples": self.redrawn_samples,
             "warm_up_rounds": self.warm_up_rounds,
             "generation": self.schedule.state_dict(self.step),
@@ -407,7 +419,8 @@ class RLTrainer(TrainingLoop):
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
         if self.step > 0:  # before that, consumed_samples counts the warm-up's prompts
             prompts = self.train_prompts
-            minibatches = prompts.batch_size * prompts.samples_per_prompt // self.settings.global_batch_size
+            of_prompt = self.settings.top_rollouts or prompts.samples_per_prompt
+            minibatches = prompts.batch_size * of_prompt // self.settings.global_batch_size
             in_first_rounds = prompts.sampler(max(0, self.consumed_samples - self.redrawn_samples))
             steps_left = in_first_rounds.batches_until(self.settings.max_epochs)
             self.bound_steps(steps_left, self.ppo_optimization_step, minibatches * self.settings.num_ppo_epochs)

@@ -27,6 +27,8 @@ class RLSettings(LoopSettings):
         takes_engine_logprobs: the policy's log-probs are those that the engine reported [policy_logprobs].
         sampling_rounds: how often prompts are drawn for a step, at most, until enough groups have rewards that differ
             [dynamic_sampling]; 1: once, whatever the rewards.
+        top_rollouts: of each prompt's responses, train on so many, those with the largest rewards; None: on all of them
+            [top_n_rollouts].
         advantages: how rewards become advantages.
         nonfinite: what to do about NaN and Inf [on_nonfinite].
     """
@@ -40,6 +42,7 @@ class RLSettings(LoopSettings):
     staleness: int
     takes_engine_logprobs: bool
     sampling_rounds: int
+    top_rollouts: int | None
     advantages: AdvantageSettings
     nonfinite: NonFinitePolicy
 
@@ -66,6 +69,7 @@ class RLSettings(LoopSettings):
             staleness=int(ppo.staleness),
             takes_engine_logprobs=ppo.policy_logprobs == "engine",
             sampling_rounds=int(drawing.max_rounds) if drawing.enable else 1,
+            top_rollouts=ppo.top_n_rollouts,
             advantages=AdvantageSettings(
                 estimator=estimator,
                 kl_coef=float(ppo.initial_policy_kl_penalty) if ppo.kl_in == "reward" else 0.0,

@@ -1,0 +1,26 @@
+"""Best of n (rejection sampling): python train_gpt_rs_actor.py pretrained_checkpoint.restore_from_path=sft.nemo ...
+
+The reward service (serve_reward_model.py or serve_reward_function.py) must be running or starting,
+unless trainer.rs.rewards names other sources; there is no critic.
+"""
+
+try:
+    import nemo_style_aligner  # noqa: F401
+except ModuleNotFoundError as error:
+    raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
+
+from omegaconf import DictConfig
+
+from nemo_style_aligner.launch.start import job
+
+
+@job("gpt_rs_actor", check="nemo_style_aligner.jobs.config_checks.check_job")
+def main(cfg: DictConfig) -> int:
+    # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
+    from nemo_style_aligner.jobs.rl_setup import run_actor
+
+    return run_actor(cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""DPO and KTO on a small model, in this process and, ``python multirank_preferences.py <folder>``, at several layouts.
+
+That leaves ``<folder>/<method>_<layout>.pt``: what a validation and two updates report, and the weights at the end.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from ranks import fork_ranks
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.config.loading import check_config, load_defaults
+from nemo_style_aligner.data.jsonl import write_jsonl
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.jobs.job_setup import Run
+from nemo_style_aligner.jobs.preference_setup import build_dpo_trainer, build_kto_trainer
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.parallel.groups import current_layout, initialize_model_parallel
+from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.training.run_control import RunControl
+from nemo_style_aligner.training.supervised import SupervisedTrainer
+from nemo_style_aligner.weights.stream import export_weights
+
+LAYOUTS = {"one": (1, 1, 1), "tensor": (2, 1, 2), "pipeline": (1, 2, 2), "data": (1, 1, 2)}  # tp, pp, ranks
+BUILD = {"dpo": build_dpo_trainer, "kto": build_kto_trainer}
+
+
+def make_files(folder: Path) -> None:
+    """``base.nemo`` and 12 lines of data for each method. Needs a process group."""
+    generator = random.Random(1)
+
+    def word(least: int, most: int) -> str:
+        return " " + "".join(generator.choices("abcdefgh", k=generator.randint(least, most)))
+
+    pairs = [
+        {"prompt": f"Q{word(2, 9)}:", "chosen": word(1, 12), "rejected": word(1, 12), "chosen_reward": n / 4}
+        for n in range(12)
+    ]
+    judged = [
+        {"prompt": pair["prompt"], "completion": pair[("chosen", "rejected")[n % 3 == 0]], "label": n % 3 != 0}
+        for n, pair in enumerate(pairs)
+    ]
+    write_jsonl(folder / "dpo.jsonl", pairs)
+    write_jsonl(folder / "kto.jsonl", judged)
+    tokenizer = train_character_tokenizer("abcdefghQ: ", folder / "tokenizer")
+    shape = ModelArchitecture(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=2,
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=64,
+        init_method_std=0.2,
+    )
+    model = build_model(shape, {}, torch.float32, trainable=False)
+    config = shape.to_nemo_config() | {"encoder_seq_length": 64}
+    save_nemo(folder / "base.nemo", model, config, folder / "tokenizer")
+
+
+def trainer_for(method: str, folder: Path, log_dir: Path, *keys: str) -> SupervisedTrainer:
+    """The trainer that the script builds, with these keys, on ranks that have met in their layout."""
+    given = [
+        "trainer.precision=32",
+        f"exp_manager.explicit_log_dir={log_dir}",
+        f"pretrained_checkpoint.restore_from_path={folder / 'base.nemo'}",
+        f"model.data.data_prefix={{train: [{folder / method}.jsonl], validation: [{folder / method}.jsonl]}}",
+        *("model.encoder_seq_length=64", "model.global_batch_size=6", "model.data.append_eod=True"),
+        *("model.optim.name=sgd", "model.optim.lr=0.1", "model.optim.weight_decay=0", "model.optim.sched=null"),
+        f"trainer.{method}.gradient_clip_val=0",
+        *keys,
+    ]
+    cfg = load_defaults(f"gpt_{method}")
+    for key, _, value in (line.partition("=") for line in given):
+        OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, merge=False)
+    check_config(cfg, f"gpt_{method}")
+    assert isinstance(cfg, DictConfig)
+    checkpoints = CheckpointManager(log_dir / "checkpoints", CheckpointSettings.from_config(cfg.exp_manager))
+    metrics = MetricsLogger.from_config(cfg.exp_manager, log_dir, dist.get_rank())
+    run = Run(log_dir, current_layout(), metrics, RunControl(), checkpoints)
+    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    return BUILD[method](cfg, run, base)
+
+
+def weights_of(trainer: SupervisedTrainer) -> dict[str, torch.Tensor]:
+    """Copies, by their Hugging Face names."""
+    return {name: tensor.clone() for name, tensor in export_weights(trainer.model)}
+
+
+def report(trainer: SupervisedTrainer) -> dict[str, Any]:
+    """Of two updates and a validation, which has a last, smaller batch."""
+    updates = [trainer.update(range(6)), trainer.update(range(6, 12))]
+    return {"updates": updates, "validation": trainer.validate(), "weights": weights_of(trainer)}
+
+
+def main(folder: Path) -> None:
+    fork_ranks(1, lambda: (initialize_model_parallel(1, 1, seed=3), make_files(folder)))
+    for method in BUILD:
+        for name, (tp, pp, ranks) in LAYOUTS.items():
+
+            def action() -> None:
+                initialize_model_parallel(tp, pp, seed=3)  # noqa: B023
+                keys = (f"model.tensor_model_parallel_size={tp}", f"model.pipeline_model_parallel_size={pp}")  # noqa: B023
+                result = report(trainer_for(method, folder, folder / f"{method}_{name}", *keys))  # noqa: B023
+                if dist.get_rank() == 0:
+                    torch.save(result, folder / f"{method}_{name}.pt")  # noqa: B023
+
+            fork_ranks(ranks, action)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
