@@ -3,7 +3,8 @@
     python benchmarks/memory.py [--shape smollm2-135m] [--precision 32] [--sequences 16] [--json FILE]
 
 The cases, each in a process of its own, are packed rows with activations kept, recomputed selectively, and recomputed
-fully; and, for comparison, rows padded to the longest, with logits of all positions.
+fully, and with adapters of rank 32 beside all linear layers (docs/lora.md); and, for comparison, rows padded to the
+longest, with logits of all positions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from training_pass import OPTIM, Workload, add_batching_arguments, add_workload_
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.checkpoints.sharded_tensors import model_parts
 from nemo_style_aligner.checkpoints.sharded_writing import own_parts, snapshot
 from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.models import gpt, logprobs
@@ -41,6 +41,7 @@ from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.layer_kernels import best_kernels
 from nemo_style_aligner.models.layers import uses_torch_attention, uses_transformer_engine
 from nemo_style_aligner.models.linear import widened
+from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches
 from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
@@ -49,7 +50,8 @@ from nemo_style_aligner.models.products import own_kernels
 from nemo_style_aligner.parallel.groups import device, single_process
 from nemo_style_aligner.telemetry.timers import peak_meter
 
-CASES = ("packed", "selective", "full", "padded")
+CASES = ("packed", "selective", "full", "lora", "padded")
+LORA = {"peft_scheme": "lora", "lora_tuning": {"target_modules": ["all"], "adapter_dim": 32}}
 _PHASES = ("weights, gradients, Adam", "log-probs", "forward + backward", "update", "copy for a save")
 
 
@@ -60,10 +62,17 @@ class Model:
     architecture: ModelArchitecture
     dtype: torch.dtype
 
-    @property
-    def static(self) -> int:
-        """Weights, fp32 gradients, moments, and fp32 main weights in bf16."""
-        return self.architecture.num_parameters * (18 if self.dtype == torch.bfloat16 else 16)
+    def trained(self, case: str) -> int:
+        """Numbers that are trained."""
+        lora = LoraSettings.from_config({"peft": LORA})
+        assert lora is not None
+        return lora.num_parameters(self.architecture) if case == "lora" else self.architecture.num_parameters
+
+    def static(self, case: str) -> int:
+        """Weights; and of what is trained fp32 gradients, moments, and fp32 main weights in bf16."""
+        trained, is_bf16 = self.trained(case), self.dtype == torch.bfloat16
+        frozen = self.architecture.num_parameters if case == "lora" else 0
+        return frozen * self.dtype.itemsize + trained * (18 if is_bf16 else 16)
 
     def activations(self, tokens: int, case: str) -> int:
         """Bytes kept for the backward pass of a micro batch."""
@@ -150,6 +159,7 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
     start = settled(take_peak)
     granularity = case if case in ("selective", "full") else None
     config = {"optim": OPTIM, "activations_checkpoint_granularity": granularity}
+    config |= {"peft": LORA} if case == "lora" else {}
     model = build_model(model_of_memory.architecture, config, model_of_memory.dtype)
     optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-6, name="constant"), 1.0)
     batching = MicroBatching(args.padded_rows, None if is_padded else args.max_tokens)
@@ -174,7 +184,7 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
         forward(model, batch, None, batching, lambda x, _: x, scoring=Scoring())
 
     def copy() -> None:
-        snapshot(own_parts(model_parts(model.gpt)))
+        snapshot(own_parts(part for _, parts in model.trained_parts() for part in parts))
 
     static = settled(take_peak)
     measured = {"weights, gradients, Adam": static - start}
@@ -196,14 +206,14 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
     positions = max(sum(asked.num_outputs[i] for i in part) for part in parts)
     m = model_of_memory
     predicted = {
-        "weights, gradients, Adam": m.static,
+        "weights, gradients, Adam": m.static(case),
         "log-probs": m.output_layer(positions, is_padded)
         - m.output_layer(0, is_padded)
         + m.packed_weights(len(parts), case, directions=1),
         "forward + backward": m.activations(tokens, case)
         + m.output_layer(positions, is_padded)
         + m.packed_weights(len(parts), case, directions=2),
-        "copy for a save": m.architecture.num_parameters * m.dtype.itemsize,
+        "copy for a save": m.trained(case) * m.dtype.itemsize,
     }
     return {"tokens": tokens, "positions": positions, "measured": measured, "predicted": predicted}
 

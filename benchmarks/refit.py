@@ -42,6 +42,7 @@ from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.models.gpt import build_model, parse_precision
+from nemo_style_aligner.models.lora import LoraSettings, add_adapters
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.weights.stream import DEFAULT_BUCKET_BYTES, export_weights, lendable_weights
 
@@ -57,6 +58,7 @@ class Case:
     pipeline_parallel: int
     engine_tensor_parallel: int
     step: StepChoice = "auto"
+    adapters: bool = False  # of rank 32, beside all linear layers
 
     @property
     def num_ranks(self) -> int:
@@ -67,7 +69,9 @@ class Case:
 CASES = (
     Case("same layout", 1, 1, 1),
     Case("same layout, in torch", 1, 1, 1, step="torch"),  # which computes with the trainer's weights in place
+    Case("same layout, adapters", 1, 1, 1, adapters=True),
     Case("TP 2 to whole", 2, 1, 1),
+    Case("TP 2 to whole, adapters", 2, 1, 1, adapters=True),
     Case("PP 2 to whole", 1, 2, 1),
     Case("PP 2 to TP 2", 1, 2, 2),
 )
@@ -151,6 +155,8 @@ def run_rank(rank: int, shape: str, case: Case, args: argparse.Namespace, rendez
     initialize_model_parallel(case.tensor_parallel, case.pipeline_parallel, seed=1)
     architecture, dtype = SHAPES[shape], parse_precision(args.precision)
     model = build_model(architecture, {}, dtype, trainable=False)
+    if case.adapters:
+        model.adapters = add_adapters(model.gpt, architecture, model.layout, LoraSettings(("all",), 32, 32.0))
     engine = EmbeddedEngine(
         architecture,
         dtype=dtype,

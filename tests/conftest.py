@@ -37,6 +37,7 @@ SLOWEST_FILES = (
     "test_supervised_jobs.py",
     "test_ppo_invariance.py",
     "test_weights.py",
+    "test_lora.py",
     "test_recovery.py",
     "test_benchmarks.py",
     "test_watchdog.py",

@@ -460,7 +460,7 @@ def test_keys_without_effect_are_reported_with_one_line_each() -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["model.peft.peft_scheme=lora", "model.data.data_impl=mmap", "model.virtual_pipeline_model_parallel_size=2"],
+    ["model.peft.peft_scheme=ptuning", "model.data.data_impl=mmap", "model.virtual_pipeline_model_parallel_size=2"],
 )
 def test_legacy_values_that_would_mean_something_else_are_errors(override: str) -> None:
     cfg = composed("gpt_ppo_actor", override)

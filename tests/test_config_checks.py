@@ -249,6 +249,7 @@ def test_key_norms_other_than_rmsnorm_are_refused(model: Path) -> None:
 
 
 # job, ranks, what is typed, what the message must say (a part of one line each)
+LORA, SMALL = "model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"
 WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "rollouts": (
         "gpt_ppo_actor", 1, "model.ppo.num_rollout_samples=100",
@@ -793,6 +794,44 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "rotated share": (
         "gpt_sft", 1, "model.rotary_percentage=.inf", ("rotary_percentage must be a number above 0, got inf",),
     ),
+    "adapters of unknown layers": (
+        "gpt_sft", 1, f"{LORA} 'model.peft.lora_tuning.target_modules=[attention_qkv, q_proj]'",
+        ("target_modules=['attention_qkv', 'q_proj']: choose among attention_qkv, attention_dense",),
+    ),
+    "adapters of no layer": ("gpt_sft", 1, f"{LORA} model.peft.lora_tuning.target_modules=[]", ("choose among",)),
+    "large adapters": (
+        "training_rm", 1, f"{LORA} model.peft.lora_tuning.adapter_dim=33",
+        ("adapter_dim=33: a matrix of the model has only 16 rows or columns",),
+    ),
+    "adapters of layers that are not there": (
+        "gpt_ppo_critic", 1, f"{LORA} 'model.peft.lora_tuning.layer_selection=[3, 7]' {SMALL}",
+        ("layer_selection=[3, 7]: the model has layers 1 to 6",),
+    ),
+    "stages without adapters": (
+        "gpt_ppo_actor", 3,
+        f"{LORA} 'model.peft.lora_tuning.layer_selection=[1, 3, 4]' model.pipeline_model_parallel_size=3 {SMALL}",
+        ("every pipeline stage needs a layer with an adapter",),
+    ),
+    "adapters that never learn": (
+        "gpt_sft", 1, f"{LORA} {SMALL} model.peft.lora_tuning.column_init_method=zero", ("this never learns",),
+    ),
+    "tied adapters": (
+        "gpt_sft", 1, f"{LORA} {SMALL} model.peft.lora_tuning.weight_tying=True", ("weight_tying=True: not supported",),
+    ),
+    "adapters to begin with": (
+        "gpt_sft", 1, "model.peft.restore_from_path=/none", ("restore_from_path=/none: needs model.peft",),
+    ),
+    "adapters that are not there": (
+        "gpt_sft", 1, f"{LORA} {SMALL} model.peft.restore_from_path=/none", ("there is no adapter at /none",),
+    ),
+    "kept passes with dropout of adapters": (
+        "gpt_ppo_critic", 1, f"{LORA} {SMALL} model.peft.lora_tuning.adapter_dropout=0.1 model.keep_activations=always",
+        ("model.keep_activations=always: with dropout",),
+    ),
+    "p-tuning": (
+        "gpt_sft", 1, "model.peft.peft_scheme=ptuning", ("model.peft.peft_scheme=ptuning: choose none or lora",),
+    ),
+    "IA3": ("gpt_sft", 1, "model.peft.ia3_tuning.layer_selection=[1]", ("of NeMo's schemes there is lora",)),
     "unknown architecture": ("training_rm", 1, "model.activation=relu", ("model.activation='relu' is not one of",)),
 }  # fmt: skip
 

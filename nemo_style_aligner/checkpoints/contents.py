@@ -33,7 +33,6 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     Part,
     below,
     load_sharded_tensors,
-    model_parts,
 )
 from nemo_style_aligner.checkpoints.sharded_writing import (
     bytes_to_write,
@@ -94,12 +93,12 @@ def take(
         TypeError: ``trainer_state`` is not JSON.
     """
     state: dict[str, Any] = {"trainer": dict(trainer_state), "layout": _layout(model)}
-    weights, moments = model_parts(model.gpt), []
+    weights, moments = _weights(model), []
     if optimizer is not None:
         state["optimizer"] = optimizer_counters(optimizer)
         moments = optimizer_parts(optimizer, model)
     for name, (other, its_optimizer) in (beside or {}).items():
-        weights += below(f"{BESIDE_PREFIX}{name}.", model_parts(other.gpt))
+        weights += below(f"{BESIDE_PREFIX}{name}.", _weights(other))
         moments += below(f"{BESIDE_PREFIX}{name}.", optimizer_parts(its_optimizer, other))
         state.setdefault("beside", {})[name] = optimizer_counters(its_optimizer)
     if spoilt := nonfinite_tensors([*weights, *moments]):
@@ -159,7 +158,7 @@ def restore(
         prefix = f"{BESIDE_PREFIX}{name}."
         with open_source(directory) as source:
             ignored = (MODEL_PREFIX, OPTIMIZER_PREFIX, prefix + OPTIMIZER_PREFIX)
-            load_sharded_tensors(below(prefix, model_parts(other.gpt)), source, STATE, ignored=ignored)
+            load_sharded_tensors(below(prefix, _weights(other)), source, STATE, ignored=ignored)
             load_optimizer(its_optimizer, other, state["beside"][name], source, STATE, prefix)
     if state["layout"] != _layout(model):
         warn_for_all_ranks(logger, "%s was saved with %s: random streams start anew", directory, state["layout"])
@@ -171,9 +170,13 @@ def restore(
 
 
 def restore_model(directory: Path, model: MegatronModel) -> None:
-    """Load a checkpoint's weights and nothing else."""
+    """Load a checkpoint's weights, or those of its adapters, and nothing else."""
     with open_source(directory) as source:
-        load_sharded_tensors(model_parts(model.gpt), source, STATE, ignored=(OPTIMIZER_PREFIX, BESIDE_PREFIX))
+        load_sharded_tensors(_weights(model), source, STATE, ignored=(OPTIMIZER_PREFIX, BESIDE_PREFIX))
+
+
+def _weights(model: MegatronModel) -> list[Part]:
+    return [part for _, parts in model.trained_parts() for part in parts]
 
 
 def _write_synced(path: Path, content: str) -> None:

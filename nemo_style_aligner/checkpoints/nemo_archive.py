@@ -38,6 +38,7 @@ from nemo_style_aligner.checkpoints.file_source import (
 )
 from nemo_style_aligner.checkpoints.manifest import describe_files, find_changes
 from nemo_style_aligner.checkpoints.sharded_tensors import (
+    HEAD_PREFIX,
     MODEL_PREFIX,
     CheckpointMismatchError,
     Part,
@@ -62,11 +63,12 @@ IS_CRITIC = "is_critic"
 """Key in ``model_config.yaml`` of a critic's archive."""
 
 _CONFIG = "model_config.yaml"
-_WEIGHTS = "model_weights"
+WEIGHTS = "model_weights"
+"""The folder of an archive's distributed checkpoint."""
+
 _TOKENIZER = "tokenizer"
 _CHECKSUMS = "checksums.json"
 _HF_CONFIG = "config.json"
-_HEAD = MODEL_PREFIX + "rm_head."
 _OUTPUT_LAYER = MODEL_PREFIX + "output_layer."
 _EMBEDDING = MODEL_PREFIX + "embedding.word_embeddings.weight"
 _WHAT_TO_DO = (
@@ -90,7 +92,7 @@ def save_nemo(
 
     Args:
         path: on a file system that all ranks share.
-        model: its weights are written as they are.
+        model: its weights are written as they are, or merged with their adapters.
         model_config: the contents of ``model_config.yaml``; only rank 0's is used.
         tokenizer: what the archive gets, or the folder of its Hugging Face files; None for none. Rank 0's is used.
 
@@ -98,7 +100,7 @@ def save_nemo(
         OSError: it could not be written, or does not fit on the disk; what was at ``path`` is still there.
         ValueError: ``path`` is a directory.
     """
-    write_nemo(path, own_parts(model_parts(model.gpt)), model_config, tokenizer)
+    write_nemo(path, own_parts(model.merged_parts()), model_config, tokenizer)
 
 
 def write_nemo(
@@ -119,7 +121,7 @@ def write_nemo(
     size = bytes_to_write(tensors, group)
     on_first_rank(lambda: _prepare(path, staging, 2 * size), group)
     try:
-        write_tensors(tensors, staging / _WEIGHTS, group)
+        write_tensors(tensors, staging / WEIGHTS, group)
         on_first_rank(lambda: _write_small_files(staging, model_config, tokenizer), group)
         checksums = describe_files(staging, group)
         patiently_on_first_rank(lambda: _pack(path, staging, checksums), group)
@@ -142,7 +144,7 @@ def make_place(path: Path) -> None:
 def _prepare(path: Path, staging: Path, size: int) -> None:
     make_place(path)
     remove_path(staging)
-    (staging / _WEIGHTS).mkdir(parents=True)
+    (staging / WEIGHTS).mkdir(parents=True)
     require_space(staging, size)
 
 
@@ -282,7 +284,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
     with open_source(path) as source:
         if problems := find_changes(source, _stored_checksums(source)):
             raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it again")
-        stored = stored_shapes(source, _WEIGHTS)
+        stored = stored_shapes(source, WEIGHTS)
         per_layer_keys = any(key.startswith(f"{MODEL_PREFIX}decoder.layers.0.") for key in stored)
         parts = model_parts(model.gpt, per_layer_keys=per_layer_keys)
         rows, vocab_size = stored.get(_EMBEDDING, (0,))[0], model.architecture.vocab_size
@@ -298,8 +300,8 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
                 f"{path} has a reward head: it is a reward model's or a critic's. Give a language model "
                 "(train_gpt_sft.py makes one)"
             )
-        optional, ignored = ((_HEAD,), (_OUTPUT_LAYER,)) if head else ((), ())
-        load_sharded_tensors(parts, source, _WEIGHTS, optional=optional, ignored=ignored)
+        optional, ignored = ((HEAD_PREFIX,), (_OUTPUT_LAYER,)) if head else ((), ())
+        load_sharded_tensors(parts, source, WEIGHTS, optional=optional, ignored=ignored)
 
 
 def require_weights(path: Path, architecture: ModelArchitecture) -> None:
@@ -308,13 +310,13 @@ def require_weights(path: Path, architecture: ModelArchitecture) -> None:
     For the errors see `ModelArchitecture.require_weights` and `load_nemo_weights`.
     """
     with open_source(path) as source:
-        architecture.require_weights(stored_shapes(source, _WEIGHTS).values(), path)
+        architecture.require_weights(stored_shapes(source, WEIGHTS).values(), path)
 
 
 def require_reward_head(path: Path) -> None:
     """Raise CheckpointMismatchError if an archive is a language model's or a critic's, whose heads give no rewards."""
     with open_source(path) as source:
-        _require_reward_head(source, stored_shapes(source, _WEIGHTS))
+        _require_reward_head(source, stored_shapes(source, WEIGHTS))
 
 
 def _require_reward_head(source: FileSource, stored: Iterable[str]) -> None:
@@ -332,7 +334,7 @@ def _require_reward_head(source: FileSource, stored: Iterable[str]) -> None:
 
 def has_reward_head(stored: Iterable[str]) -> bool:
     """Whether these keys of a model's tensors, in an archive or a training checkpoint, include a reward head's."""
-    return any(key.startswith(_HEAD) for key in stored)
+    return any(key.startswith(HEAD_PREFIX) for key in stored)
 
 
 def load_nemo_tokenizer(path: Path) -> Tokenizer:

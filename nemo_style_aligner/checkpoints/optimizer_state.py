@@ -28,7 +28,6 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     Part,
     below,
     load_sharded_tensors,
-    parameter_parts,
 )
 from nemo_style_aligner.checkpoints.sharded_writing import own_parts
 
@@ -143,7 +142,7 @@ def _state_parts(optimizer: MegatronOptimizer, model: MegatronModel) -> Iterator
     """
     _make_ready(optimizer)
     shards = _own_ranges(optimizer) if isinstance(optimizer, DistributedOptimizer) else None
-    for parameter, parts in parameter_parts(model.gpt):
+    for parameter, parts in model.trained_parts():
         if not parameter.requires_grad or (shards is not None and parameter not in shards):
             continue
         start, stop = (0, parameter.numel()) if shards is None else shards[parameter]

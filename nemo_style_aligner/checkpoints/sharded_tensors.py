@@ -29,6 +29,12 @@ from nemo_style_aligner.wording import some_of
 MODEL_PREFIX = "model."
 """Prefix of the keys of a model's tensors, in training checkpoints and in archives."""
 
+HEAD_PREFIX = MODEL_PREFIX + "rm_head."
+"""Prefix of the keys of a reward head."""
+
+ADAPTER_PREFIX = MODEL_PREFIX + "adapter."
+"""Prefix of the keys of a model's adapters; then come PEFT's names."""
+
 OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the keys of an optimizer's tensors, in training checkpoints."""
 
@@ -86,11 +92,15 @@ def below(prefix: str, parts: Iterable[Part]) -> list[Part]:
 
 
 def parameter_parts(gpt: Any, *, per_layer_keys: bool = False) -> list[tuple[torch.Tensor, list[Part]]]:
-    """`model_parts` by parameter, which has several if it is stored as several (gate and up projections)."""
+    """`model_parts` by parameter, which has several if it is stored as several (gate and up projections).
+
+    Adapters describe their own.
+    """
     metadata = {"non_homogeneous_layers": True} if per_layer_keys else None
     states = gpt.sharded_state_dict(prefix=MODEL_PREFIX, metadata=metadata).values()
     # Transformer Engine adds pickled objects.
-    return [(s.data, _parts(s)) for s in states if isinstance(s, ShardedTensor | ShardedTensorFactory)]
+    tensors = (s for s in states if isinstance(s, ShardedTensor | ShardedTensorFactory))
+    return [(s.data, _parts(s)) for s in tensors if ".adapter." not in s.key]
 
 
 def _parts(state: Any) -> list[Part]:

@@ -49,8 +49,8 @@ from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import Manifest, find_damage
 from nemo_style_aligner.checkpoints.nemo_archive import write_nemo
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, Part, model_parts
-from nemo_style_aligner.checkpoints.sharded_writing import bytes_of_snapshot, own_parts
+from nemo_style_aligner.checkpoints.sharded_tensors import HEAD_PREFIX, MODEL_PREFIX, Part
+from nemo_style_aligner.checkpoints.sharded_writing import bytes_of_snapshot, own_parts, snapshot
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.parallel.agreement import on_first_rank
@@ -78,10 +78,14 @@ _PUBLISH_POLL_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class NemoExport:
-    """What a .nemo archive needs besides the weights: ``model_config.yaml`` and a tokenizer."""
+    """What a .nemo archive needs besides the weights: ``model_config.yaml`` and a tokenizer.
+
+    ``is_adapter``: of a model with adapters, the archive has these alone; otherwise its weights are merged with them.
+    """
 
     model_config: Mapping[str, Any]
     tokenizer: Tokenizer | None
+    is_adapter: bool = False
 
 
 class NoCheckpointError(UserError, FileNotFoundError):
@@ -190,7 +194,8 @@ class CheckpointManager:
         in_background = self.settings.async_save and self._has_memory_for(contents)
         manifest = Manifest(sequence, step, _finite(values.get(monitor or "")), {}, self._resumed_from, monitor)
         contents = contents.copied() if in_background else contents
-        write = functools.partial(self._write, target, manifest, contents, protected, before_publishing)
+        archived = self._archived(model, contents) if self.settings.always_save_nemo else []
+        write = functools.partial(self._write, target, manifest, contents, archived, protected, before_publishing)
         written = self._writer.run(write, started, on_end or (lambda _: None), in_background=in_background)
         self._current, self._is_archived = target, self.settings.always_save_nemo
         return written
@@ -233,6 +238,7 @@ class CheckpointManager:
         target: Path,
         manifest: Manifest,
         contents: Contents,
+        archived: Sequence[Part],
         protected: Collection[Path],
         before_publishing: MayPublish | None,
         group: dist.ProcessGroup | None,
@@ -243,6 +249,7 @@ class CheckpointManager:
         Args:
             target: the checkpoint's path once it is complete.
             manifest: without its files.
+            archived: what the archive gets, if there is to be one.
             protected, before_publishing: see `save`.
             is_whole: called once the checkpoint is complete, before the archive is written.
         """
@@ -257,7 +264,18 @@ class CheckpointManager:
             on_first_rank(lambda: self._files.publish(target, protected), group)
         is_whole()
         if self.settings.always_save_nemo:
-            self._export([part for part in contents.tensors if part.key.startswith(MODEL_PREFIX)], group)
+            self._export(archived, group)
+
+    def _archived(self, model: MegatronModel, contents: Contents) -> list[Part]:
+        """What an archive beside a checkpoint gets: copies, but for weights that are never trained."""
+        if not self._merges(model):
+            return [part for part in contents.tensors if part.key.startswith(MODEL_PREFIX)]
+        parts = own_parts(model.merged_parts())
+        heads = snapshot(part for part in parts if part.key.startswith(HEAD_PREFIX))
+        return [part for part in parts if not part.key.startswith(HEAD_PREFIX)] + heads
+
+    def _merges(self, model: MegatronModel) -> bool:
+        return bool(model.adapters) and self.nemo is not None and not self.nemo.is_adapter
 
     @contextlib.contextmanager
     def _given_up_on_failure(self, target: Path, size: int, group: dist.ProcessGroup | None) -> Iterator[None]:
@@ -303,7 +321,8 @@ class CheckpointManager:
             restore_model(best, model)
         elif self._is_archived:
             return
-        self._export(own_parts(model_parts(model.gpt)), self._writer.group)
+        trained = [part for _, parts in model.trained_parts() for part in parts]
+        self._export(own_parts(model.merged_parts() if self._merges(model) else trained), self._writer.group)
         if best is not None and current is not None:
             restore_model(current, model)
 

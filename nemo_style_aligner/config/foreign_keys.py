@@ -143,7 +143,16 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("model.steerlm2.*", "has no effect: SteerLM 2 is not part of this project"),
     ForeignKey("model.regression.loss_func", "only the mean squared error is supported", allowed=("regression",)),
     ForeignKey("model.regression.load_rm_head_weights", "has no effect: a head in the checkpoint is always loaded"),
-    ForeignKey("model.peft.peft_scheme", "only full fine-tuning is supported", allowed=_NONE),
+    *(
+        ForeignKey(f"model.peft.{name}", "not supported: of NeMo's schemes there is lora", allowed=_NONE)
+        for name in ("adapter_tuning*", "ia3_tuning*", "p_tuning*", "selective_tuning*", "sdlora*", "qlora*")
+    ),
+    ForeignKey("model.peft.restore_from_ckpt.*", "give the adapter's path as restore_from_path", allowed=_NONE),
+    ForeignKey("model.peft.lora_tuning.variant", "only LoRA's own form is supported", allowed=("nemo", *_NONE)),
+    ForeignKey("model.peft.lora_tuning.dropout_position", "dropout is of the input", allowed=("pre", *_NONE)),
+    ForeignKey("model.peft.lora_tuning.*", "not supported", allowed=(*_NONE, False)),
+    # In a job that only serves a model
+    ForeignKey("model.peft.peft_scheme", "nothing is trained in this job: give it a merged model", allowed=_NONE),
     ForeignKey("model.peft.*", "has no effect without a peft_scheme"),
     ForeignKey("model.overwrite_base_config.*", "has no effect: the data section of a checkpoint is never read"),
     ForeignKey(

@@ -48,6 +48,7 @@ Steps = Annotated[int, Range(1, also=-1)]  # 0 steps would load a model only to 
 Files = str | list[Any]
 
 Action = Literal["stop", "skip"]
+InitMethod = Literal["xavier", "kaiming", "normal", "zero"]
 KLEstimator = Literal["abs", "k1", "k2", "k3"]
 KeepChoice = Literal["auto", "always", "never"]
 LogFormat = Literal["text", "json"]
@@ -126,6 +127,30 @@ class Model(Section):
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 1234  # random seed: order of the data, sampling, dropout
 
 
+class LoraTuning(Section):
+    # Which linear layers have adapters: attention_qkv, attention_dense, mlp_fc1, mlp_fc2; attention, mlp and all are
+    # several of these.
+    target_modules: list[str] = of(["attention_qkv"])
+    adapter_dim: Count = 32  # rank of the adapters: of each matrix of the Hugging Face model, as in PEFT
+    alpha: Positive | None = None  # what an adapter adds is multiplied by alpha / adapter_dim; null: adapter_dim
+    adapter_dropout: ShareBelow1 = 0.0  # dropout of an adapter's input in training
+    column_init_method: InitMethod = "xavier"  # how the matrix A begins: xavier, kaiming, normal or zero
+    row_init_method: InitMethod = "zero"  # how the matrix B begins; with zero, the model begins as without adapters
+    layer_selection: Annotated[list[int], Range(1)] | None = None  # layers with adapters, from 1 on; null: all
+    weight_tying: bool = False  # True is not supported
+    position_embedding_strategy: str | None = None  # not supported
+
+
+class Peft(Section):
+    # none: every weight is trained; lora: adapters beside frozen weights (docs/lora.md).
+    peft_scheme: Literal["none", "lora"] | None = "none"
+    # Adapters to begin with: a PEFT directory, an adapter's archive or a training checkpoint; null: new ones.
+    restore_from_path: str | None = None
+    # What the job's archives hold: merged (a whole model) or adapter (adapters alone, for restore_from_path).
+    archive: Free[Literal["merged", "adapter"]] = "merged"
+    lora_tuning: LoraTuning
+
+
 class TrainedModel(Model):
     micro_batch_size: Free[Count | None] = 1  # sequences per forward-backward pass and rank, packed without padding
     # At most this many tokens per pass and rank, in place of a number of sequences; longer sequences are computed
@@ -141,6 +166,7 @@ class TrainedModel(Model):
     activations_checkpoint_num_layers: Free[Count | None] = None  # with full: layers per recomputed block
     hidden_dropout: ShareBelow1 | None = 0.0  # dropout in training: of the outputs of embedding, attention, MLP
     attention_dropout: ShareBelow1 | None = 0.0  # dropout in training: of the attention weights
+    peft: Peft
 
 
 class Schedule(Section):

@@ -53,9 +53,11 @@ from nemo_style_aligner.jobs.path_checks import (
     secret_problems,
 )
 from nemo_style_aligner.jobs.placement import CRITIC_JOB, critic_config, has_critic_here, of_critic, placement_problems
+from nemo_style_aligner.models.adapter_files import adapter_kind
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import why_not_kept
+from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.parallel.detection import detect_launch
@@ -270,6 +272,32 @@ def _recompute(view: JobView) -> Iterator[str]:
         )
 
 
+# ---- adapters -----------------------------------------------------------------------------------
+
+
+def _adapters(view: JobView) -> Iterator[str]:
+    if not view.has("model.peft"):
+        return
+    start, tuning = "model.peft.restore_from_path", "model.peft.lora_tuning"
+    lora = LoraSettings.from_config(view.cfg.model)
+    if lora is None:
+        if view.get(start):
+            yield f"{view.show(start)}: needs model.peft.peft_scheme=lora"
+        return
+    for key in ("weight_tying", "position_embedding_strategy"):
+        if view.get(f"{tuning}.{key}"):
+            yield f"{view.show(f'{tuning}.{key}')}: not supported; leave it out"
+    if view.architecture is not None:
+        yield from lora.problems(view.architecture, view.pp_size)
+    if view.get(start) and not view.only_generates:
+        try:
+            problem = adapter_kind(Path(str(view.get(start)))).problem(lora)
+        except (OSError, ValueError) as error:
+            problem = f"{view.show(start)}: {error}"
+        if problem:
+            yield problem
+
+
 # ---- passes that are kept -----------------------------------------------------------------------
 
 
@@ -284,7 +312,9 @@ def _keep_activations(view: JobView) -> Iterator[str]:
     if view.get(key) != "always":
         return
     drops_out = any(view.get(f"model.{name}") for name in ("hidden_dropout", "attention_dropout"))
-    reasons = [why_not_kept(has_second and view.get(placement) == "swap", view.pp_size, drops_out)]
+    lora = LoraSettings.from_config(view.cfg.model)  # with it, nothing is swapped
+    swaps = has_second and view.get(placement) == "swap" and lora is None
+    reasons = [why_not_kept(swaps, view.pp_size, drops_out or bool(lora and lora.dropout))]
     logprobs = "trainer.ppo.policy_logprobs"
     if view.is_actor and view.get(GLOBAL_BATCH) not in (None, view.responses):
         reasons.append(f"with {view.shown_responses}, {view.show(GLOBAL_BATCH)} a step makes several updates")
@@ -359,7 +389,7 @@ def _critic_here(view: JobView) -> Iterator[str]:
 
 
 _OF_MODELS: tuple[Check, ...] = (
-    *(_values_that_are_read_as_a_whole, _ranks, _batches, _lengths, _recompute),
+    *(_values_that_are_read_as_a_whole, _ranks, _batches, _lengths, _recompute, _adapters),
     *(_reward_head, _attributes, _schedule_of_the_critic, _keep_activations),
 )
 _CHECKS: tuple[Check, ...] = (

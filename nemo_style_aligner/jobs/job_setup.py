@@ -37,6 +37,7 @@ from nemo_style_aligner.launch.ending import abort_job, failures
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import BaseModel, portable_config
@@ -264,7 +265,9 @@ def forward_batching(section: DictConfig) -> MicroBatching:
 
 def _announce_checkpoints(run: Run, base: BaseModel) -> None:
     """Log how large checkpoints will be, before anything is trained that could not be saved. Collective."""
-    size = base.architecture.num_parameters * (base.dtype.itemsize + _BYTES_OF_STATE)
+    lora = LoraSettings.from_config(base.config)
+    trained = base.architecture.num_parameters if lora is None else lora.num_parameters(base.architecture)
+    size = trained * (base.dtype.itemsize + _BYTES_OF_STATE)
     free = on_first_rank(lambda: shutil.disk_usage(run.log_dir).free)
     logger.info("a checkpoint takes about %s; %s are free in %s", size_of(size), size_of(free), run.log_dir)
     if free < size * _SURELY_NEEDED:
@@ -283,10 +286,16 @@ def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
     For other errors see `base_of_run`.
     """
     config: Any = OmegaConf.to_container(base.config, resolve=True)
-    run.checkpoints.nemo = NemoExport(portable_config(config, base.architecture, cfg.trainer), base.tokenizer)
+    portable, lora = portable_config(config, base.architecture, cfg.trainer), LoraSettings.from_config(config)
+    is_adapter = lora is not None and config["peft"]["archive"] == "adapter"
+    if is_adapter:
+        portable |= {"peft": config["peft"], "seed": config["seed"]}
+    run.checkpoints.nemo = NemoExport(portable, base.tokenizer, is_adapter)
     _announce_checkpoints(run, base)
     began_with = on_first_rank(lambda: base_of_run(base.path, base.tokenizer))
     run.checkpoints.run_settings = {**(run.checkpoints.run_settings or {}), **began_with}
     logger.info(
         "%s: %.1f M parameters, %s, %s", base.path, base.architecture.num_parameters / 1e6, base.dtype, run.layout
     )
+    if lora is not None:
+        logger.info("adapters: %.2f M parameters are trained", lora.num_parameters(base.architecture) / 1e6)

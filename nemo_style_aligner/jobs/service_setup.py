@@ -63,14 +63,15 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         reward_model = RewardModel(weights, head, forward_batching(cfg.model))
     critic = make_critic(cfg, model, head, weights)
     initial_random_states = random_states()
-    # The archive may be a language model's, which has no head: then nothing else keeps the head's initial values.
-    head_parameters = {name: p for name, p in model.gpt.named_parameters() if name.startswith("rm_head.")}
-    initial_head = {name: p.detach().clone() for name, p in head_parameters.items()}
+    # The archive may be a language model's, which has no head: then nothing else keeps the head's initial values. Nor
+    # has it adapters.
+    apart = [p for name, p in model.named_parameters() if name.startswith("rm_head.") or ".adapter." in name]
+    initial = [p.detach().clone() for p in apart]
 
     def reset() -> None:
         load_nemo_weights(base.path, model)
-        for name, values in initial_head.items():
-            head_parameters[name].data.copy_(values)
+        for parameter, values in zip(apart, initial, strict=True):
+            parameter.data.copy_(values)
         critic.optimizer = make_optimizer(cfg, model)
         set_random_states(initial_random_states)
 

@@ -40,9 +40,11 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_to
 from nemo_style_aligner.data.tokenizer_export import save_as_trained
 from nemo_style_aligner.launch.ending import abort_job, shutdown
 from nemo_style_aligner.launch.initialization import initialize
+from nemo_style_aligner.models.adapter_files import adapter_kind, load_adapter, read_adapter, write_peft
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.restore import portable_config
+from nemo_style_aligner.models.lora import LoraSettings, add_adapters
+from nemo_style_aligner.models.restore import portable_config, read_base_config
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
@@ -57,7 +59,7 @@ from nemo_style_aligner.weights.huggingface import (
     require_empty,
     write_checkpoint,
 )
-from nemo_style_aligner.weights.huggingface_config import hf_family, read_architecture
+from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_family, read_architecture
 from nemo_style_aligner.weights.layout import check_shapes, hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import WeightSource, export_weights, import_weights
 
@@ -190,7 +192,8 @@ def checkpoint_to_nemo(
 ) -> ModelArchitecture:
     """Convert a training checkpoint of any job and layout to the .nemo archive that the job would have written.
 
-    The optimizer's states are checked against their checksums, but not loaded. Collective.
+    Adapters are merged into the base. The optimizer's states are checked against their checksums, but not loaded.
+    Collective.
 
     Args:
         dtype: of the weights written; None: the job's.
@@ -235,11 +238,66 @@ def checkpoint_to_nemo(
             f"{checkpoint} holds {kinds[has_head]}, but {job.path} is from a job that trains {kinds[not has_head]}: "
             f"give the {HYPERPARAMETERS_FILE} of the job that wrote it (--hyperparameters)"
         )
-    architecture.require_weights((shape for key, shape in stored.items() if key.startswith(MODEL_PREFIX)), checkpoint)
     head = RewardHeadConfig.from_model_config(config) if has_head else None
+    lora = LoraSettings.from_config(config)
+    if lora is None:
+        tensors = (shape for key, shape in stored.items() if key.startswith(MODEL_PREFIX))
+        architecture.require_weights(tensors, checkpoint)
     model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False, initialize=False)
+    if lora is not None:
+        load_nemo_weights(base, model)
+        model.adapters = add_adapters(model.gpt, architecture, model.layout, lora)
     restore_model(checkpoint, model)
     save_nemo(output, model, portable_config(config, architecture, job.trainer), job.tokenizer())
+    return architecture
+
+
+def adapter_to_nemo(adapter: Path, output: Path, dtype: torch.dtype, *, base: Path) -> ModelArchitecture:
+    """Merge adapters (see `adapter_kind`) into the .nemo archive that is their base, as another archive. Collective.
+
+    Args:
+        dtype: of the weights written.
+
+    Raises:
+        FileNotFoundError: no adapter, or no base.
+        CheckpointMismatchError: it is another model's.
+        ValueError: adapters of a kind that is not supported.
+    """
+    kind, config = adapter_kind(adapter), read_base_config(str(base), "--base")[1]
+    load_nemo_tokenizer(base)
+    architecture = ModelArchitecture.from_nemo_config(config)
+    on_first_rank(lambda: make_place(output))
+    head = RewardHeadConfig.from_model_config(config | kind.head) if "reward_model_type" in config | kind.head else None
+    model = build_model(architecture, {}, dtype, head=head, trainable=False, initialize=False)
+    load_nemo_weights(base, model)
+    lora = LoraSettings(("all",), kind.rank, kind.alpha)
+    model.adapters = add_adapters(model.gpt, architecture, model.layout, lora)
+    load_adapter(kind, model)
+    save_nemo(output, model, config | kind.head, load_nemo_tokenizer(base))
+    return architecture
+
+
+def adapter_to_peft(adapter: Path, output: Path, dtype: torch.dtype, *, base: Path) -> ModelArchitecture:
+    """Write adapters (see `adapter_kind`) as a directory that PEFT loads. Collective.
+
+    Args:
+        dtype: of the tensors written.
+        base: the archive that the adapters are of.
+
+    Raises:
+        FileExistsError: ``output`` has something in it.
+
+    For other errors see `adapter_to_nemo`.
+    """
+    on_first_rank(lambda: require_empty(output))
+    kind, architecture = adapter_kind(adapter), ModelArchitecture.from_nemo_config(load_nemo_config(base))
+    if FAMILIES[hf_family(architecture)].fused:
+        raise ValueError(
+            f"{architecture.family} has q, k and v in one matrix, for which PEFT has one adapter, not three: merge "
+            "the adapter (--output NAME.nemo)"
+        )
+    tensors = {key: tensor.to(dtype) for key, tensor in read_adapter(kind).items()}
+    on_first_rank(lambda: write_peft(output, kind, tensors))
     return architecture
 
 

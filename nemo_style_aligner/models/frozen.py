@@ -41,6 +41,9 @@ class FrozenWeights:
     changed. ``resident`` keeps a second model on the device: more memory, no copies. ``auto`` is ``resident`` where
     that costs little (see `choose_placement`).
 
+    Of a model with adapters only these (and a reward head) change: the frozen ones are kept beside them on the device,
+    whatever the placement, and take their place without being copied.
+
     `active` is for occasional use. A caller that uses both sets in turn, like the critic job, calls `enter` and
     `leave` instead, and must call `leave` before anything reads or changes the model's own weights.
 
@@ -60,13 +63,16 @@ class FrozenWeights:
         if placement == "auto":
             placement = choose_placement(model)
         self._model = model
+        self._beside: list[_Beside] = []
         self._second: MegatronModel | None = None
         self._frozen: dict[str, torch.Tensor] = {}
         self._stash: dict[str, torch.Tensor] = {}
         self.num_swaps = 0
         self.is_in_place = False
         self._is_stashed = False  # whether the stash has the model's own weights as they are now
-        if placement == "resident":
+        if model.adapters:
+            self._beside = [_Beside(parameter) for parameter in model.trained_parameters()]
+        elif placement == "resident":
             self._second = build()
             source = dict(model.named_parameters())
             with torch.no_grad():
@@ -81,8 +87,8 @@ class FrozenWeights:
 
     @property
     def swaps(self) -> bool:
-        """Whether the frozen weights take the place of the model's own, rather than being a second model."""
-        return self._second is None
+        """Whether the frozen weights are copied over the model's own, rather than being beside them."""
+        return self._second is None and not self._beside
 
     @contextlib.contextmanager
     def active(self) -> Iterator[MegatronModel]:
@@ -96,6 +102,10 @@ class FrozenWeights:
         """A model that computes with the frozen weights, until `leave`."""
         if self._second is not None:
             return self._second
+        if self._beside:
+            if not self.is_in_place:
+                self._exchange()
+            return self._model
         if not self._is_stashed:
             _copy(dict(self._model.named_parameters()), self._stash)
             if device().type == "cuda":
@@ -114,15 +124,34 @@ class FrozenWeights:
             to_change: the model's own weights may change from now on (by training, or by loading a checkpoint), so the
                 next `enter` must copy them again.
         """
-        if self.is_in_place:
+        if self.is_in_place and self._beside:
+            self._exchange()
+        elif self.is_in_place:
             self._load(self._stash)
             self.is_in_place = False
         if to_change:
             self._is_stashed = False
 
+    def _exchange(self) -> None:
+        for beside in self._beside:
+            beside.exchange()
+        self.is_in_place = not self.is_in_place
+
     def _load(self, weights: dict[str, torch.Tensor]) -> None:
         # In place: the parameters are views into megatron's contiguous buffers.
         _copy(weights, dict(self._model.named_parameters()))
+
+
+class _Beside:
+    """A parameter's values of now, kept beside those that it goes on to have."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self._parameter = parameter
+        self._other = parameter.detach().clone()
+
+    def exchange(self) -> None:
+        """Let the parameter have the other values, where they are: kept activations still know its own."""
+        self._parameter.data, self._other = self._other, self._parameter.data
 
 
 class FrozenModel:

@@ -17,12 +17,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.sharded_tensors import HEAD_PREFIX, Part, parameter_parts
 from nemo_style_aligner.models.attention import LayerConfig
 from nemo_style_aligner.models.gpu_kernels import prepare_kernels
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
 from nemo_style_aligner.models.layers import block_spec, uses_transformer_engine
 from nemo_style_aligner.models.linear import add_in_place
 from nemo_style_aligner.models.logprobs import predict
+from nemo_style_aligner.models.lora import Adapter, LoraSettings, add_adapters
 from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class MegatronModel:
         config: the `LayerConfig` of its layers.
         architecture: its global shape.
         layout: the parallel layout it was built for.
+        adapters: what is trained beside frozen weights, by weight; none where every weight is trained.
         kept_passes: forward passes that are kept for the next training step; None: none are kept.
     """
 
@@ -74,11 +77,40 @@ class MegatronModel:
     config: LayerConfig
     architecture: ModelArchitecture
     layout: ParallelLayout
+    adapters: dict[torch.nn.Parameter, Adapter] = dataclasses.field(default_factory=dict)
     kept_passes: KeptPasses | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under `GPTModel`'s names (without wrappers' prefixes)."""
         return self.gpt.named_parameters()
+
+    def trained_parameters(self) -> list[torch.nn.Parameter]:
+        """This rank's parameters that an update may change."""
+        return [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def merged(self, weight: torch.nn.Parameter) -> torch.Tensor:
+        """A parameter's values as others are to have them: with its adapter, if it has one. Live ones otherwise."""
+        adapter = self.adapters.get(weight)
+        return weight.detach() if adapter is None else adapter.merged(weight)
+
+    def trained_parts(self) -> list[tuple[torch.Tensor, list[Part]]]:
+        """What training checkpoints have of this rank's parameters, by parameter: adapters alone, if there are any."""
+        own = parameter_parts(self.gpt)
+        if not self.adapters:
+            return own
+        adapted = [part for adapter in self.adapters.values() for part in adapter.parameter_parts()]
+        return adapted + [(weight, parts) for weight, parts in own if parts[0].key.startswith(HEAD_PREFIX)]
+
+    def merged_parts(self) -> list[Part]:
+        """What archives have of this rank's parameters; those with adapters are copies, on the CPU."""
+        frozen = {weight: weight.data for weight in self.adapters}
+        try:
+            for weight, adapter in self.adapters.items():
+                weight.data = adapter.merged(weight).cpu()
+            return [part for _, parts in parameter_parts(self.gpt) for part in parts]
+        finally:
+            for weight, data in frozen.items():
+                weight.data = data
 
     @property
     def has_reward_head(self) -> bool:
@@ -234,10 +266,11 @@ def build_model(
     layout = current_layout()
     config = transformer_config(architecture, model_cfg, dtype, layout)
     config.perform_initialization = initialize
+    lora = LoraSettings.from_config(model_cfg) if trainable else None
     prepare_kernels(dtype)  # compiled here, if at all, and not in the middle of the first step
     options: dict[str, Any] = {
         "config": config,
-        "transformer_layer_spec": block_spec(config),
+        "transformer_layer_spec": block_spec(config, separate_norms=lora is not None),
         "vocab_size": padded_vocab_size(
             architecture.vocab_size, int(model_cfg.get("make_vocab_size_divisible_by") or 1), layout.tp_size
         ),
@@ -261,6 +294,7 @@ def build_model(
     rotary.inv_freq = architecture.frequencies()[0].to(rotary.inv_freq)  # megatron-core knows few scalings
     if layout.is_first_stage and architecture.embedding_multiplier != 1:
         gpt.embedding.register_forward_hook(lambda _module, _ids, out: out * architecture.embedding_multiplier)
+    adapters = {} if lora is None else add_adapters(gpt, architecture, layout, lora)
     for parameter in gpt.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     module: torch.nn.Module = gpt.to(device())
@@ -272,7 +306,7 @@ def build_model(
         module = _wrap_for_training(module, gpt, config, model_cfg, layout)
     else:
         module.eval().requires_grad_(False)
-    return MegatronModel(module=module, gpt=gpt, config=config, architecture=architecture, layout=layout)
+    return MegatronModel(module, gpt, config, architecture, layout, adapters)
 
 
 def uses_distributed_optimizer(model_cfg: Mapping[str, Any]) -> bool:

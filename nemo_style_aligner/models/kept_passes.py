@@ -252,8 +252,7 @@ class KeptPasses:
 
     def _free_bytes(self) -> float:
         """Free bytes of this rank's memory beyond the reserve; negative where the reserve is not free."""
-        layout = self._model.layout
-        reserved = _RESERVED_PER_PARAMETER * self._model.architecture.num_parameters // layout.tp_size
+        reserved = _RESERVED_PER_PARAMETER * sum(p.numel() for p in self._model.trained_parameters())
         if device().type == "cuda":
             free, _ = torch.cuda.mem_get_info()
             return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - reserved
@@ -273,7 +272,8 @@ def keep_passes(model: MegatronModel, second: FrozenWeights | None, choice: Keep
     model.kept_passes = None
     if choice == "never":
         return
-    drops_out = bool(model.config.hidden_dropout or model.config.attention_dropout)
+    of_adapters = any(adapter.dropout for adapter in model.adapters.values())
+    drops_out = bool(model.config.hidden_dropout or model.config.attention_dropout or of_adapters)
     if why := why_not_kept(second is not None and second.swaps, model.layout.pp_size, drops_out):
         if choice == "always":
             raise ValueError(f"keep_activations=always: {why}. Choose auto or never")
@@ -294,7 +294,7 @@ def why_not_kept(swaps: bool, pp_size: int, drops_out: bool) -> str | None:
     if pp_size > 1:
         return "with pipeline stages (model.pipeline_model_parallel_size), training runs passes in another order"
     if drops_out:
-        return "with dropout (model.hidden_dropout, model.attention_dropout), training computes other activations"
+        return "with dropout (hidden_dropout, attention_dropout, adapter_dropout), training computes other activations"
     return None
 
 

@@ -113,7 +113,7 @@ class Layer(TransformerLayer):
 
     def __init__(self, config: LayerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._is_one_function = is_one_function(config)
+        self.is_one_function = is_one_function(config)
         if recomputes_mlp(config) and config.add_bias_linear:
             self.mlp.register_forward_hook(_copy_bias)
 
@@ -122,7 +122,7 @@ class Layer(TransformerLayer):
         packed, outputs = kwargs.get("packed_seq_params"), None
         if isinstance(packed, PackedSequences):
             outputs = packed.outputs if self.layer_number == self.config.num_layers else None
-            if self._is_one_function and outputs is None:
+            if self.is_one_function and outputs is None:
                 computed = whole_layer(self, kwargs["hidden_states"], kwargs.get("rotary_pos_emb"), packed)
                 if computed is not None:
                     return computed, None
@@ -161,8 +161,18 @@ def _get_scaled_add(multiplier: float) -> Callable[[bool, bool], Callable[..., t
     return get
 
 
-def block_spec(config: LayerConfig) -> TransformerBlockSubmodules | ModuleSpec:
-    """The specification of one transformer block for megatron-core's `GPTModel`."""
+_STORED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def block_spec(config: LayerConfig, *, separate_norms: bool = False) -> TransformerBlockSubmodules | ModuleSpec:
+    """The specification of one transformer block for megatron-core's `GPTModel`.
+
+    Args:
+        separate_norms: Transformer Engine's norms are not fused into the linear layers that follow them.
+    """
     add = get_bias_dropout_add if config.residual_multiplier == 1 else _get_scaled_add(config.residual_multiplier)
     if uses_transformer_engine(config.params_dtype):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -170,6 +180,8 @@ def block_spec(config: LayerConfig) -> TransformerBlockSubmodules | ModuleSpec:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         spec.module = Layer
         spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
+        if separate_norms:
+            _separate_norms(spec.submodules)
         if config.use_te_activation_func:
             # megatron-core's, unfused, keeps 5 numbers per token and unit for the backward pass; ours keeps 3.
             spec.submodules.mlp.submodules.activation_func = SwiGLU
@@ -201,10 +213,17 @@ def block_spec(config: LayerConfig) -> TransformerBlockSubmodules | ModuleSpec:
                 ),
             ),
             mlp_bda=add,
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=_STORED_NORMS,
         ),
     )
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)
+
+
+def _separate_norms(layer: TransformerLayerSubmodules) -> None:
+    """Give Transformer Engine's layer norms of their own: an adapter beside a linear layer needs its normed input."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    layer.input_layernorm = layer.pre_mlp_layernorm = TENorm
+    layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+    layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    layer.sharded_state_dict_keys_map = _STORED_NORMS

@@ -69,7 +69,7 @@ class _SummingInPlace:
         if not weight.requires_grad and not input.requires_grad:
             out = self.multiply(_gathered(input, group if is_shared else None), weight)
         else:
-            out = _Linear.apply(input, weight, allreduce, is_shared, group)
+            out = linear(input, weight, group, allreduce_dgrad=allreduce, sequence_parallel=is_shared)
         return out if bias is None else out + bias
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -122,12 +122,28 @@ def weight_gradient(
     return None
 
 
-class _Linear(torch.autograd.Function):
-    """x [..., k], weight [n, k] -> x @ weight.T [..., n], of their dtype.
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    allreduce_dgrad: bool = False,
+    sequence_parallel: bool = False,
+) -> torch.Tensor:
+    """x [..., k] @ weight.T -> [..., n], of their dtype, differentiable in both.
 
-    Under sequence parallelism x is this rank's share of the first dimension, and the result covers all of it. The same
-    as megatron-core's functions on GPUs, but gradients are added straight to ``main_grad`` where they may be.
+    Args:
+        weight: [n, k]; its gradient is added straight to its ``main_grad`` where it may be.
+        group: the tensor-parallel ranks.
+        allreduce_dgrad: the gradient of x is the sum of those that the ranks' shares of n give.
+        sequence_parallel: the same, but x is this rank's share of the first dimension, and the result covers all of it.
     """
+    result: torch.Tensor = _Linear.apply(x, weight, allreduce_dgrad, sequence_parallel, group)
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """See `linear`; as megatron-core's functions on GPUs."""
 
     @staticmethod
     def forward(
@@ -138,7 +154,7 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.allreduce_dgrad, ctx.group = allreduce_dgrad, group
         ctx.gathered_by = group if sequence_parallel else None
         ctx.main_grad = main_grad_of(weight)
@@ -154,7 +170,7 @@ class _Linear(torch.autograd.Function):
             if ctx.allreduce_dgrad:
                 exchange = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
             elif ctx.gathered_by is not None:
-                whole, grad_x = grad_x, torch.empty_like(x)
+                whole, grad_x = grad_x, grad_x.new_empty(len(grad_x) // ctx.group.size(), *grad_x.shape[1:])
                 exchange = dist.reduce_scatter_tensor(grad_x, whole, group=ctx.gathered_by, async_op=True)
         if ctx.needs_input_grad[1]:  # while the ranks exchange grad_x
             grad_weight = weight_gradient(grad, _gathered(x, ctx.gathered_by), weight.dtype, ctx.main_grad)

@@ -128,6 +128,7 @@ class _Predictions(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+        is_frozen = not ctx.needs_input_grad[1]
         rows, weight, normalizer, entropy, *kept = ctx.saved_tensors
         rows = widened(rows)
         wanted: Prediction = ctx.wanted
@@ -138,7 +139,8 @@ class _Predictions(torch.autograd.Function):
         # Summed over chunks in fp32, whatever the dtype of the weights.
         grad_weight = ctx.main_grad
         if grad_weight is None:
-            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            rows_of_weight = 0 if is_frozen else len(weight)
+            grad_weight = torch.zeros(rows_of_weight, weight.shape[1], dtype=torch.float32, device=weight.device)
         mine = grad_weight[: vocabulary.size]
         for part in reversed(vocabulary.chunks(rows, wanted.keeps_logits)):
             if wanted.keeps_logits:
@@ -153,8 +155,10 @@ class _Predictions(torch.autograd.Function):
                 logits, targets, wanted, normalizer[part], grad_logprob[part], of_entropy, rows.dtype
             )
             product(grad_logits, vocabulary.weight, out=grad_rows[part])
-            add_product(mine, grad_logits, rows[part])
-        return grad_rows.to(weight.dtype), grad_weight.to(weight.dtype) if ctx.main_grad is None else None, None, None
+            if not is_frozen:
+                add_product(mine, grad_logits, rows[part])
+        is_returned = ctx.main_grad is None and not is_frozen
+        return grad_rows.to(weight.dtype), grad_weight.to(weight.dtype) if is_returned else None, None, None
 
 
 class _Slice:

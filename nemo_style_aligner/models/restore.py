@@ -24,8 +24,10 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.config.loading import plain_config
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.models.adapter_files import adapter_kind, load_adapter
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import download_hint
 
@@ -64,11 +66,14 @@ class BaseModel:
     ) -> MegatronModel:
         """The model with the checkpoint's weights. A head the checkpoint lacks keeps its initial values.
 
-        ``needs_head``: it must have one, since its rewards are used. For the errors see `load_nemo_weights`.
+        ``needs_head``: it must have one, since its rewards are used. For the errors see `load_nemo_weights`, and
+        `load_adapter` where ``model.peft`` names adapters to begin with.
         """
         require_weights(self.path, self.architecture)
         model = self.build(head=head, trainable=trainable)
         load_nemo_weights(self.path, model, needs_head=needs_head)
+        if model.adapters and (adapter := self.config.peft.restore_from_path):
+            load_adapter(adapter_kind(Path(str(adapter))), model)
         return model
 
 
@@ -80,7 +85,7 @@ def read_base_config(path: str | None, key: str) -> tuple[Path, dict[str, Any]]:
         key: the config key ``path`` came from, for the error message.
 
     Raises:
-        ValueError: no path was given, or it is not a checkpoint.
+        ValueError: no path was given, or it is not a checkpoint, or holds adapters alone.
         FileNotFoundError: there is nothing at ``path``.
     """
     if not path:
@@ -88,7 +93,13 @@ def read_base_config(path: str | None, key: str) -> tuple[Path, dict[str, Any]]:
     location = Path(str(path)).expanduser()  # YAML reads some names as numbers
     if not location.exists():
         raise FileNotFoundError(f"{key}={path} does not exist{download_hint(str(path))}")
-    return location, load_nemo_config(location)
+    config = load_nemo_config(location)
+    if LoraSettings.from_config(config) is not None:
+        raise ValueError(
+            f"{key}={path} holds adapters, no model: give it as model.peft.restore_from_path beside its base model, or "
+            "merge the two with convert_adapter.py"
+        )
+    return location, config
 
 
 def open_base_model(
@@ -149,6 +160,7 @@ JOB_SETTINGS = (
     IS_CRITIC,
     "max_tokens_per_micro_batch",
     "optim",
+    "peft",
     "ppo",
     "restore_from_path",
     "resume_from_checkpoint",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.parallel.groups import ParallelLayout, device
+from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.weights.layout import (
     EMBEDDING,
     OUTPUT,
@@ -65,7 +65,8 @@ def export_weights(
     """Stream (Hugging Face name, full tensor), on every rank in the same order: the table's, unless ``transient``.
 
     Collective over the tensor- and pipeline-parallel group: every rank of it must run the iterator to its end.
-    Data-parallel replicas run theirs independently. Tensors have the parameters' dtype, on this rank's device.
+    Data-parallel replicas run theirs independently. Weights are merged with their adapters, one at a time.
+    Tensors have the parameters' dtype, on this rank's device.
     With one rank per replica nothing is communicated and tensors are views of the live parameters (q, k and v,
     which Megatron interleaves, are copies): clone what must outlive the next training step.
 
@@ -85,7 +86,7 @@ def export_weights(
         scratch: dict[int, torch.Tensor] | None = {} if transient else None
         for entry in entries:
             if not entry.is_copy:
-                yield from _hf_parts(entry, [parameters[entry].detach()], scratch)
+                yield from _hf_parts(entry, [model.merged(parameters[entry])], scratch)
         return
     if transient and entries and device().type == "cpu":
         rounds = _rounds(_buckets(model, entries, head_dtype, bucket_bytes // layout.pp_size))
@@ -93,10 +94,10 @@ def export_weights(
         shared = shared_buckets(parallel_state.get_model_parallel_group(), most)
         if shared is not None:
             for buckets in rounds:
-                yield from _share(layout, buckets, parameters, shared)
+                yield from _share(model, buckets, parameters, shared)
             return
     for bucket in _buckets(model, entries, head_dtype, bucket_bytes):
-        yield from _exchange(layout, bucket, parameters)
+        yield from _exchange(model, bucket, parameters)
 
 
 def lendable_weights(model: MegatronModel, rank: int, size: int) -> dict[tuple[str, ...], torch.Tensor]:
@@ -105,7 +106,7 @@ def lendable_weights(model: MegatronModel, rank: int, size: int) -> dict[tuple[s
     Empty unless training cuts the model as the engine does: no pipeline stages, as many tensor-parallel ranks, and this
     rank's number among them. Each value is a view of a parameter: this rank's part, in Megatron's order, of the Hugging
     Face tensors that the key names. On a single rank the rows that pad the vocabulary are left out. On several they are
-    kept, so that the shape is the engine's only if its rank holds the same rows.
+    kept, so that the shape is the engine's only if its rank holds the same rows. Weights with adapters are left out.
     """
     layout = model.layout
     if layout.pp_size > 1 or (layout.tp_rank, layout.tp_size) != (rank, size):
@@ -113,6 +114,8 @@ def lendable_weights(model: MegatronModel, rank: int, size: int) -> dict[tuple[s
     entries, _ = _layout_table(model)
     found = {}
     for entry, parameter in _local_parameters(model, entries).items():
+        if parameter in model.adapters:
+            continue
         length = entry.parts[0].shape[0] if entry.order == "vocabulary" and size == 1 else len(parameter)
         found[tuple(part.name for part in entry.parts)] = parameter.detach()[:length]
     return found
@@ -169,13 +172,13 @@ def _rounds(buckets: Iterator[_Bucket]) -> list[list[_Bucket]]:
 
 
 def _exchange(
-    layout: ParallelLayout, bucket: _Bucket, parameters: Mapping[LayoutEntry, torch.nn.Parameter]
+    model: MegatronModel, bucket: _Bucket, parameters: Mapping[LayoutEntry, torch.nn.Parameter]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """One round: the owning stage's shards go to the other stages, then every tensor-parallel group gathers."""
-    stage, dtype, entries = bucket.stage, bucket.dtype, bucket.entries
+    layout, stage, dtype, entries = model.layout, bucket.stage, bucket.dtype, bucket.entries
     shapes = [entry.shard_shape(layout.tp_size) for entry in entries]
     if stage == layout.pp_rank:
-        flat = torch.cat([parameters[entry].detach().reshape(-1).to(dtype) for entry in entries])
+        flat = torch.cat([model.merged(parameters[entry]).reshape(-1).to(dtype) for entry in entries])
     else:
         flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device())
     if layout.pp_size > 1:
@@ -194,13 +197,13 @@ def _exchange(
 
 
 def _share(
-    layout: ParallelLayout,
+    model: MegatronModel,
     buckets: list[_Bucket],
     parameters: Mapping[LayoutEntry, torch.nn.Parameter],
     shared: SharedBuckets,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """One round in shared memory: every rank writes its pieces of the full tensors of its stage's bucket."""
-    memory = shared.next()
+    layout, memory = model.layout, shared.next()
     tensors: dict[str, torch.Tensor] = {}
     for bucket in buckets:
         for entry in bucket.entries:
@@ -209,7 +212,7 @@ def _share(
                 tensors[part.name] = own.view(bucket.dtype)[: math.prod(part.shape)].view(part.shape)
             if bucket.stage != layout.pp_rank:
                 continue
-            parameter, dim = parameters[entry].detach(), entry.split_dim or 0
+            parameter, dim = model.merged(parameters[entry]), entry.split_dim or 0
             for piece in entry.pieces(layout.tp_size):
                 if piece.rank == layout.tp_rank and piece.part != PADDING:
                     target = tensors[entry.parts[piece.part].name].narrow(dim, piece.start, piece.length)
@@ -366,7 +369,11 @@ def _local_parameters(model: MegatronModel, entries: tuple[LayoutEntry, ...]) ->
     """
     layout, num_layers = model.layout, model.architecture.num_layers
     first_layer = layout.pp_rank * (num_layers // layout.pp_size)
-    named = {_global_name(name, first_layer): parameter for name, parameter in model.named_parameters()}
+    named = {
+        _global_name(name, first_layer): parameter
+        for name, parameter in model.named_parameters()
+        if ".adapter." not in name
+    }
     found: dict[LayoutEntry, torch.nn.Parameter] = {}
     for entry in entries:
         name = next((name for name in entry.megatron_names if name in named), None)

@@ -1,0 +1,241 @@
+"""Adapters in files: PEFT's directories, archives of adapters, training checkpoints of jobs with adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from nemo_style_aligner.checkpoints.directory import STATE, is_training_checkpoint, present_name
+from nemo_style_aligner.checkpoints.file_source import open_source
+from nemo_style_aligner.checkpoints.manifest import find_damage
+from nemo_style_aligner.checkpoints.nemo_archive import WEIGHTS, load_nemo_config
+from nemo_style_aligner.checkpoints.sharded_tensors import (
+    ADAPTER_PREFIX,
+    HEAD_PREFIX,
+    CheckpointMismatchError,
+    Part,
+    load_sharded_tensors,
+    stored_shapes,
+)
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.lora import LoraSettings, fill
+from nemo_style_aligner.parsing import parse_yaml, read_json
+from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
+from nemo_style_aligner.wording import some_of
+
+PEFT_CONFIG, _PEFT_WEIGHTS, _PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+_SCORE = "score."  # what PEFT's files have of a classifier's head
+# Of PEFT's settings, those under which an adapter is not W x + alpha / rank * B A x with one alpha and rank.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "lora_bias": (False, None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterKind:
+    """What files say of their adapters before any is read.
+
+    Attributes:
+        path: a PEFT directory, an archive, or a training checkpoint.
+        rank, alpha: what is added to W x is alpha / rank * B A x.
+        model: the ``model`` section of the job that wrote it; empty for PEFT's.
+    """
+
+    path: Path
+    rank: int
+    alpha: float
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What an archive's config needs to say of the reward head that the files have."""
+        names = ("reward_model_type", "regression", "use_avg_pool", "force_head_dtype", "reward_standardization")
+        return {name: self.model[name] for name in names if self.model.get(name) is not None}
+
+    def problem(self, lora: LoraSettings) -> str | None:
+        """Why a job's adapters cannot begin with these; None: they can."""
+        if (self.rank, self.alpha) == (lora.rank, lora.alpha):
+            return None
+        tuning = "model.peft.lora_tuning"
+        return (
+            f"{tuning}.adapter_dim={lora.rank}, alpha={lora.alpha:g}: {self.path} has adapters of rank {self.rank} and "
+            f"alpha {self.alpha:g}; set {tuning}.adapter_dim={self.rank} and {tuning}.alpha={self.alpha:g}"
+        )
+
+
+def adapter_kind(path: Path) -> AdapterKind:
+    """Read what kind of adapters there are at ``path``. Not collective.
+
+    Raises:
+        FileNotFoundError: there is nothing, or not all that belongs to it.
+        ValueError: these are no adapters, or none that are supported.
+    """
+    path = present_name(path.expanduser())
+    if (path / PEFT_CONFIG).is_file():
+        return _peft_kind(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no adapter at {path}")
+    if is_training_checkpoint(path):
+        file = path.resolve().parents[1] / HYPERPARAMETERS_FILE
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}, which describes the adapters of {path}, does not exist")
+        model: Any = parse_yaml(file.read_text(encoding="utf-8"))["model"]
+    else:
+        model = load_nemo_config(path)
+    lora = LoraSettings.from_config(model)
+    if lora is None:
+        raise ValueError(f"{path} holds a whole model, no adapters: it can be a base (restore_from_path)")
+    return AdapterKind(path, lora.rank, lora.alpha, model)
+
+
+def _peft_kind(path: Path) -> AdapterKind:
+    config = read_json(path / PEFT_CONFIG)
+    if odd := {key: config[key] for key, plain in _PLAIN.items() if key in config and config[key] not in plain}:
+        shown = ", ".join(f"{key}={value}" for key, value in odd.items())
+        raise ValueError(f"{path}/{PEFT_CONFIG}: {shown} is not supported: merge it into its model with PEFT instead")
+    try:
+        return AdapterKind(path, int(config["r"]), float(config["lora_alpha"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}/{PEFT_CONFIG} is not PEFT's config of LoRA: {error!r}") from error
+
+
+def read_adapter(kind: AdapterKind) -> dict[str, torch.Tensor]:
+    """All tensors of the adapters, and of a reward head beside them, by their keys in checkpoints. Collective.
+
+    Raises:
+        DamagedCheckpointError: the files are not what was written.
+        ValueError: of PEFT's: not a whole file, or what no adapter consists of.
+    """
+    if not kind.model:
+        return _read_peft(kind.path)
+    folder = WEIGHTS
+    if is_training_checkpoint(kind.path):
+        folder = STATE
+        if problems := find_damage(kind.path):
+            raise CheckpointMismatchError(f"{kind.path} is damaged: {'; '.join(problems)}")
+    with open_source(kind.path) as source:
+        shapes = stored_shapes(source, folder)
+        tensors = {key: torch.empty(shapes[key]) for key in shapes if key.startswith((ADAPTER_PREFIX, HEAD_PREFIX))}
+        if not any(key.startswith(ADAPTER_PREFIX) for key in tensors):
+            raise CheckpointMismatchError(f"{kind.path} holds no adapters")
+        parts = [Part(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
+        load_sharded_tensors(parts, source, folder, ignored=("",))
+    return tensors
+
+
+def _read_peft(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        stored = load_file(path / _PEFT_WEIGHTS)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} lacks {_PEFT_WEIGHTS}") from None
+    except SafetensorError as error:
+        raise ValueError(f"{path / _PEFT_WEIGHTS} is not a whole safetensors file: {error}; copy it again") from error
+    tensors = {}
+    for stored_name, tensor in stored.items():
+        name = stored_name.removeprefix(_PEFT_PREFIX)
+        if name.startswith(_SCORE):
+            tensors[HEAD_PREFIX + name.removeprefix(_SCORE)] = tensor
+        elif name.endswith((".lora_A.weight", ".lora_B.weight")):
+            tensors[ADAPTER_PREFIX + name] = tensor
+        else:
+            raise ValueError(
+                f"{path / _PEFT_WEIGHTS} has {stored_name}, which is no adapter of a linear layer: merge it into its "
+                "model with PEFT instead"
+            )
+    return tensors
+
+
+def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:
+    """Fill a model's adapters, and its reward head if the files have one. Collective.
+
+    A matrix whose adapter is not in PEFT's files keeps the first values of its own, under which it is as without.
+
+    Raises:
+        CheckpointMismatchError: there are adapters for which the model has no place, or of other shapes.
+
+    For other errors see `read_adapter`.
+    """
+    tensors = read_adapter(kind)
+    parts = [part for _, parts in model.trained_parts() for part in parts]
+    shapes = _everywhere({part.key: part.shape for part in parts})
+    if unknown := sorted(key for key in tensors if key.startswith(ADAPTER_PREFIX) and key not in shapes):
+        names = some_of([name.removeprefix(ADAPTER_PREFIX) for name in unknown])
+        raise CheckpointMismatchError(
+            f"{kind.path} has {names}, for which this job has no adapter: add what they belong to to "
+            "model.peft.lora_tuning.target_modules (docs/lora.md), or choose the right base model"
+        )
+    for key, tensor in tensors.items():
+        if key in shapes and tuple(tensor.shape) != shapes[key]:
+            raise CheckpointMismatchError(
+                f"{kind.path}: {key.removeprefix(ADAPTER_PREFIX)} has shape {list(tensor.shape)}, the model needs "
+                f"{list(shapes[key])}: it is another model's"
+            )
+    with torch.no_grad():
+        fill([part for part in parts if part.key in tensors], lambda part: tensors[part.key])
+
+
+def _everywhere(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The entries of all ranks."""
+    gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(gathered, shapes)
+    return dict(itertools.chain.from_iterable(one.items() for one in gathered))
+
+
+def write_peft(
+    directory: Path, kind: AdapterKind, tensors: Mapping[str, torch.Tensor], base_name: str | None = None
+) -> None:
+    """Write adapters as a directory that ``peft.PeftModel.from_pretrained`` loads. Not collective.
+
+    Args:
+        directory: is made; must not exist, or be empty.
+        kind: of the adapters.
+        tensors: as `read_adapter` gives them.
+        base_name: where PEFT finds the base model; None: it is not said.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in _peft_names(tensors)}, directory / _PEFT_WEIGHTS)
+    has_head = any(key.startswith(HEAD_PREFIX) for key in tensors)
+    keys = [key for key in tensors if key.startswith(ADAPTER_PREFIX)]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": kind.rank,
+        "lora_alpha": kind.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted({key.rsplit(".", 3)[-3] for key in keys}),
+        "layers_to_transform": _layers(keys),
+        "modules_to_save": ["score"] if has_head else None,
+    }
+    (directory / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _peft_names(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, tensor in tensors.items():
+        if key.startswith(ADAPTER_PREFIX):
+            yield _PEFT_PREFIX + key.removeprefix(ADAPTER_PREFIX), tensor
+        elif key == HEAD_PREFIX + "weight":  # Hugging Face's classifiers have no bias
+            yield f"{_PEFT_PREFIX}{_SCORE}weight", tensor
+
+
+def _layers(keys: Sequence[str]) -> list[int]:
+    """The numbers of the layers, from 0 on, that have adapters."""
+    return sorted({int(found[1]) for key in keys if (found := re.search(r"\.layers\.(\d+)\.", key))})

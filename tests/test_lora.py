@@ -1,0 +1,239 @@
+"""Adapters: what they compute and learn, in every layout, in files, and in jobs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import transformers
+from conftest import Artefacts
+from job_processes import ROOT, run, script, stored_weights
+from multirank_lora import ALPHA, ARCHITECTURE, LAYOUTS, LR, OPTIM, PEFT, RANK, UPDATES, batch
+from small_models import TensorSource
+from trained_models import ARCHITECTURES, logprobs, make_actor, policy_batch, tokens
+
+from nemo_style_aligner.models.conversion import adapter_to_nemo, adapter_to_peft, checkpoint_to_nemo, nemo_to_hf
+from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
+from nemo_style_aligner.models.frozen import FrozenWeights
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.kept_passes import keep_passes
+from nemo_style_aligner.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.weights.huggingface_config import hf_config
+from nemo_style_aligner.weights.stream import export_weights, import_weights, lendable_weights
+
+pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
+
+Result = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What multirank_lora.py leaves."""
+    folder = tmp_path_factory.mktemp("lora")
+    run([sys.executable, str(ROOT / "tests" / "multirank_lora.py"), str(folder)], folder / "ranks.log", 240)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Result:
+    """The same updates by Hugging Face's Llama with W + alpha / rank * B A in the place of W, and torch's AdamW."""
+    start = torch.load(folder / "start.pt")
+    config = transformers.LlamaConfig(**hf_config(ARCHITECTURE, torch.float32))
+    llama = transformers.LlamaForCausalLM(config).requires_grad_(False)
+    llama.load_state_dict(start["weights"], strict=False)
+    llama.tie_weights()
+    trained = {name: tensor.clone().requires_grad_() for name, tensor in start["adapters"].items()}
+    optimizer = torch.optim.AdamW(trained.values(), LR, (0.9, 0.98), 1e-8, weight_decay=0.1)
+    modules = sorted({name.rsplit(".", 2)[0] for name in trained})
+
+    def weights() -> dict[str, torch.Tensor]:
+        return start["weights"] | {
+            f"{module}.weight": start["weights"][f"{module}.weight"]
+            + ALPHA / RANK * trained[f"{module}.lora_B.weight"] @ trained[f"{module}.lora_A.weight"]
+            for module in modules
+        }
+
+    def logprobs() -> torch.Tensor:
+        logits = torch.func.functional_call(llama, weights(), (data.tokens,)).logits
+        return logits[:, :-1].log_softmax(-1).gather(-1, data.tokens[:, 1:, None])[..., 0]
+
+    data = batch()
+    results: Result = {}
+    for number in range(UPDATES):
+        loss = -(logprobs() * data.loss_mask).sum() / data.loss_mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        results[f"update {number}"] = {"loss": loss.item(), "grad_norm": norm.item()}
+    with torch.no_grad():
+        results |= {"logprobs": logprobs(), "weights": weights()}
+    results["trained"] = sum(tensor.numel() for tensor in trained.values())
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_updates_equal_an_independent_model_s_in_every_layout(folder: Path, expected: Result, layout: Any) -> None:
+    found = torch.load(folder / f"{layout.name}.pt")
+    for number in range(UPDATES):
+        for name, value in expected[f"update {number}"].items():
+            assert found[f"update {number}"][name] == pytest.approx(value, rel=1e-5), (number, name)
+    torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=1e-4, atol=1e-5)
+    for name, tensor in found["weights"].items():
+        torch.testing.assert_close(tensor, expected["weights"][name], rtol=1e-4, atol=2e-5, msg=name)
+    # Nothing but adapters has gradients: each rank's share, and what fills up a buffer.
+    assert found["trained"] <= found["buffers"] <= found["trained"] + 64 * found["tensors"] + 1024
+    share = expected["trained"] / (layout.tp * layout.pp)
+    assert share <= found["trained"] < 1.5 * layout.tp * share
+
+
+# ---- one rank -----------------------------------------------------------------------------------
+
+
+def test_the_reference_is_the_model_without_adapters_whatever_is_kept() -> None:
+    ids, plain = tokens(), build_model(ARCHITECTURE, {}, torch.float32, trainable=False)
+    options = {"optim": OPTIM, "peft": {**PEFT, "lora_tuning": PEFT["lora_tuning"] | {"row_init_method": "zero"}}}
+    weights = []
+    for keep in ("always", "never"):
+        model = build_model(ARCHITECTURE, options, torch.float32)
+        import_weights(model, TensorSource(dict(export_weights(plain))))
+        frozen = FrozenWeights(model, "swap", lambda: plain)
+        actor = make_actor(model, frozen)
+        keep_passes(model, frozen, cast(Any, keep), len(ids))
+        assert (model.kept_passes is None) == (keep == "never")
+        for number in range(3):
+            batch = policy_batch(ids)
+            own = batch.columns["old_logprobs"] = actor.logprobs(batch, is_trained=True)
+            assert torch.equal(actor.reference_logprobs(batch), logprobs(plain, ids).flatten())
+            assert torch.equal(own, logprobs(plain, ids).flatten()) == (number == 0)
+            actor.update(batch)
+        weights.append(dict(export_weights(model)))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_reward_model_beside_a_critic_with_adapters() -> None:
+    head = RewardHeadConfig(dtype=torch.float32)
+    model = build_model(ARCHITECTURE, {"optim": OPTIM, "peft": PEFT}, torch.bfloat16, head=head)
+    frozen = FrozenWeights(model, "auto", lambda: model)
+    critic = Critic(
+        model, Optimizer(model, OPTIM, Schedule(lr=LR, name="constant"), 1.0), head, training_batching=MicroBatching(2),
+        global_batch_size=5, forward_batching=MicroBatching(2), loss_clip=0.0,
+    )  # fmt: skip
+    rewards, ids, lengths = RewardModel(frozen, head, MicroBatching(2)), tokens(), torch.full((5,), 12)
+    before, values = rewards.rewards(ids, lengths), None
+    rewards.leave(to_change=True)
+    for _ in range(3):
+        values, last = critic.values(ids, lengths), values
+        assert last is None or not torch.equal(values, last)
+        critic.train(ValueBatch(ids, torch.ones(5, 11), values, torch.ones(5, 11)))
+        assert torch.equal(rewards.rewards(ids, lengths), before)
+        rewards.leave(to_change=True)
+    assert not any(parameter.requires_grad for weight in model.adapters for parameter in (weight,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_weights_give_what_the_adapters_give(dtype: torch.dtype) -> None:
+    """Also beside what is optional: biases, norms of heads, plain MLPs; and no refit reads what is viewed instead."""
+    for architecture in ARCHITECTURES.values():
+        model = build_model(architecture, {"optim": OPTIM, "peft": PEFT}, dtype)
+        merged = build_model(architecture, {}, dtype, trainable=False)
+        import_weights(merged, TensorSource(dict(export_weights(model))))
+        gap = (logprobs(model, tokens()) - logprobs(merged, tokens())).abs()
+        assert gap.mean() < (1e-5 if dtype == torch.float32 else 0.05), architecture
+        adapted = {name for adapter in model.adapters.values() for name in adapter.names}
+        lent = {name for names in lendable_weights(model, 0, 1) for name in names}
+        assert adapted and not {f"{name}.weight" for name in adapted} & lent
+        assert lent >= {"model.embed_tokens.weight", "model.norm.weight"}
+
+
+# ---- jobs ---------------------------------------------------------------------------------------
+
+TUNING = (
+    "model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]",
+    "model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.alpha=8", "model.optim.sched.name=constant",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def jobs(artefacts: Artefacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SFT job with adapters that ran at once (``whole``), one that was resumed (``parts``), and a GRPO job."""
+    folder = tmp_path_factory.mktemp("jobs")
+    for name, *others in (
+        ("whole", "model.peft.lora_tuning.adapter_dropout=0.1"),
+        ("parts", "model.peft.lora_tuning.adapter_dropout=0.1", "trainer.sft.max_steps=2"),
+        ("parts", "model.peft.lora_tuning.adapter_dropout=0.1", "model.peft.archive=adapter"),
+    ):
+        flags = [*artefacts.sft_flags(folder / name), *TUNING, *others]
+        run(script("train_gpt_sft.py", *flags), folder / "sft.log")
+    prompts = artefacts.data("train_prompts")
+    flags = [
+        f"pretrained_checkpoint.restore_from_path={artefacts.sft}", *TUNING,
+        f"model.data.data_prefix={{train: [{prompts}], validation: [{prompts}], test: [{prompts}]}}",
+        f"exp_manager.explicit_log_dir={folder / 'grpo'}", "trainer.precision=32", "trainer.devices=2",
+        "model.tensor_model_parallel_size=2", "model.sequence_parallel=True", "trainer.ppo.estimator=grpo",
+        "trainer.ppo.rewards=[{name: right, source: exact_match}]", "trainer.ppo.num_rollouts_per_prompt=4",
+        "trainer.ppo.max_steps=3", "trainer.ppo.val_check_interval=0", "trainer.ppo.initial_policy_kl_penalty=0.1",
+        "model.ppo.num_rollout_samples=4", "model.ppo.rollout_micro_batch_size=4", "model.encoder_seq_length=64",
+        "model.ppo.length_params.max_length=8", "model.global_batch_size=16", "model.optim.lr=3e-2",
+    ]  # fmt: skip
+    run(script("train_gpt_ppo_actor.py", *flags), folder / "grpo.log")
+    return folder
+
+
+def archive_of(log_dir: Path) -> Path:
+    return next((log_dir / "checkpoints").glob("*.nemo"))
+
+
+def test_a_resumed_job_equals_an_undisturbed_one_and_saves_adapters_alone(jobs: Path, artefacts: Artefacts) -> None:
+    whole, base = stored_weights(archive_of(jobs / "whole")), stored_weights(artefacts.base)
+    assert whole.keys() == base.keys() and sum(not torch.equal(whole[key], base[key]) for key in base) == 4
+    adapter_to_nemo(archive_of(jobs / "parts"), jobs / "merged.nemo", torch.float32, base=artefacts.base)
+    merged = stored_weights(jobs / "merged.nemo")
+    assert all(torch.equal(merged[key], whole[key]) for key in whole)
+    newest = max((jobs / "whole" / "checkpoints").glob("*-last"))
+    checkpoint_to_nemo(newest, jobs / "again.nemo")
+    again = stored_weights(jobs / "again.nemo")
+    assert all(torch.equal(again[key], whole[key]) for key in whole)
+
+    def size(folder: Path) -> int:
+        return sum(file.stat().st_size for file in folder.rglob("*.distcp"))
+
+    assert size(newest) < 0.6 * size(max((artefacts.sft_log / "checkpoints").glob("*-last")))  # rank 4 of 32
+
+
+def test_engine_and_reference_of_a_job_with_adapters(jobs: Path) -> None:
+    metrics = read_metrics(jobs / "grpo")
+    gaps = [value for _, value in metrics["train_rollouts/engine_logprob_gap_max"]]
+    assert len(gaps) == 3 and max(gaps) < 1e-4  # the engine has what the trainer computes with
+    divergence = [value for _, value in metrics["train_rollouts/init_policy_kl"]]
+    assert abs(divergence[0]) < 1e-6 and divergence[-1] > 1e-3  # the reference is the model without adapters
+
+
+def test_adapters_in_and_out_of_peft(jobs: Path, artefacts: Artefacts) -> None:
+    peft = pytest.importorskip("peft", reason="NOT TESTED: needs pip install peft")
+    adapter_to_peft(archive_of(jobs / "parts"), jobs / "peft", torch.float32, base=artefacts.base)
+    for archive, folder in ((artefacts.base, jobs / "hf"), (archive_of(jobs / "whole"), jobs / "hf-merged")):
+        nemo_to_hf(archive, folder, torch.float32)
+    load, tokens = transformers.AutoModelForCausalLM.from_pretrained, torch.arange(2, 22)[None]
+    adapted = peft.PeftModel.from_pretrained(load(jobs / "hf"), jobs / "peft")
+    with torch.no_grad():
+        expected = load(jobs / "hf-merged")(tokens).logits
+        torch.testing.assert_close(adapted(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    # What PEFT made itself, of two of the three matrices that are one here, in other layers than all.
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], layers_to_transform=[1])
+    own = peft.get_peft_model(load(jobs / "hf"), config)
+    for name, parameter in own.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    own.save_pretrained(jobs / "own")
+    adapter_to_nemo(jobs / "own", jobs / "own.nemo", torch.float32, base=artefacts.base)
+    nemo_to_hf(jobs / "own.nemo", jobs / "own-hf", torch.float32)
+    with torch.no_grad():
+        expected = own(tokens).logits
+        torch.testing.assert_close(load(jobs / "own-hf")(tokens).logits, expected, rtol=1e-4, atol=1e-4)
