@@ -8,6 +8,8 @@ readonly EXIT_REQUEUE=75 # a component's status: stopped early, with its state o
 STOPPING=                # USR1 or TERM, once the batch script has received it
 TRAINER=                 # process id of the srun to which stop signals are forwarded
 STATUS=0                 # what status_of found last
+# Of services, by name: "HOST PORT"; the process id of the srun; starting or ready; yes once it was; restarts so far.
+declare -A SERVICE_AT=() SERVICE_PROCESS=() SERVICE_STATE=() SERVICE_WAS_READY=() SERVICE_RESTARTS=()
 
 say() { printf '%(%F %T)T %s: %s\n' -1 "$SLURM_JOB_NAME" "$*"; }
 
@@ -110,30 +112,43 @@ data_prefix() {
     printf "{train: ['%s'], validation: ['%s'], test: ['%s']}" "$train" "$validation" "$validation"
 }
 
-# start NAME GROUP SCRIPT OVERRIDES...: start a component in the background; its srun's process id is in STARTED.
+# start NAME GROUP SCRIPT OVERRIDES...: start a component that is a job of this repository, with what Slurm gave it.
+start() {
+    local devices
+    devices=$(ranks_per_node "$2")
+    step "$1" "$2" "$PYTHON" -u "$REPO/examples/nlp/gpt/$3" \
+        trainer.num_nodes="$(of_group SLURM_JOB_NUM_NODES "$2")" \
+        trainer.devices="$devices" \
+        exp_manager.explicit_log_dir="$RESULTS_DIR/$1" \
+        "${@:4}"
+}
+
+# step NAME GROUP COMMAND...: start a component in the background; its srun's process id is in STARTED.
 #
 # GROUP is empty in a job of one component. The component writes to RESULTS_DIR/NAME. A rank that exits with an error
 # must not have the others killed (--kill-on-bad-exit=0): ranks that stop early all exit with 75, one after the other.
 # Ranks still running --wait seconds after the first has ended are hanging, and are killed: a rank takes up to 60 to
 # shut down.
-start() {
-    local name=$1 group=$2 script=$3 options cpus devices
-    shift 3
-    devices=$(ranks_per_node "$group")
+step() {
+    local name=$1 group=$2 options cpus
+    shift 2
     options=(--job-name="$name" --kill-on-bad-exit=0 --wait=90 --open-mode=append --output="$(log_of "$name")")
     [[ -z $group ]] || options+=(--het-group="$group")
-    [[ -z $MPI_TYPE || $name == critic ]] || options+=(--mpi="$MPI_TYPE")
+    [[ -z $MPI_TYPE || -n ${SERVICE_AT[$name]-} ]] || options+=(--mpi="$MPI_TYPE") # for engines only
     cpus=$(of_group SLURM_CPUS_PER_TASK "$group")
     [[ -z $cpus ]] || options+=(--cpus-per-task="$cpus") # srun does not inherit this from sbatch
     mkdir -p "$RESULTS_DIR/$name"
     rm -f "$RESULTS_DIR/$name/requeue" # from an earlier run; ranks that fail early do not get to remove it
-    in_step "${options[@]}" -- "$PYTHON" -u "$REPO/examples/nlp/gpt/$script" \
-        trainer.num_nodes="$(of_group SLURM_JOB_NUM_NODES "$group")" \
-        trainer.devices="$devices" \
-        exp_manager.explicit_log_dir="$RESULTS_DIR/$name" \
-        "$@" &
+    in_step "${options[@]}" -- "$@" &
     STARTED=$!
     say "$name started, it writes to $(log_of "$name")"
+}
+
+# first_host [GROUP]: the host of a component's rank 0.
+first_host() {
+    local hosts
+    hosts=$(scontrol show hostnames "$(of_group SLURM_JOB_NODELIST "${1-}")")
+    printf '%s' "${hosts%%$'\n'*}"
 }
 
 log_of() { printf '%s' "$RESULTS_DIR/$1/output-$SLURM_JOB_ID.log"; }
@@ -258,4 +273,68 @@ train() {
     while is_running "$training"; do pause; done
     status_of "$training"
     finish "$1" "$STATUS"
+}
+
+# ---- a trainer and the services that it asks ----------------------------------------------------
+
+# serve NAME HOST PORT: start a service, which the function start_NAME does, and look after it from now on.
+serve() {
+    SERVICE_AT[$1]="$2 $3" SERVICE_RESTARTS[$1]=0 SERVICE_WAS_READY[$1]=
+    start_service "$1"
+}
+
+start_service() {
+    "start_$1"
+    SERVICE_PROCESS[$1]=$STARTED SERVICE_STATE[$1]=starting
+}
+
+# train_beside_services NAME PROCESS: from the start of this trainer to the end of the job.
+train_beside_services() {
+    local service status seconds=$CRITIC_STOP_SECONDS
+    stop_on_signals "$1" "$2"
+    while is_running "$2"; do
+        for service in "${!SERVICE_AT[@]}"; do look_after "$service" "$1" "$2"; done
+        pause
+    done
+    status_of "$2"
+    status=$STATUS
+    # After a stop signal Slurm's limit is near, and a service's state is on disk like the trainer's.
+    if [[ -n $STOPPING ]] && ((seconds > 20)); then seconds=20; fi
+    for service in "${!SERVICE_AT[@]}"; do
+        end_component "$service" "${SERVICE_PROCESS[$service]}" "$seconds"
+        status_of "${SERVICE_PROCESS[$service]}"
+        ((STATUS == 0)) || say "the $service ended with status $STATUS" >&2
+    done
+    finish "$1" "$status"
+}
+
+# look_after SERVICE TRAINER PROCESS: say when it is ready; replace it when it has ended.
+look_after() {
+    local at=${SERVICE_AT[$1]}
+    # shellcheck disable=SC2086  # host and port
+    if [[ ${SERVICE_STATE[$1]} == starting ]] && is_ready $at; then
+        SERVICE_STATE[$1]=ready SERVICE_WAS_READY[$1]=yes
+        say "the $1 is ready at ${at/ /:}"
+    fi
+    # After SIGTERM it is Slurm that has ended the service.
+    if ! is_running "${SERVICE_PROCESS[$1]}" && [[ $STOPPING != TERM ]]; then replace "$@"; fi
+}
+
+# replace SERVICE TRAINER PROCESS: the service has ended while the trainer runs. Restart it, or end the job.
+replace() {
+    status_of "${SERVICE_PROCESS[$1]}"
+    say "the $1 ended with status $STATUS while the $2 runs" >&2
+    show_log "$1" >&2
+    if [[ -z ${SERVICE_WAS_READY[$1]} ]] || ((SERVICE_RESTARTS[$1] >= CRITIC_RESTARTS)); then
+        if [[ -n ${SERVICE_WAS_READY[$1]} ]]; then
+            say "giving up after ${SERVICE_RESTARTS[$1]} restarts" >&2
+        else
+            say "it was never ready" >&2
+        fi
+        kill_component "$2" "$3"
+        exit $((STATUS ? STATUS : 1))
+    fi
+    SERVICE_RESTARTS[$1]=$((SERVICE_RESTARTS[$1] + 1))
+    say "restart ${SERVICE_RESTARTS[$1]} of the $1, $CRITIC_RESTARTS at most"
+    start_service "$1"
 }

@@ -34,6 +34,7 @@ from nemo_style_aligner.parallel.detection import LOOPBACK
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.placement.node import Share, start_ranks, visible_gpus
 from nemo_style_aligner.placement.plan import Address, Plan, PlanError, check_configs, read_plan
+from nemo_style_aligner.placement.printers import mpirun_script, slurm_script, submit
 from nemo_style_aligner.telemetry.log_lines import configure_logging
 from nemo_style_aligner.wording import counted
 
@@ -187,10 +188,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("plan", type=Path, help="the plan's file")
     parser.add_argument("--with", dest="launcher", choices=("local", "ray", "slurm", "mpirun"), default="local")
-    parser.add_argument("--restarts", type=int, default=0, help="how often jobs that failed are started again")
-    parser.add_argument("--wait-minutes", type=float, default=30.0, help="ray: for the cluster to have what is needed")
-    parser.add_argument("--hosts", type=lambda text: text.split(","), default=[], help="mpirun: a host for each node")
     parser.add_argument("--dry-run", action="store_true", help="check the plan and print what would be started")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        help="local, ray: how often jobs that failed are started again (default: 0); slurm: a service that died (2)",
+    )
+    parser.add_argument("--wait-minutes", type=float, default=30.0, help="ray: for the cluster to have what is needed")
+    parser.add_argument("--hosts", type=lambda text: text.split(","), default=[], help="mpirun: HOST,... for each node")
+    parser.add_argument("--sbatch", default="", help='slurm: "-A ACCOUNT -p PARTITION ..."')
     options = parser.parse_args()
     configure_logging()
     try:
@@ -205,6 +211,15 @@ def main() -> int:
 def _launch(options: argparse.Namespace) -> int:
     plan = read_plan(options.plan)
     check_configs(plan)
+    if options.launcher == "mpirun":
+        print(mpirun_script(plan, options.hosts), end="")
+        return 0
+    if options.launcher == "slurm":
+        restarts = 2 if options.restarts is None else options.restarts
+        script = slurm_script(plan, options.plan.absolute(), options.sbatch, restarts)
+        if options.dry_run:
+            print(script, end="")
+        return 0 if options.dry_run else submit(plan, script)
     if options.dry_run:
         for name, job in plan.jobs.items():
             command = shlex.join([job.script, *plan.arguments(name)])
@@ -216,7 +231,7 @@ def _launch(options: argparse.Namespace) -> int:
         from nemo_style_aligner.placement.on_ray import on_ray
 
         place = functools.partial(on_ray, wait_seconds=60.0 * options.wait_minutes)
-    status = run_plan(plan, place, options.restarts)
+    status = run_plan(plan, place, options.restarts or 0)
     ignore()
     return status
 

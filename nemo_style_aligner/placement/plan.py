@@ -182,15 +182,16 @@ class Plan:
 
     def environment(self, name: str) -> dict[str, str]:
         """What a job's ranks need in their environment: where the secret is, and what the plan says."""
-        return {TOKEN_FILE_VARIABLE: str(self._secret), TOKEN_VARIABLE: "", **self.jobs[name].env}
+        return {TOKEN_FILE_VARIABLE: str(self.secret), TOKEN_VARIABLE: "", **self.jobs[name].env}
 
     def make_secret(self) -> None:
         """Make the folder of the results and, in it, the secret that the jobs share, unless they are there."""
         self.results_dir.mkdir(parents=True, exist_ok=True)
-        make_secret(self._secret)
+        make_secret(self.secret)
 
     @property
-    def _secret(self) -> Path:
+    def secret(self) -> Path:
+        """The file with what the jobs have to know to talk to each other."""
         return self.results_dir / "secret"
 
     def content(self) -> dict[str, Any]:
