@@ -322,6 +322,60 @@ def test_who_comes_again_after_the_last_answer_is_answered(monkeypatch: pytest.M
     assert not stopping.is_alive()
 
 
+def test_streams_go_out_as_they_are_made_and_show_when_they_break_off() -> None:
+    """In chunks to HTTP/1.1, unframed to 1.0, whole to strangers; whoever leaves or does not read ends the stream."""
+    closed: list[str] = []
+    go_on = threading.Event()
+
+    def app(environ: Any, start_response: Any) -> Any:
+        def parts() -> Any:
+            try:
+                yield b"data: 1\n\n"
+                if environ["PATH_INFO"] == "/endless":
+                    while environ[http_server.CLIENT_IS_THERE_KEY]():
+                        yield b"x" * 65536
+                elif environ["PATH_INFO"] == "/broken":
+                    raise ValueError("a mistake")
+                assert go_on.wait(20)
+                yield b"data: 2\n\n"
+            finally:
+                closed.append(environ["PATH_INFO"])
+
+        start_response("200 OK", [("Content-Type", "text/event-stream")])
+        return parts()
+
+    limits = ConnectionLimits(receive_seconds=1.0)
+    server = http_server.WsgiServer(app, "127.0.0.1", 0, max_body_bytes=1000, name="test", limits=limits)
+    guarded = http_server.WsgiServer(
+        app, "127.0.0.1", 0, max_body_bytes=1000, name="test", token="secret", is_open=lambda path: True
+    )
+    ask = "GET /{} HTTP/1.{}\r\nHost: test\r\n\r\n"
+    with connect(server.port) as new, connect(server.port) as old, connect(guarded.port) as stranger:
+        for connection, version in ((new, 1), (old, 0), (stranger, 1)):
+            connection.sendall(ask.format("good", version).encode())
+        first = b""
+        while b"data: 1" not in first:
+            first += new.recv(65536)
+        go_on.set()
+        rest = b""
+        while not rest.endswith(b"0\r\n\r\n"):
+            rest += new.recv(65536)
+        assert b"transfer-encoding: chunked" in first.lower() and rest == b"9\r\ndata: 2\n\n\r\n0\r\n\r\n"
+        new.sendall(ask.format("broken", 1).encode())  # on the same connection
+        assert read_all(new).endswith(b"9\r\ndata: 1\n\n\r\n"), "without a last chunk, it is not complete"
+        assert read_all(old).endswith(b"\r\n\r\ndata: 1\n\ndata: 2\n\n")
+        whole = read_all(stranger)
+        assert b"Content-Length: 18" in whole and whole.endswith(b"data: 1\n\ndata: 2\n\n")
+    with connect(server.port) as slow:
+        slow.sendall(ask.format("endless", 1).encode())
+        wait_for(lambda: closed.count("/endless") == 1)  # nobody reads
+    with connect(server.port) as gone:
+        gone.sendall(ask.format("endless", 1).encode())
+        gone.recv(100)
+    wait_for(lambda: closed.count("/endless") == 2)
+    assert closed.count("/good") == 3 and closed.count("/broken") == 1
+
+
 def test_a_server_that_breaks_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would keep its port, and answer nobody. With the work queue's it is the same."""
     errors: list[BaseException] = []

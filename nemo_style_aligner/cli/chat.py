@@ -34,9 +34,7 @@ _SECONDS = 600.0  # for the next part of a response
 @click.argument("model", metavar="CHECKPOINT|URL")
 @click.option("--system", help="System prompt.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.7, help="0: the likeliest tokens.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=0.95)
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Of a response.  [default: all that there is room for]")
-@click.option("--seed", type=int, help="For the same responses again.")
 @click.option("--precision", type=click.Choice(["bf16", "32"]), default="bf16", help="Of a checkpoint.")
 @click.option(
     "--api-key-file",
@@ -47,9 +45,7 @@ def command(
     model: str,
     system: str | None,
     temperature: float,
-    top_p: float,
     max_tokens: int | None,
-    seed: int | None,
     precision: str,
     api_key_file: Path | None,
 ) -> None:
@@ -57,8 +53,7 @@ def command(
 
     /reset forgets the conversation, /system TEXT begins one with another system prompt. Lines may come from a pipe.
     """
-    options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed, "max_tokens": max_tokens}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {"temperature": temperature} | ({} if max_tokens is None else {"max_tokens": max_tokens})
     with contextlib.ExitStack() as stack:
         if model.startswith(("http://", "https://")):
             server = Server(model, _key_for(api_key_file))
@@ -100,19 +95,15 @@ class Server:
             connection.request(method, self._path + path, body, self._fields)
             answer = connection.getresponse()
             if answer.status != 200:
-                raise UserError(f"the server answers {answer.status}: {_message(answer.read())}")
+                text = answer.read().decode(errors="replace")
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    text = json.loads(text)["error"]["message"]
+                raise UserError(f"the server answers {answer.status}: {text[:1000]}")
             yield answer
         except (OSError, http.client.HTTPException, KeyError, IndexError, ValueError) as error:
             raise UserError(f"http://{self._place}{self._path} cannot be talked to: {error or type(error)}") from error
         finally:
             connection.close()
-
-
-def _message(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace")[:200]
 
 
 class Chat:

@@ -17,6 +17,8 @@ from nemo_style_aligner import __version__
 COMMANDS = {
     "data": "Look at data files as a job sees them.",
     "report": "Write a page about a run: outcome, samples, charts.",
+    "chat": "Talk to a checkpoint or a server.",
+    "serve": "Serve a checkpoint behind an OpenAI-compatible API.",
 }
 """Each command and what it does, in the order of ``--help``."""
 
@@ -24,6 +26,8 @@ _EXAMPLES = """\b
 Examples:
   nsa data show train.jsonl --model base.nemo
   nsa report results/actor
+  nsa chat policy.nemo
+  nsa serve policy.nemo --port 8000
 
 \b
 "nsa COMMAND --help" has examples of each. Models are trained with the scripts in examples/nlp/gpt.

@@ -655,6 +655,18 @@ class BatchIterator(Section):
     wait_seconds: Seconds = 3600
 
 
+class ServePolicy(Section):
+    # True: rank 0 answers requests to an OpenAI-compatible API with the policy's newest rollout weights, read only
+    # (docs/serving.md). It has an engine of its own, which takes memory for another copy of the whole model, and time
+    # of the processor while it answers; the run's samples and numbers stay as they are.
+    enable: bool = False
+    port: Port = 5558  # 0: any free one
+    host: str = "127.0.0.1"  # address to listen on
+    num_slots: Count = 4  # responses generated at the same time
+    # Tokens of a prompt and its response. null: as in the run (longest prompt + longest response).
+    max_length: Count | None = None
+
+
 class ActorLoop(Updates):
     max_epochs: Count = 1  # passes over the training prompts
     max_steps: Steps = -1  # steps of the whole run, over all restarts; -1: as many as max_epochs allows
@@ -743,6 +755,8 @@ class ActorLoop(Updates):
     trt_llm: Free[TensorRTLLM]
 
     batch_iterator: Free[BatchIterator]
+
+    serve_policy: Free[ServePolicy]
 
     num_table_rows: Free[CountFrom0] = 8  # sample responses logged per step
 

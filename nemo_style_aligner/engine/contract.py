@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Literal, TypeVar
 
 import torch
@@ -254,7 +254,7 @@ class GenerationEngine(abc.ABC):
         stop = self._stop_condition(sampling)
         return self._run(lambda: self._generate(iter(requests), sampling, stop))
 
-    def _run(self, start: Callable[[], Iterator[T]]) -> Iterator[T]:
+    def _run(self, start: Callable[[], Iterator[T]]) -> Generator[T, None, None]:
         self._require_weights()  # when it begins: time may have passed since it was asked for
         self._statistics = GenerationStatistics()
         self._generating = True

@@ -44,6 +44,7 @@ from nemo_style_aligner.rl.rollouts.setup import (
 )
 from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.serving.policy import PolicyServer
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
 
@@ -84,6 +85,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     longest_response = int(cfg.model.ppo.length_params.max_length)
     longest = longest_response + max(prompts.longest for prompts in (train_prompts, val_prompts) if prompts is not None)
     require_kv_cache(cfg, longest)
+    policy_server = PolicyServer(cfg, base, longest) if cfg.trainer.ppo.serve_policy.enable else None
     settings = RLSettings.from_config(cfg, train_prompts.batches_per_epoch)
     vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
     sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint())
@@ -104,6 +106,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
         base.tokenizer,
         response_text(cfg, base.tokenizer),
         scoring_batch_size=int(cfg.model.ppo.rollout_micro_batch_size),
+        follower=policy_server,
     )
     trainer = RLTrainer(
         settings,

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from nemo_style_aligner.config.schema import LARGEST_PORT
@@ -70,8 +70,8 @@ EVENT_STREAM = "text/event-stream"
 CLIENT_IS_THERE_KEY = "nemo_style_aligner.client_is_there"
 """In the WSGI environment: a function without arguments, for the request's thread: whether the client still waits."""
 
-Answer = tuple[str, list[tuple[str, str]], bytes | Generator[bytes, None, None]]
-"""Status line, header fields, body; the body of a stream in parts."""
+Answer = tuple[str, list[tuple[str, str]], bytes | Iterable[bytes]]
+"""Status line, header fields, body; the body of a stream in parts, to be closed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -538,12 +538,12 @@ class _Connection:
                 parts = self._server.app(
                     self._environment(request), lambda status, fields, exc_info=None: answer.extend((status, fields))
                 )
-                stream = _closing(parts)
-                signs = request.digest is not None or "X_CHALLENGE" in request.fields
-                kind = next((value for name, value in answer[1] if name.lower() == "content-type"), "")
-                if kind.startswith(EVENT_STREAM) and request.is_known and not signs:
-                    return answer[0], answer[1], stream
-                return answer[0], answer[1], b"".join(stream)
+            if _is_stream(request, answer):
+                return answer[0], answer[1], parts
+            try:
+                return answer[0], answer[1], b"".join(parts)
+            finally:
+                _close(parts)
         except BaseException as error:  # as a panic in a tokenizer's Rust code, or a user's sys.exit()
             logger.exception("the service failed while it worked on %s %s", request.method, request.path)
             return self._refusal(ProtocolError(500, f"the service failed: {type(error).__name__}: {error}"))
@@ -610,29 +610,19 @@ class _Connection:
         return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode("latin-1")
 
     def _send_stream(
-        self,
-        request: _Request,
-        status: str,
-        fields: list[tuple[str, str]],
-        parts: Generator[bytes, None, None],
+        self, request: _Request, status: str, fields: list[tuple[str, str]], parts: Iterable[bytes]
     ) -> None:
         """Send what the application makes. An answer that breaks off has no last chunk: its client notices."""
         if not request.is_old:  # else it ends with the connection
             fields.append(("Transfer-Encoding", "chunked"))
-        with contextlib.closing(parts):
+        try:
             self._send(self._head(request, status, fields))
-            while request.method != "HEAD":
-                try:
-                    part = next(parts, None)
-                except Exception as error:
-                    logger.exception("the service failed in the middle of its answer to %s", request.path)
-                    raise ConnectionError("the answer breaks off") from error
-                if part is None:
-                    break
-                if part:
-                    self._send(part if request.is_old else b"%x\r\n%s\r\n" % (len(part), part))
+            for part in _unless_it_fails(parts, request.path) if request.method != "HEAD" else ():
+                self._send(part if request.is_old else b"%x\r\n%s\r\n" % (len(part), part))
             if not request.is_old and request.method != "HEAD":
                 self._send(b"0\r\n\r\n")
+        finally:
+            _close(parts)
         self._server.last_answer = time.monotonic()
 
     def _send(self, data: bytes) -> None:
@@ -656,12 +646,24 @@ def _without_token(what: str) -> ProtocolError:
     return ProtocolError(401, message, {"WWW-Authenticate": "Bearer"})
 
 
-def _closing(parts: Iterable[bytes]) -> Generator[bytes, None, None]:
-    """The parts of an application's answer, closed at the end as WSGI has it."""
+def _is_stream(request: _Request, answer: list[Any]) -> bool:
+    """Whether what the application has begun to say is sent in parts."""
+    wants_signature = request.digest is not None or "X_CHALLENGE" in request.fields
+    kind = next((value for name, value in answer[1] if name.lower() == "content-type"), "") if answer else ""
+    return kind.startswith(EVENT_STREAM) and request.is_known and not wants_signature
+
+
+def _unless_it_fails(parts: Iterable[bytes], path: str) -> Iterator[bytes]:
+    """The parts that are not empty. Raises ConnectionError after an error of the application, which is logged."""
     try:
-        yield from parts
-    finally:
-        getattr(parts, "close", lambda: None)()
+        yield from filter(None, parts)
+    except Exception as error:
+        logger.exception("the service failed in the middle of its answer to %s", path)
+        raise ConnectionError("the answer breaks off") from error
+
+
+def _close(parts: Iterable[bytes]) -> None:
+    getattr(parts, "close", lambda: None)()
 
 
 class PlaceTakenError(UserError, OSError):

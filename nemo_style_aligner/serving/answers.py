@@ -39,6 +39,7 @@ class _ChoiceAnswer(abc.ABC):
         if not is_wanted:
             return None
         content = {"index": self._index, **self._told(sequence, text, first, ready), "finish_reason": reason}
+        content["weight_version"] = self._choice.weight_version
         if self._asked.returns_ids:
             content |= {} if first else {"prompt_token_ids": self._prompt.token_ids}
             content["token_ids"] = sequence.token_ids[first:ready]
@@ -106,7 +107,7 @@ class Answer:
     ) -> None:
         kind = _ChatChoice if is_chat else _CompletionChoice
         self._choices = [kind(choice, n, asked, tokenizer, texts) for n, choice in enumerate(ticket.choices)]
-        self._asked, self._ticket = asked, ticket
+        self._asked = asked
         name = "text_completion"
         if is_chat:
             name = "chat.completion.chunk" if asked.streams else "chat.completion"
@@ -133,7 +134,7 @@ class Answer:
         return self._object([]) | {"usage": self._usage()}
 
     def _object(self, choices: Sequence[Any]) -> dict[str, Any]:
-        return self._head | {"choices": choices, "weight_version": self._ticket.weight_version}
+        return self._head | {"choices": choices}
 
     def _usage(self) -> dict[str, int]:
         num_prompt = sum(len(prompt.token_ids) for prompt in self._asked.prompts)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import prometheus_client as prometheus
@@ -122,27 +123,26 @@ class ServedModel:
         ticket = self.generation.submit(asked)
         answer = Answer(asked, ticket, self._names[0], self._tokenizer, self._texts, is_chat=is_chat)
         news = self._news(ticket, request.environ[CLIENT_IS_THERE_KEY], request.environ[NOTES_KEY])
+        next(news)  # an error that comes before the first token has a status of its own, in a stream, too
         if asked.streams:
             return Response(_events(asked, answer, news), content_type=EVENT_STREAM)
-        for _ in news:
-            if not ticket.unfinished:
-                return _json(answer.whole())
-        raise AssertionError("the loop above ends with the answer or an error")
+        news.close()
+        return _json(answer.whole())
 
-    def _news(self, ticket: Ticket, client_is_there: Any, notes: dict[str, Any]) -> Iterator[None]:
-        """Yield whenever there is news of the request's responses. Whatever ends the loop, their slots are freed.
+    def _news(self, ticket: Ticket, client_is_there: Any, notes: dict[str, Any]) -> Generator[None, None, None]:
+        """Yield when all responses are finished; in streams, whenever there is news of one. No end of its own.
+
+        Whatever ends it, slots that are still in use are freed.
 
         Raises:
-            RequestError: the request's time is over, or generation has failed.
-            ConnectionError: the client is gone.
+            RequestError: the request's time is over, its client is gone, or generation has failed.
         """
         try:
             while True:
                 if ticket.wait(_POLL_SECONDS):
                     yield
                 elif not client_is_there():
-                    notes["error"] = "the client is gone"
-                    raise ConnectionError("the client is gone")
+                    raise RequestError(408, "the client is gone")
                 if time.monotonic() - ticket.arrived > self._settings.request_seconds:
                     raise RequestError(504, f"no answer within {self._settings.request_seconds:g} s", code="timeout")
         finally:
@@ -154,9 +154,8 @@ class ServedModel:
     # ---- the rest -------------------------------------------------------------------------------
 
     def _tokenize(self) -> Response:
-        ids, spells = self._bodies.to_tokenize(_body())
-        spelt = [self._tokenizer.ids_to_text([i], keep_special=True) for i in ids] if spells else None
-        return _json({"count": len(ids), "max_model_len": self._max_length, "tokens": ids, "token_strs": spelt})
+        ids = self._bodies.to_tokenize(_body())
+        return _json({"count": len(ids), "max_model_len": self._max_length, "tokens": ids})
 
     def _detokenize(self) -> Response:
         return _json({"prompt": self._tokenizer.ids_to_text(self._bodies.to_detokenize(_body()), keep_special=True)})
@@ -196,21 +195,21 @@ class ServedModel:
         return response
 
 
-def _events(asked: Asked, answer: Answer, news: Iterator[None]) -> Iterator[bytes]:
+def _events(asked: Asked, answer: Answer, news: Generator[None, None, None]) -> Iterator[bytes]:
     """The server-sent events of a stream. Its status is sent by then: an error is an event, too."""
-    try:
-        for _ in news:
-            if (chunk := answer.news()) is not None:
-                yield _event(chunk)
-            if answer.is_complete:
-                break
-        if asked.includes_usage:
-            yield _event(answer.last_chunk())
-        yield b"data: [DONE]\n\n"
-    except RequestError as error:
-        yield _event({"error": error_object(error)})
-    except ConnectionError:
-        return
+    with contextlib.closing(news):
+        try:
+            while True:
+                if (chunk := answer.news()) is not None:
+                    yield _event(chunk)
+                if answer.is_complete:
+                    break
+                next(news)
+            if asked.includes_usage:
+                yield _event(answer.last_chunk())
+            yield b"data: [DONE]\n\n"
+        except RequestError as error:
+            yield _event({"error": error_object(error)})
 
 
 def _event(content: dict[str, Any]) -> bytes:

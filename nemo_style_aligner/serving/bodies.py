@@ -82,23 +82,13 @@ class Fields:
 
     def whole(self, name: str, default: Any, low: int, high: int) -> Any:
         """A whole number from ``low`` to ``high``."""
-        return self.take(
-            name,
-            default,
-            f"a whole number from {low} to {high}",
-            lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
-        )
+        meaning = f"a whole number from {low} to {high}"
+        return self.take(name, default, meaning, lambda value: type(value) is int and low <= value <= high)
 
     def number(self, name: str, default: float) -> float:
         """A number."""
-        return float(
-            self.take(
-                name,
-                default,
-                "a number of a usual size",
-                lambda value: isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30,
-            )
-        )
+        meaning = "a number of a usual size"
+        return float(self.take(name, default, meaning, lambda v: type(v) in (int, float) and abs(v) < 1e30))
 
     def flag(self, name: str, default: bool = False) -> bool:
         """true or false."""
@@ -203,14 +193,13 @@ class BodyReader:
         room = max(1, self._max_length - len(prompt.token_ids))
         return self._asked(fields, [prompt], max_tokens or room, num_top if has_logprobs else None, False)
 
-    def to_tokenize(self, body: bytes) -> tuple[list[int], bool]:
-        """A request to /tokenize: the ids, and whether their texts are wanted."""
+    def to_tokenize(self, body: bytes) -> list[int]:
+        """The token ids that a request to /tokenize wants."""
         fields = self._fields(body)
-        spells = fields.flag("return_token_strs")
-        text = fields.text("prompt")
-        ids = self._conversation(fields).token_ids if text is None else self._encode(text, fields)
+        text, adds_bos = fields.text("prompt"), fields.flag("add_special_tokens", True)
+        ids = self._conversation(fields).token_ids if text is None else self._text_to_ids(text, adds_bos)
         fields.finish()
-        return ids, spells
+        return ids
 
     def to_detokenize(self, body: bytes) -> list[int]:
         """A request to /detokenize."""
@@ -293,39 +282,35 @@ class BodyReader:
     # ---- prompts --------------------------------------------------------------------------------
 
     def _prompts(self, fields: Fields) -> list[Prompt]:
+        def items_of(value: Any) -> list[Any]:
+            return value if isinstance(value, list) and value and type(value[0]) is not int else [value]
+
         def is_right(value: Any) -> bool:
-            items = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
-            return all((isinstance(i, str) and is_text(i)) or self._are_ids(i) for i in items)
+            return all((isinstance(i, str) and is_text(i)) or self._are_ids(i) for i in items_of(value))
 
         meaning = f"a text or a list of token ids below {self._vocab_size}, or a list of these"
         given = fields.take("prompt", None, meaning, is_right)
         if given is None:
             raise RequestError(400, "'prompt' is missing", "prompt")
-        items = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        if len(items) > self._max_choices:
-            raise RequestError(400, f"{len(items)} prompts are more than {self._max_choices}", "prompt")
         adds_bos = fields.flag("add_special_tokens", True)
         return [
             Prompt(token_ids=self._text_to_ids(item, adds_bos), text=item)
             if isinstance(item, str)
             else Prompt(token_ids=item, text=self._tokenizer.ids_to_text(item, keep_special=True))
-            for item in items
+            for item in items_of(given)
         ]
 
     def _are_ids(self, value: Any) -> bool:
         """Whether it is a list of token ids, at least one."""
-        is_id = (isinstance(i, int) and not isinstance(i, bool) and 0 <= i < self._vocab_size for i in value or [-1])
-        return isinstance(value, list) and all(is_id)
-
-    def _encode(self, text: str, fields: Fields) -> list[int]:
-        return self._text_to_ids(text, fields.flag("add_special_tokens", True))
+        is_filled = isinstance(value, list) and bool(value)
+        return is_filled and all(type(i) is int and 0 <= i < self._vocab_size for i in value)
 
     def _text_to_ids(self, text: str, adds_bos: bool) -> list[int]:
         """As a job encodes a prompt; without BOS, the text alone."""
         tokenizer, ids = self._tokenizer, self._tokenizer.text_to_ids(text)
         ids = tokenizer.with_bos(ids, tokenizer.begins_with_bos(None, "add_bos")) if adds_bos else ids
         if not ids:
-            raise RequestError(400, "the prompt is empty, and this model's texts begin with no token of their own")
+            raise RequestError(400, "the prompt is empty, and no token of its own begins the model's texts", "prompt")
         return ids
 
     def _conversation(self, fields: Fields) -> Prompt:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +13,12 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_style_aligner.engine.contract import WeightStream
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.gpt import parse_precision
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import device
+from nemo_style_aligner.parallel.machine import available_memory
 from nemo_style_aligner.rl.rollouts.setup import vocabulary_options
 from nemo_style_aligner.serving.app import LoadedModel
 from nemo_style_aligner.temporary import temporary_folder
@@ -27,7 +28,7 @@ from nemo_style_aligner.weights.huggingface_config import read_architecture
 from nemo_style_aligner.weights.layout import check_shapes, hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import WeightSource, export_weights
 
-logger = logging.getLogger(__name__)
+_SHARE_OF_FREE_MEMORY = 0.8
 
 
 def load_model(
@@ -43,11 +44,12 @@ def load_model(
     Args:
         precision: of weights and computation, "bf16" or "32".
         max_length: the most tokens of a prompt and its response; None: the model's positions.
-        kv_cache_tokens: see `EmbeddedEngine`.
+        kv_cache_tokens: see `EmbeddedEngine`; None: what fits into the memory that is free.
 
     Raises:
         UserError, ValueError, OSError: the checkpoint cannot be used; the message says why.
     """
+    dtype = parse_precision(precision)
     with _open(path, precision) as (architecture, tokenizer, weights):
         positions = architecture.max_position_embeddings
         if max_length is not None and max_length > positions:
@@ -55,16 +57,25 @@ def load_model(
         max_length = max_length or positions
         engine = EmbeddedEngine(
             architecture,
-            dtype=parse_precision(precision),
+            dtype=dtype,
             device=device(),
             num_slots=num_slots,
             max_sequence_length=max_length,
-            kv_cache_tokens=kv_cache_tokens,
+            kv_cache_tokens=kv_cache_tokens or _kv_cache_tokens(architecture, dtype, num_slots, max_length),
             **vocabulary_options(architecture, tokenizer),
         )
         engine.build()
         engine.refit(weights, 0)
     return LoadedModel(engine, tokenizer, architecture.vocab_size, max_length)
+
+
+def _kv_cache_tokens(architecture: ModelArchitecture, dtype: torch.dtype, num_slots: int, max_length: int) -> int:
+    """What all slots need at full length, or what fits beside the engine's weights if that is less."""
+    a = architecture
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else available_memory()
+    per_token = 2 * a.num_layers * a.num_query_groups * a.kv_channels * dtype.itemsize
+    fitting = int(_SHARE_OF_FREE_MEMORY * free - a.num_parameters * dtype.itemsize) // per_token
+    return max(max_length + PAGE_TOKENS, min(num_slots * (max_length + PAGE_TOKENS), fitting))
 
 
 @contextlib.contextmanager

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import prometheus_client as prometheus
 
-from nemo_style_aligner.engine.contract import FinishReason, GenerationRequest
+from nemo_style_aligner.engine.contract import NO_WEIGHTS, FinishReason, GenerationRequest
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Task
 from nemo_style_aligner.seeds import derive_seed
@@ -20,6 +21,7 @@ from nemo_style_aligner.serving.bodies import Asked, RequestError
 
 logger = logging.getLogger(__name__)
 
+_PAUSE_SECONDS = 300.0
 _PREFIX = "aligner_generation_"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -61,6 +63,7 @@ class Choice:
     ticket: Ticket
     sequence: ScheduledSequence | None = None
     ready: tuple[int, FinishReason | None] = (0, None)
+    weight_version: int = NO_WEIGHTS
 
 
 class Ticket:
@@ -70,7 +73,6 @@ class Ticket:
         self.choices: list[Choice] = []
         self.streams = streams
         self.unfinished = 0
-        self.weight_version = -1
         self.error: RequestError | None = None
         self.arrived = time.monotonic()
         self._news = threading.Event()
@@ -90,7 +92,7 @@ class Ticket:
 
 
 class Generation:
-    """Generates for all requests at once, in the slots of an engine that has its weights.
+    """Generates for all requests at once, in the slots of an engine. While that has no weights, requests wait.
 
     Args:
         max_outstanding: the most responses that wait or are generated; requests for more are answered 429.
@@ -104,7 +106,7 @@ class Generation:
         self._waiting: deque[Choice] = deque()
         self._running: dict[int, Choice] = {}
         self._numbers = itertools.count()
-        self._is_closed = False
+        self._is_closed = self._is_paused = self._is_generating = False
         metrics.waiting.set_function(lambda: len(self._waiting))
         metrics.running.set_function(lambda: len(self._running))
         metrics.weight_version.set_function(lambda: engine.weight_version)
@@ -160,27 +162,68 @@ class Generation:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is generated in the body of the ``with`` statement, in which the engine may get new weights.
+
+        Responses that were under way begin again; streams of which a part has been sent end with an error.
+        """
+        with self._changed:
+            self._is_paused = True
+            if not self._changed.wait_for(lambda: not self._is_generating, _PAUSE_SECONDS):
+                raise TimeoutError(f"a pass of the engine that serves has taken more than {_PAUSE_SECONDS:g} s")
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_paused = False
+                self._changed.notify_all()
+
     # ---- the thread that generates ----------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                if not self._waiting:
-                    return
+        while self._begin():
             try:
-                for advanced in self._engine.serve(self._pull):
-                    self._publish(advanced)
+                with contextlib.closing(self._engine.serve(self._pull)) as passes:
+                    for advanced in passes:
+                        self._publish(advanced)
+                        if self._is_paused:
+                            break
             except Exception as error:
                 logger.exception("generation failed; the requests that were in it are refused")
-                self._refuse_running(RequestError(500, f"generation failed: {type(error).__name__}: {error}"))
+                self._refuse(list(self._running.values()), 500, f"generation failed: {type(error).__name__}: {error}")
+            with self._changed:
+                self._begin_again()
+                self._is_generating = False
+                self._changed.notify_all()
+
+    def _begin(self) -> bool:
+        """Wait for something to do; False: the service ends."""
+
+        def is_ready() -> bool:
+            return bool(self._waiting) and not self._is_paused and self._engine.weight_version != NO_WEIGHTS
+
+        with self._changed:
+            self._changed.wait_for(lambda: is_ready() or (self._is_closed and not self._waiting))
+            self._is_generating = bool(self._waiting)
+            return self._is_generating
+
+    def _begin_again(self) -> None:
+        """Put what a pause has interrupted back, or refuse it where a part of the response has been sent."""
+        interrupted = [choice for choice in self._running.values() if not choice.task.is_abandoned]
+        sent = [choice for choice in interrupted if choice.ticket.streams and choice.sequence is not None]
+        self._refuse(sent, 503, "the weights were replaced in the middle of the response: ask again")
+        for choice in reversed([choice for choice in interrupted if choice not in sent]):
+            choice.sequence, choice.ready = None, (0, None)
+            self._waiting.appendleft(choice)
+        self._running.clear()
 
     def _pull(self) -> Task | None:
         with self._changed:
-            if not self._waiting:
+            if not self._waiting or self._is_paused:
                 return None
             choice = self._waiting.popleft()
-            choice.ticket.weight_version = self._engine.weight_version
+            choice.weight_version = self._engine.weight_version
             self._running[choice.task.request.request_id] = choice
             return choice.task
 
@@ -194,15 +237,14 @@ class Generation:
                 self._metrics.first_token_seconds.observe(time.monotonic() - ticket.arrived)
             choice.sequence = sequence
             choice.ready = len(sequence.token_ids), sequence.finish_reason
-            if sequence.finish_reason is not None or sequence.task.is_abandoned:
+            if not sequence.is_in_slot:
                 del self._running[sequence.request.request_id]
                 ticket.unfinished -= 1
             if ticket.streams or not ticket.unfinished:
                 ticket.tell()
 
-    def _refuse_running(self, error: RequestError) -> None:
-        with self._changed:
-            for choice in self._running.values():
-                choice.ticket.error = error
-                choice.ticket.tell()
-            self._running.clear()
+    def _refuse(self, choices: Sequence[Choice], status: int, message: str) -> None:
+        for choice in choices:
+            self._running.pop(choice.task.request.request_id)
+            choice.ticket.error = RequestError(status, message)
+            choice.ticket.tell()

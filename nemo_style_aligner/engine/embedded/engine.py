@@ -67,6 +67,7 @@ class EmbeddedEngine(GenerationEngine):
         tensor_parallel: TensorParallel | None = None,
         step: StepChoice = "auto",
         trainer_weights: Offer | None = None,
+        is_watched: bool = True,
         **options: Any,
     ) -> None:
         """Describe the engine; `build` allocates.
@@ -82,6 +83,7 @@ class EmbeddedEngine(GenerationEngine):
             tensor_parallel: the ranks that share the model; None: this one alone.
             step: what computes: "native", "torch", or "auto": the fastest that runs here.
             trainer_weights: returns live parameters that may be read in place; `viewed_weights` names those that are.
+            is_watched: passes are signs of life of this process, for its watchdog.
             options: what every engine is told, see `GenerationEngine`.
 
         Raises:
@@ -106,6 +108,7 @@ class EmbeddedEngine(GenerationEngine):
         )
         self._shape.shard  # noqa: B018  raises where the model cannot be divided
         self._step_choice: StepChoice = step
+        self._is_watched = is_watched
         self._blocks = BlockTable(self._num_slots, self._shape.pages_per_sequence, self._shape.num_pages)
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._trainer = TrainerWeights(trainer_weights)
@@ -172,14 +175,14 @@ class EmbeddedEngine(GenerationEngine):
             scores_prompt=scores_prompt,
         )
 
-    def serve(self, pull: Callable[[], Task | None]) -> Iterator[list[ScheduledSequence]]:
+    def serve(self, pull: Callable[[], Task | None]) -> Generator[list[ScheduledSequence], None, None]:
         """Generate responses to tasks that come while others are generated, each sampled in its own way.
 
         Args:
             pull: returns the next task, or None if there is none at the moment; called whenever a slot is free.
 
         Yields:
-            After each forward pass, the sequences that got a token from it; those with a ``finish_reason`` have left.
+            After each forward pass, the sequences that got a token from it; those not ``is_in_slot`` have left.
             Ends when nothing is left to do. Closing the iterator abandons the rest.
 
         For the errors see `generate`.
@@ -286,7 +289,8 @@ class EmbeddedEngine(GenerationEngine):
 
     def _count(self, statistics: GenerationStatistics, plan: StepPlan, scheduler: Scheduler, advanced: int) -> None:
         """Add one forward pass to ``statistics``."""
-        activity.progress()
+        if self._is_watched:
+            activity.progress()
         statistics.steps += 1
         statistics.active_slot_steps += scheduler.num_active
         statistics.prefill_tokens += sum(chunk.length for chunk in plan.prefill)

@@ -74,6 +74,11 @@ class ScheduledSequence:
         return self.task.request
 
     @property
+    def is_in_slot(self) -> bool:
+        """Whether it is being generated: neither finished nor waiting."""
+        return self.slot != _WAITING
+
+    @property
     def lacks_prompt_scores(self) -> bool:
         """Whether tokens of the prompt are still to be scored."""
         return self.task.scores_prompt and len(self.prompt_scores) < len(self.request.prompt_token_ids) - 1

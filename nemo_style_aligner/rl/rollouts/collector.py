@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,17 @@ TRAINING, VALIDATION = 0, -1
 """A step's random streams: of its own rollouts and of a validation. The others, from 1 on, are rounds of warm-up."""
 
 Generator = LocalGenerator | RemoteGenerator
+
+
+class WeightFollower(Protocol):
+    """Something beside the generator that works with the policy's weights."""
+
+    def refit(self, model: MegatronModel, version: int) -> None:
+        """Take over the weights. Called on all training ranks together."""
+
+    def close(self) -> None:
+        """The run ends."""
+
 
 Minibatches = Sequence[Sequence[int]]
 """The samples of each update, in order."""
@@ -304,6 +315,7 @@ class RolloutCollector:
         tokenizer: decodes the texts of `sample_table`.
         decode: a response's text from its tokens, without what ended it.
         scoring_batch_size: responses that are given to the scorer together, at most.
+        follower: gets the policy's weights whenever the generator does.
     """
 
     def __init__(
@@ -314,8 +326,10 @@ class RolloutCollector:
         decode: Callable[[Sequence[int]], str],
         *,
         scoring_batch_size: int,
+        follower: WeightFollower | None = None,
     ) -> None:
         self.generator = generator
+        self.follower = follower
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.decode = decode
@@ -373,6 +387,8 @@ class RolloutCollector:
         self.scorer.close()
         if isinstance(self.generator, LocalGenerator):  # rollout ranks end with the job
             self.generator.close()
+        if self.follower is not None:
+            self.follower.close()
 
 
 # ---- when, and with which weights ---------------------------------------------------------------
@@ -462,6 +478,8 @@ class GenerationSchedule:
                 generation.wait()
         with self._timer("refit"):
             generator.refit(self._model, version)
+            if self._collector.follower is not None:
+                self._collector.follower.refit(self._model, version)
 
     def drop(self, step: int) -> None:
         """Forget the rollouts of a step that is complete."""

@@ -1,0 +1,74 @@
+"""The policy of a training job behind the same API, read only: ``trainer.ppo.serve_policy``."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.parallel.groups import device
+from nemo_style_aligner.rl.rollouts.setup import shared_token, vocabulary_options
+from nemo_style_aligner.serving.app import LoadedModel, ServedModel, ServingSettings
+from nemo_style_aligner.weights.stream import export_weights
+
+_SECTION = "trainer.ppo.serve_policy"
+
+
+class PolicyServer:
+    """An engine of its own on rank 0, which gets the policy's weights whenever the run's engines do.
+
+    It shares nothing with the run but the processor: the run's samples and numbers stay as they are.
+    """
+
+    def __init__(self, cfg: DictConfig, base: BaseModel, longest: int) -> None:
+        """Start to listen on rank 0; requests wait for the first weights.
+
+        Args:
+            longest: tokens of a prompt and its response in the run, unless the config says otherwise.
+
+        Raises:
+            ConfigError: the model has fewer positions than the config asks for.
+            PlaceTakenError: nothing can listen where the config says.
+        """
+        section = cfg.trainer.ppo.serve_policy
+        max_length, positions = int(section.max_length or longest), base.architecture.max_position_embeddings
+        if max_length > positions:
+            raise ConfigError(f"{_SECTION}.max_length={max_length} is more than the model's {positions} positions")
+        self._served: ServedModel | None = None
+        if dist.get_rank():
+            return
+        self._engine = EmbeddedEngine(
+            base.architecture,
+            dtype=base.dtype,
+            device=device(),
+            num_slots=int(section.num_slots),
+            max_sequence_length=max_length,
+            is_watched=False,
+            **vocabulary_options(base.architecture, base.tokenizer),
+        )
+        self._engine.build()
+        self._served = ServedModel(
+            LoadedModel(self._engine, base.tokenizer, base.architecture.vocab_size, max_length),
+            ("policy",),
+            ServingSettings(host=str(section.host), port=int(section.port), token=shared_token(cfg), section=_SECTION),
+        )
+
+    def refit(self, model: MegatronModel, version: int) -> None:
+        """Take over the weights of the policy. Collective over rank 0's replica of the model."""
+        if model.layout.dp_rank:
+            return
+        weights = export_weights(model, transient=True)
+        if self._served is None:
+            for _ in weights:
+                pass
+            return
+        with self._served.generation.paused():
+            self._engine.refit(weights, version)
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        if self._served is not None:
+            self._served.close(1)

@@ -1,0 +1,451 @@
+"""`nsa serve` and `nsa chat` as their users have them: a process, OpenAI's client, numbers of transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import requests
+import torch
+from job_processes import Job, environment, script, stored_weights
+from prometheus_client.parser import text_string_to_metric_families
+from small_models import CHATML, SHAPE
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.data.tokenizer import load_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
+from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
+
+KEY = "sk-of-a-test"
+PROMPT = "What is 12 times 3?"
+MAX_LENGTH = 256
+GREEDY = ("--temperature", "0", "--max-tokens", "9")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory: a tiny Llama, a byte-level tokenizer, a chat template."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tokenizer = train_bpe_tokenizer([PROMPT, "The answer is 36, naturally. Größe 数"], 300, path)
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        num_hidden_layers=2,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_id,
+        bos_token_id=None,
+        **sizes,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    (path / "chat_template.jinja").write_text(CHATML)
+    return path
+
+
+@contextlib.contextmanager
+def serving(folder: Path, log: Path, *options: str) -> Iterator[tuple[Job, str]]:
+    """`nsa serve` as a process; its URL."""
+    command = [sys.executable, "-m", "nemo_style_aligner.cli", "serve", str(folder), "--port", "0", "--precision", "32"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEMO_STYLE_ALIGNER_TOKEN", KEY)
+        job = Job([*command, "--num-slots", "8", *options], log)
+    try:
+        deadline = time.monotonic() + 120
+        while not (found := re.search(r"ready: (\S+)/v1", job.output())):
+            assert job.process.poll() is None and time.monotonic() < deadline, job.describe()
+            time.sleep(0.1)
+        yield job, found[1]
+    finally:
+        job.stop()
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(folder, tmp_path_factory.mktemp("serve") / "log") as (job, url):
+        yield url
+        assert job.stop() == 0, job.describe()
+
+
+@pytest.fixture(scope="module")
+def client(server: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+def running(url: str) -> dict[str, float]:
+    text = requests.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=10).text
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {sample.name.removeprefix("aligner_generation_"): sample.value for sample in samples}
+
+
+def test_numbers_are_those_of_transformers(folder: Path, client: openai.OpenAI) -> None:
+    """Greedy responses, and log-probs of prompts and responses, with several prompts of different lengths in one go."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), load_tokenizer(folder)
+    prompts = [tokenizer.text_to_ids(text) for text in (PROMPT, "The", PROMPT * 4, "12 数")]
+    answer = client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=12, temperature=0, echo=True, logprobs=3, stop=[]
+    )
+    for index, (prompt, choice) in enumerate(zip(prompts, answer.choices, strict=True)):
+        assert choice.index == index and choice.logprobs is not None
+        given = choice.logprobs
+        made = len(given.tokens) - len(prompt)
+        whole = model.generate(torch.tensor([prompt]), max_new_tokens=made, do_sample=False)
+        logprobs = model(whole).logits[0].log_softmax(-1)
+        expected = logprobs[:-1].gather(1, whole[0, 1:, None])[:, 0]
+        assert given.token_logprobs[0] is None and given.top_logprobs[0] is None
+        torch.testing.assert_close(torch.tensor(given.token_logprobs[1:]), expected, atol=2e-4, rtol=1e-4)
+        for place in range(1, len(given.tokens)):
+            best = sorted(given.top_logprobs[place].values(), reverse=True)[:3]
+            torch.testing.assert_close(torch.tensor(best), logprobs[place - 1].topk(3).values, atol=2e-4, rtol=1e-4)
+        assert choice.text.startswith(tokenizer.ids_to_text(prompt))
+
+
+def test_scores_of_long_prompts_do_not_depend_on_chunks_or_neighbours(client: openai.OpenAI) -> None:
+    """More rows than one pass scores; equal prompts side by side share no pages then."""
+    prompt = (PROMPT + " The answer is 36. ") * 8
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 0, "temperature": 0, "echo": True, "logprobs": 0}
+    one = client.completions.create(prompt=prompt, **options)
+    assert one.usage is not None and one.usage.completion_tokens == 0 and one.choices[0].text == prompt
+    many = client.completions.create(prompt=[prompt] * 5, **options)
+    scores = [choice.logprobs.token_logprobs[1:] for choice in [*one.choices, *many.choices] if choice.logprobs]
+    for other in scores[1:]:
+        assert other == pytest.approx(scores[0], abs=1e-4)
+
+
+def test_seeds_choices_and_ids(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16, "extra_body": {"ignore_eos": True}}
+    several = client.completions.create(**options, n=3, seed=7)
+    texts = [choice.text for choice in several.choices]
+    assert len(set(texts)) == 3 and texts == [c.text for c in client.completions.create(**options, n=3, seed=7).choices]
+    assert client.completions.create(**options, seed=7).choices[0].text == texts[0]
+    assert client.completions.create(**options).choices[0].text != client.completions.create(**options).choices[0].text
+    options["extra_body"] |= {"return_token_ids": True}
+    answer = client.completions.create(**options, seed=7, logprobs=0, temperature=1).to_dict()
+    (choice,) = answer["choices"]  # type: ignore[misc]
+    assert choice["weight_version"] == 0 and len(choice["token_ids"]) == 16
+    assert choice["sampling_logprobs"] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+    assert client.completions.create(**options, seed=7, temperature=0.5, top_p=0.5).choices[0].text != texts[0]
+
+
+def test_streams_say_the_same_and_stop_strings_end_them(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 60, "seed": 3}
+    options["extra_body"] = {"ignore_eos": True}
+    whole = client.completions.create(**options).choices[0].text
+    pieces = [c.choices[0].text for c in client.completions.create(**options, stream=True)]
+    assert "".join(pieces) == whole and len(pieces) > 10
+    end = whole[20:23]
+    cut = client.completions.create(**options, stop=[end, "never there"])
+    assert cut.choices[0].finish_reason == "stop" and cut.choices[0].text == whole[: whole.index(end)]
+    stream = list(client.completions.create(**options, stop=end, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].text for c in stream if c.choices) == cut.choices[0].text
+    assert stream[-1].usage == cut.usage
+
+
+def test_conversations(client: openai.OpenAI, server: str) -> None:
+    messages: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]
+    options: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 20, "temperature": 0}
+    answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    (choice,) = answer.choices
+    stream = client.chat.completions.create(**options, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in stream) == choice.message.content
+    assert choice.logprobs is not None and choice.logprobs.content is not None and answer.usage is not None
+    assert len(choice.logprobs.content) == answer.usage.completion_tokens
+    assert choice.logprobs.content[0].logprob == choice.logprobs.content[0].top_logprobs[0].logprob
+    text = (
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n" + PROMPT + "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    parts = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
+    for body in ({"prompt": text}, {"messages": messages}, {"messages": [messages[0], *parts]}):
+        reply = requests.post(f"{server}/tokenize", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=10)
+        assert reply.json()["count"] == answer.usage.prompt_tokens, reply.text
+    prompt = client.completions.create(model="tiny", prompt=text, max_tokens=20, temperature=0)
+    assert prompt.choices[0].text == choice.message.content
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"extra_body": {"nobody_knows": 1}}, "nobody_knows"),
+    ({"extra_body": {"guided_json": {}}}, "guided_json"),
+    ({"max_tokens": MAX_LENGTH}, "max_tokens"),
+    ({"temperature": -0.5}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"logprobs": 50}, "logprobs"),
+    ({"stop": [""]}, "stop"),
+    ({"prompt": [99999]}, "prompt"),
+    ({"prompt": [[1, 2], []]}, "prompt"),
+    ({"n": 100000}, "n"),
+    ({"best_of": 4}, "best_of"),
+]
+
+
+@pytest.mark.parametrize("fields, param", REFUSED, ids=[param for _, param in REFUSED])
+def test_what_is_not_supported_is_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**{"model": "tiny", "prompt": PROMPT, **fields})
+    assert caught.value.param == param and f"{param}" in caught.value.message
+
+
+def test_no_value_of_a_field_breaks_the_service(server: str) -> None:
+    """Whatever it is, it is used or refused; and if it is refused, the message names the field."""
+    values: list[Any] = [
+        -1,
+        0,
+        3,
+        1.5,
+        10**30,
+        True,
+        "",
+        "a",
+        "\ud800",
+        [],
+        [1],
+        ["a"],
+        [[1], "a"],
+        [True],
+        [-1],
+        {},
+        [{}],
+    ]
+    names = "prompt messages max_tokens max_completion_tokens temperature top_p top_k n stop seed logprobs top_logprobs"
+    names += " echo stream stream_options min_tokens repetition_penalty ignore_eos user model best_of tools other"
+    good = {"completions": {"prompt": "a", "max_tokens": 2}, "chat/completions": {"messages": [{"role": "user"}]}}
+    good["chat/completions"] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    session = requests.Session()
+    session.headers["Authorization"] = f"Bearer {KEY}"
+    for path, body in good.items():
+        for name in names.split():
+            for value in values:
+                reply = session.post(f"{server}/v1/{path}", json=body | {name: value}, timeout=30)
+                assert reply.status_code in (200, 400, 404), (name, value, reply.text)
+                assert reply.status_code == 200 or reply.json()["error"]["param"], (name, value, reply.text)
+    for body in ("", "[]", "{", "null", "\xff", '{"prompt": NaN}', "[" * 100000):
+        fields = {"Content-Type": "application/json"}
+        assert session.post(f"{server}/v1/completions", data=body, headers=fields, timeout=30).status_code == 400
+
+
+def test_who_may_ask_and_what_is_there(client: openai.OpenAI, server: str) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):
+        client.completions.create(model="gpt-9", prompt="a")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    assert requests.get(f"{server}/health", timeout=10).status_code == 200
+    known = {"Authorization": f"Bearer {KEY}"}
+    plain = requests.post(f"{server}/v1/completions", data="{}", headers=known, timeout=10)
+    assert plain.status_code == 415  # what a page of another site can send without asking
+    for message in ({"role": "user"}, "text", {"role": "user", "content": [{"type": "image_url"}]}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="tiny", messages=[message])  # type: ignore[list-item]
+        assert caught.value.param == "messages"
+
+
+def test_many_clients_at_once(client: openai.OpenAI) -> None:
+    """More streams than slots, each with sampling of its own: each is as it would be alone."""
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.7},
+        {"top_p": 0.8},
+        {"extra_body": {"top_k": 5}},
+    ]
+    requests_ = [{"prompt": PROMPT[: 4 + i], "seed": i, "max_tokens": 24, **ways[i % 4]} for i in range(16)]
+    alone = [client.completions.create(model="tiny", **request).choices[0].text for request in requests_]
+    together: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        stream = client.completions.create(model="tiny", stream=True, **requests_[number])
+        together[number] = "".join(chunk.choices[0].text for chunk in stream)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[number] for number in range(16)] == alone
+
+
+def test_clients_that_leave_free_their_slots(client: openai.OpenAI, server: str) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 240, "extra_body": {"ignore_eos": True}}
+    before = running(server)["abandoned_responses_total"]
+    streams = [client.completions.create(**options, n=8, stream=True) for _ in range(2)]
+    next(iter(streams[0]))
+    for stream in streams:
+        stream.close()
+    with pytest.raises(openai.APITimeoutError):  # in the middle of an answer that is no stream
+        client.with_options(timeout=0.02).completions.create(**options, n=64)
+    deadline = time.monotonic() + 20
+    while (now := running(server))["running_responses"] + now["waiting_responses"]:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.05)
+    assert now["abandoned_responses_total"] > before
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices[0].finish_reason == "length"
+
+
+def test_limits_and_a_graceful_stop(folder: Path, tmp_path: Path) -> None:
+    """What is too much is refused with 429; a stop lets a stream finish, refuses what comes after, and ends with 0."""
+    with serving(folder, tmp_path / "log", "--max-queued", "4", "--timeout", "30") as (job, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+        options: dict[str, Any] = {"model": "tiny", "prompt": "a", "extra_body": {"ignore_eos": True}}
+        stream = iter(client.completions.create(**options, max_tokens=250, stream=True))
+        text = next(stream).choices[0].text
+        with pytest.raises(openai.RateLimitError, match="try again"):
+            client.completions.create(**options, n=4)
+        job.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        ends = [chunk.choices[0] for chunk in stream]
+        assert ends[-1].finish_reason == "length" and text + "".join(end.text for end in ends)
+        assert job.wait(30) == 0, job.describe()
+
+
+def test_chat_on_the_terminal(folder: Path, server: str, tmp_path: Path) -> None:
+    """Lines from a pipe, against the running server and on a checkpoint of its own."""
+    lines = "hello\n/system Be short.\nhello\n/reset\n/what\nhello\n"
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    key.chmod(0o600)
+    said = []
+    for model, options in ((server, ["--api-key-file", str(key)]), (str(folder), ["--precision", "32"])):
+        command = [
+            sys.executable,
+            "-m",
+            "nemo_style_aligner.cli",
+            "chat",
+            model,
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "9",
+        ]
+        done = subprocess.run(
+            [*command, *options], input=lines, env=environment(), capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    before, _, after = said[0].partition("/what is no command\n")
+    last = after.split("ends a response\n")[1]
+    assert said[0] == said[1] and last.strip() and before.endswith(last), "/reset keeps the system prompt alone"
+    wrong = subprocess.run([*command[:4], f"{server}/elsewhere"], capture_output=True, text=True, timeout=60, input="")
+    assert (wrong.returncode != 0 and "cannot be talked to" in wrong.stderr) or "answers 401" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
+LM_EVAL_TASK = """
+task: TASK
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: TYPE
+doc_to_text: "{{question}}"
+doc_to_target: "{{target}}"
+target_delimiter: ""
+"""
+
+
+@pytest.mark.long
+def test_lm_eval_gets_the_numbers_of_transformers(folder: Path, server: str, tmp_path: Path) -> None:
+    """`local-completions` with the server's tokenizer, against lm-eval's own `hf` model."""
+    pytest.importorskip("lm_eval", reason="NOT TESTED: lm-eval is not installed (pip install 'lm-eval[api,hf]')")
+    pytest.importorskip("accelerate", reason="NOT TESTED: lm-eval's hf model needs accelerate")
+    data = tmp_path / "data.jsonl"
+    rows = [(PROMPT, " 36"), (PROMPT * 3, " 36, naturally."), ("The answer is", " 36"), ("12 times", " 3")]
+    data.write_text("".join(json.dumps({"question": q, "target": t}) + "\n" for q, t in rows))
+    for name, kind, more in (
+        ("own_likelihood", "loglikelihood", "metric_list: [{metric: perplexity}, {metric: acc}]"),
+        ("own_rolling", "loglikelihood_rolling", "metric_list: [{metric: bits_per_byte}]"),
+        ("own_text", "generate_until", 'generation_kwargs: {until: ["7"], max_gen_toks: 20, temperature: 0}'),
+    ):
+        text = LM_EVAL_TASK.replace("TASK", name).replace("TYPE", kind).replace("FILE", str(data))
+        (tmp_path / f"{name}.yaml").write_text(f"{text}{more}\n")
+    samples = {}
+    models = {
+        "local-completions": f"model=tiny,base_url={server}/v1/completions,auth_token={KEY},max_length={MAX_LENGTH},"
+        "num_concurrent=2,max_retries=1",
+        "hf": f"pretrained={folder},dtype=float32,max_length={MAX_LENGTH}",
+    }
+    for model, arguments in models.items():
+        command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments]
+        command += ["--tasks", "own_likelihood,own_rolling,own_text", "--include_path", str(tmp_path), "--log_samples"]
+        offline = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": KEY}
+        done = subprocess.run(
+            [*command, "--output_path", str(tmp_path / model)],
+            env={**environment(), **offline},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        files = {f.name.split("_2")[0]: f for f in (tmp_path / model).glob("**/samples_*.jsonl")}
+        samples[model] = {name: list(map(json.loads, file.open())) for name, file in files.items()}
+    assert samples["hf"].keys() == samples["local-completions"].keys() and len(samples["hf"]) == 3
+    for name, expected in samples["hf"].items():
+        for one, other in zip(expected, samples["local-completions"][name], strict=True):
+            assert _numbers(other["resps"]) == pytest.approx(_numbers(one["resps"]), abs=1e-3), name
+            assert re.sub(r"[-\d.]+e?[-\d]*", "", str(one["resps"])) == re.sub(
+                r"[-\d.]+e?[-\d]*", "", str(other["resps"])
+            )
+
+
+def _numbers(responses: Any) -> list[float]:
+    return [float(number) for number in re.findall(r"-\d+\.\d+", str(responses))]
+
+
+@pytest.mark.long
+def test_the_policy_during_training(tmp_path: Path, one_rank: None) -> None:
+    """Whoever asks, the run is the same to the last bit; an answer is of one version of the weights, and says which."""
+    tokenizer = train_bpe_tokenizer([PROMPT], 300, tmp_path / "tokenizer")
+    shape = SHAPE | {"vocab_size": tokenizer.vocab_size}
+    architecture = ModelArchitecture(**shape)
+    model = build_model(architecture, {}, torch.float32)
+    save_nemo(tmp_path / "base.nemo", model, architecture.to_nemo_config() | {"encoder_seq_length": 64}, tokenizer)
+    prompts, function = tmp_path / "prompts.jsonl", tmp_path / "rewards.py"
+    prompts.write_text("".join(json.dumps({"text": f"What is {i} times 3?"}) + "\n" for i in range(16)))
+    function.write_text("def reward(prompt, response, line):\n    return float(len(response))\n")
+    port = free_port()
+    served = tuple(f"trainer.ppo.serve_policy.{key}" for key in ("enable=True", f"port={port}", "max_length=64"))
+    weights, seen = [], []
+    for name, more in (("alone", ()), ("asked", served)):
+        flags = [
+            f"pretrained_checkpoint.restore_from_path={tmp_path / 'base.nemo'}",
+            f"model.data.data_prefix={{train: [{prompts}], validation: [{prompts}], test: [{prompts}]}}",
+            f"exp_manager.explicit_log_dir={tmp_path / name}",
+            f"trainer.ppo.rewards=[{{source: '{function}:reward'}}]",
+            *("trainer.precision=32", "trainer.ppo.estimator=grpo", "trainer.ppo.num_rollouts_per_prompt=4"),
+            *("trainer.ppo.max_epochs=12", "trainer.ppo.max_steps=40", "trainer.ppo.val_check_interval=0"),
+            *("model.encoder_seq_length=64", "model.global_batch_size=16", "model.micro_batch_size=4"),
+            *("model.ppo.num_rollout_samples=4", "model.ppo.length_params.max_length=16", "model.optim.lr=1e-3"),
+            *("trainer.ppo.save_interval=0", *more),
+        ]
+        job = Job(script("train_gpt_ppo_actor.py", *flags), tmp_path / f"{name}.log")
+        secret = Path(os.environ[TOKEN_FILE_VARIABLE]).read_text().strip()
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=secret, max_retries=0, timeout=60)
+        options: dict[str, Any] = {"model": "policy", "prompt": PROMPT, "max_tokens": 20, "echo": True, "logprobs": 0}
+        while more and job.process.poll() is None:
+            with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError):
+                (choice,) = client.completions.create(**options, n=1).to_dict()["choices"]  # type: ignore[misc]
+                seen.append((choice["weight_version"], choice["logprobs"]["token_logprobs"][1:6]))
+            time.sleep(0.02)
+        job.check(240)
+        weights.append(stored_weights(next((tmp_path / name / "checkpoints").glob("*.nemo"))))
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    of_version = dict(seen)
+    assert len(of_version) > 2 and min(of_version) >= 0, seen
+    assert all(scores == pytest.approx(of_version[version], abs=1e-5) for version, scores in seen)
+    assert len({tuple(scores) for scores in of_version.values()}) == len(of_version)
