@@ -150,6 +150,8 @@ def test_streams_say_the_same_and_stop_strings_end_them(client: openai.OpenAI) -
     whole = client.completions.create(**options).choices[0].text
     pieces = [c.choices[0].text for c in client.completions.create(**options, stream=True)]
     assert "".join(pieces) == whole and len(pieces) > 10
+    echoed = client.completions.create(**options, stream=True, echo=True)
+    assert "".join(chunk.choices[0].text for chunk in echoed) == PROMPT + whole
     end = whole[20:23]
     cut = client.completions.create(**options, stop=[end, "never there"])
     assert cut.choices[0].finish_reason == "stop" and cut.choices[0].text == whole[: whole.index(end)]
@@ -312,6 +314,20 @@ def test_limits_and_a_graceful_stop(folder: Path, tmp_path: Path) -> None:
         ends = [chunk.choices[0] for chunk in stream]
         assert ends[-1].finish_reason == "length" and text + "".join(end.text for end in ends)
         assert job.wait(30) == 0, job.describe()
+
+
+def test_checkpoints_that_cannot_be_served(folder: Path, tmp_path: Path) -> None:
+    """One line that says what is missing, and status 2."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_style_aligner.cli", "serve", str(tmp_path), "--port", "0"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "lacks model.safetensors" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_chat_on_the_terminal(folder: Path, server: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _EXAMPLES = """\b
 Examples:
   nsa chat policy.nemo
   nsa chat policy.nemo --system "You answer in one word." --temperature 0
-  nsa chat http://127.0.0.1:8000/v1
+  OPENAI_API_KEY=$(cat ~/.nemo_style_aligner/token) nsa chat http://127.0.0.1:8000/v1
 """
 _HELP = """/reset       forget the conversation
 /system TEXT begin again with this system prompt; without TEXT: with none
@@ -39,7 +39,7 @@ _SECONDS = 600.0  # for the next part of a response
 @click.option(
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Of a URL.  [default: $OPENAI_API_KEY, else the secret that this user's jobs share]",
+    help="Of a URL.  [default: $OPENAI_API_KEY]",
 )
 def command(
     model: str,
@@ -53,10 +53,14 @@ def command(
 
     /reset forgets the conversation, /system TEXT begins one with another system prompt. Lines may come from a pipe.
     """
+    from nemo_style_aligner.services.secret import read_secret
+
     options = {"temperature": temperature} | ({} if max_tokens is None else {"max_tokens": max_tokens})
     with contextlib.ExitStack() as stack:
         if model.startswith(("http://", "https://")):
-            server = Server(model, _key_for(api_key_file))
+            server = Server(
+                model, read_secret(api_key_file).value if api_key_file else os.environ.get("OPENAI_API_KEY")
+            )
         else:
             server = stack.enter_context(_served_here(Path(model), precision))
         Chat(server, options, system).run()
@@ -65,11 +69,11 @@ def command(
 class Server:
     """A server with an OpenAI-compatible API. ``url`` ends with ``/v1``, or lacks it."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str | None) -> None:
         parts = urllib.parse.urlsplit(url)
         self._make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._place, self._path = parts.netloc, parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        self._fields = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        self._fields = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         with self._ask("GET", "/models") as answer:
             self.model: str = json.loads(answer.read())["data"][0]["id"]
 
@@ -78,10 +82,12 @@ class Server:
         body = {"model": self.model, "messages": messages, "stream": True, **options}
         with self._ask("POST", "/chat/completions", json.dumps(body)) as answer:
             for line in answer:
-                event = line.decode().removeprefix("data: ").strip()
+                kind, _, event = line.decode().strip().partition(": ")
+                if kind != "data":
+                    continue
                 if event == "[DONE]":
                     return
-                content = json.loads(event) if event else {"choices": []}
+                content = json.loads(event)
                 if "error" in content:
                     raise UserError(f"the server says: {content['error']['message']}")
                 for choice in content["choices"]:
@@ -98,7 +104,8 @@ class Server:
                 text = answer.read().decode(errors="replace")
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     text = json.loads(text)["error"]["message"]
-                raise UserError(f"the server answers {answer.status}: {text[:1000]}")
+                hint = " (the key: OPENAI_API_KEY, or --api-key-file)" if answer.status == 401 else ""
+                raise UserError(f"the server answers {answer.status}: {text[:1000]}{hint}")
             yield answer
         except (OSError, http.client.HTTPException, KeyError, IndexError, ValueError) as error:
             raise UserError(f"http://{self._place}{self._path} cannot be talked to: {error or type(error)}") from error
@@ -166,14 +173,6 @@ class Chat:
             self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
 
-def _key_for(api_key_file: Path | None) -> str:
-    from nemo_style_aligner.services.secret import find_secret, read_secret
-
-    if api_key_file is not None:
-        return read_secret(api_key_file).value
-    return os.environ.get("OPENAI_API_KEY") or find_secret().value
-
-
 @contextlib.contextmanager
 def _served_here(checkpoint: Path, precision: str) -> Iterator[Server]:
     """The checkpoint behind an API of this process, for this process alone."""
@@ -188,8 +187,8 @@ def _served_here(checkpoint: Path, precision: str) -> Iterator[Server]:
     with single_process():
         model = load_model(checkpoint, precision=precision, num_slots=1)
         settings = ServingSettings(host="127.0.0.1", port=0, token=key)
-        served = ServedModel(model, (model_name(checkpoint),), settings)
+        served = ServedModel(model, model_name(checkpoint), settings)
         try:
             yield Server(f"http://127.0.0.1:{served.server.port}/v1", key)
         finally:
-            served.close(0)
+            served.close(1)

@@ -86,7 +86,7 @@ def command(
         )
         served = ServedModel(
             model,
-            (name or model_name(checkpoint),),
+            name or model_name(checkpoint),
             ServingSettings(
                 host=host,
                 port=port,

@@ -35,9 +35,10 @@ class _ChoiceAnswer(abc.ABC):
         if self._asked.echoes_alone:
             text, ready = "", 0
         is_wanted = text or reason is not None or self._asked.num_top is not None or self._asked.returns_ids
-        self.num_told, self.is_ended = ready, reason is not None
-        if not is_wanted:
+        if not is_wanted and self.num_told:
+            self.num_told = ready
             return None
+        self.num_told, self.is_ended = ready, reason is not None
         content = {"index": self._index, **self._told(sequence, text, first, ready), "finish_reason": reason}
         content["weight_version"] = self._choice.weight_version
         if self._asked.returns_ids:

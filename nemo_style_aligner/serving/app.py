@@ -17,7 +17,7 @@ from werkzeug.exceptions import HTTPException
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.services.http_server import CLIENT_IS_THERE_KEY, EVENT_STREAM, WsgiServer
-from nemo_style_aligner.services.protocol import JSON_TYPE, LIVE_PATH, READY_PATH, ProtocolError
+from nemo_style_aligner.services.protocol import JSON_TYPE, ProtocolError
 from nemo_style_aligner.services.request_log import NOTES_KEY
 from nemo_style_aligner.serving.answers import Answer
 from nemo_style_aligner.serving.bodies import Asked, BodyReader, RequestError, error_body, error_object
@@ -26,6 +26,7 @@ from nemo_style_aligner.serving.texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
+_HEALTH_PATH = "/health"
 _POLL_SECONDS = 0.25  # how soon it is noticed that a client is gone
 
 
@@ -62,17 +63,17 @@ class ServedModel:
 
     Args:
         model: nobody else may use its engine until `close`.
-        names: that requests may call the model, the first being its own.
+        name: what requests call the model.
 
     Raises:
         PlaceTakenError: nothing can listen there.
     """
 
-    def __init__(self, model: LoadedModel, names: tuple[str, ...], settings: ServingSettings) -> None:
-        self._settings, self._names = settings, names
+    def __init__(self, model: LoadedModel, name: str, settings: ServingSettings) -> None:
+        self._settings, self._name = settings, name
         self._tokenizer, self._max_length = model.tokenizer, model.max_length
         self._metrics, self._texts, self._created = Metrics(), TokenTexts(model.tokenizer), int(time.time())
-        self._bodies = BodyReader(model.tokenizer, names, model.max_length, model.vocab_size, settings.max_outstanding)
+        self._bodies = BodyReader(model.tokenizer, name, model.max_length, model.vocab_size, settings.max_outstanding)
         self.generation = Generation(model.engine, settings.max_outstanding, self._metrics)
         self.server = WsgiServer(
             self._app(),
@@ -82,7 +83,7 @@ class ServedModel:
             name="the API",
             section=settings.section,
             token=settings.token,
-            is_open=lambda path: path in (LIVE_PATH, READY_PATH, "/health"),
+            is_open=lambda path: path == _HEALTH_PATH,
             error_body=error_body,
         )
 
@@ -98,17 +99,14 @@ class ServedModel:
         app.register_error_handler(ProtocolError, _refuse)
         app.register_error_handler(HTTPException, _refuse_route)
         app.after_request(self._count)
-        for path, view in (("/v1/completions", self._completion), ("/v1/chat/completions", self._chat)):
+        posts = {"/v1/completions": self._completion, "/v1/chat/completions": self._chat}
+        for path, view in (posts | {"/tokenize": self._tokenize, "/detokenize": self._detokenize}).items():
             app.add_url_rule(path, view_func=view, methods=["POST"])
-        for path, view in (("/tokenize", self._tokenize), ("/detokenize", self._detokenize)):
-            app.add_url_rule(path, view_func=view, methods=["POST"])
-            app.add_url_rule(f"/v1{path}", f"v1{path}", view, methods=["POST"])
         app.add_url_rule("/v1/models", view_func=self._models)
         app.add_url_rule("/v1/models/<path:name>", view_func=self._model)
         app.add_url_rule("/tokenizer_info", view_func=self._tokenizer_info)
         app.add_url_rule("/metrics", view_func=self._exposition)
-        for path in (LIVE_PATH, READY_PATH, "/health"):
-            app.add_url_rule(path, path, lambda: Response(""))
+        app.add_url_rule(_HEALTH_PATH, view_func=lambda: Response(""), endpoint="health")
         return app
 
     # ---- completions ----------------------------------------------------------------------------
@@ -121,7 +119,7 @@ class ServedModel:
 
     def _answer(self, asked: Asked, *, is_chat: bool) -> Response:
         ticket = self.generation.submit(asked)
-        answer = Answer(asked, ticket, self._names[0], self._tokenizer, self._texts, is_chat=is_chat)
+        answer = Answer(asked, ticket, self._name, self._tokenizer, self._texts, is_chat=is_chat)
         news = self._news(ticket, request.environ[CLIENT_IS_THERE_KEY], request.environ[NOTES_KEY])
         next(news)  # an error that comes before the first token has a status of its own, in a stream, too
         if asked.streams:
@@ -175,16 +173,16 @@ class ServedModel:
         )
 
     def _models(self) -> Response:
-        return _json({"object": "list", "data": [self._described(name) for name in self._names]})
+        return _json({"object": "list", "data": [self._described()]})
 
     def _model(self, name: str) -> Response:
-        if name not in self._names:
+        if name != self._name:
             raise RequestError(404, f"the model '{name}' is not served here", "model", "model_not_found")
-        return _json(self._described(name))
+        return _json(self._described())
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _described(self) -> dict[str, Any]:
         owner = {"created": self._created, "owned_by": "nemo_style_aligner"}
-        return {"id": name, "object": "model", **owner, "max_model_len": self._max_length}
+        return {"id": self._name, "object": "model", **owner, "max_model_len": self._max_length}
 
     def _exposition(self) -> Response:
         return Response(prometheus.generate_latest(self._metrics.registry), content_type=prometheus.CONTENT_TYPE_LATEST)

@@ -158,17 +158,15 @@ class BodyReader:
     """Reads requests to a model.
 
     Args:
-        names: that the model has; a request may name one of them.
+        name: of the model, which a request may have or leave out.
         max_length: the most tokens of a prompt and a response.
         vocab_size: of the model.
         max_choices: the most responses to one request.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, names: tuple[str, ...], max_length: int, vocab_size: int, max_choices: int
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, name: str, max_length: int, vocab_size: int, max_choices: int) -> None:
         self._tokenizer = tokenizer
-        self._names = names
+        self._name = name
         self._max_length, self._vocab_size, self._max_choices = max_length, vocab_size, max_choices
         self._learnt_ends = tokenizer.end_strings(())
 
@@ -213,9 +211,9 @@ class BodyReader:
     def _fields(self, body: bytes) -> Fields:
         fields = Fields(body)
         name = fields.text("model")
-        if name is not None and name not in self._names:
-            known = " or ".join(f"'{known}'" for known in self._names)
-            raise RequestError(404, f"the model '{name}' is not served here: it is {known}", "model", "model_not_found")
+        if name not in (None, self._name):
+            message = f"the model '{name}' is not served here: it is '{self._name}'"
+            raise RequestError(404, message, "model", "model_not_found")
         return fields
 
     def _asked(self, fields: Fields, prompts: list[Prompt], max_tokens: int, num_top: int | None, echo: bool) -> Asked:

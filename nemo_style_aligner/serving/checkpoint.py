@@ -47,7 +47,7 @@ def load_model(
         kv_cache_tokens: see `EmbeddedEngine`; None: what fits into the memory that is free.
 
     Raises:
-        UserError, ValueError, OSError: the checkpoint cannot be used; the message says why.
+        UserError: the checkpoint cannot be used; the message says why.
     """
     dtype = parse_precision(precision)
     with _open(path, precision) as (architecture, tokenizer, weights):
@@ -80,23 +80,29 @@ def _kv_cache_tokens(architecture: ModelArchitecture, dtype: torch.dtype, num_sl
 
 @contextlib.contextmanager
 def _open(path: Path, precision: str) -> Iterator[tuple[ModelArchitecture, Tokenizer, WeightStream]]:
-    is_gguf = path.suffix == ".gguf"
-    if not is_gguf and not (path / "config.json").is_file():
+    if path.suffix != ".gguf" and not (path / "config.json").is_file():
         base = open_base_model(str(path), OmegaConf.create({"model": {}, "trainer": {"precision": precision}}))
+        if "reward_model_type" in base.config:
+            raise UserError(f"{path} is a reward model or critic, which generates no text: give a language model")
         yield base.architecture, base.tokenizer, export_weights(base.load(trainable=False))
         return
-    source: WeightSource
-    if is_gguf:
-        source = gguf = GGUFCheckpoint(path)
-        with temporary_folder(f"the tokenizer of {path}") as folder:
-            gguf.save_tokenizer(folder)
-            tokenizer = load_tokenizer(folder)
-        architecture = gguf.architecture
-    else:
-        architecture = read_architecture(path)
-        source, tokenizer = HuggingFaceCheckpoint(path, architecture), load_tokenizer(path)
-    check_shapes(architecture, source.shapes(), 0)
+    try:
+        source, architecture, tokenizer = _foreign(path)
+        check_shapes(architecture, source.shapes())
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
     yield architecture, tokenizer, _read_all(source, architecture)
+
+
+def _foreign(path: Path) -> tuple[WeightSource, ModelArchitecture, Tokenizer]:
+    """Of a GGUF file or a Hugging Face directory."""
+    if path.suffix != ".gguf":
+        architecture = read_architecture(path)
+        return HuggingFaceCheckpoint(path, architecture), architecture, load_tokenizer(path)
+    gguf = GGUFCheckpoint(path)
+    with temporary_folder(f"the tokenizer of {path}") as folder:
+        gguf.save_tokenizer(folder)
+        return gguf, gguf.architecture, load_tokenizer(folder)
 
 
 def _read_all(source: WeightSource, architecture: ModelArchitecture) -> Iterator[tuple[str, torch.Tensor]]:

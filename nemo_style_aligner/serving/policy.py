@@ -52,7 +52,7 @@ class PolicyServer:
         self._engine.build()
         self._served = ServedModel(
             LoadedModel(self._engine, base.tokenizer, base.architecture.vocab_size, max_length),
-            ("policy",),
+            "policy",
             ServingSettings(host=str(section.host), port=int(section.port), token=shared_token(cfg), section=_SECTION),
         )
 
