@@ -11,6 +11,7 @@ a signature, get it whole.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import email.utils
@@ -97,7 +98,8 @@ class ConnectionLimits:
 def token_check(token: str | None) -> Callable[[Mapping[str, str]], bool]:
     """A check whether a request's header fields (names as in WSGI, without ``HTTP_``) carry ``token``; None: always.
 
-    The token comes as ``Authorization: Bearer <token>``, or as ``triton-access-token: <token>`` from Triton's clients.
+    The token comes as ``Authorization: Bearer <token>``, as the password of ``Authorization: Basic`` from browsers, or
+    as ``triton-access-token: <token>`` from Triton's clients.
     The comparison takes the same time whatever is wrong.
     """
     if token is None:
@@ -108,11 +110,21 @@ def token_check(token: str | None) -> Callable[[Mapping[str, str]], bool]:
 
     def check(fields: Mapping[str, str]) -> bool:
         scheme, _, given = fields.get("AUTHORIZATION", "").partition(" ")
-        if scheme.lower() != "bearer":
+        if scheme.lower() == "basic":
+            given = _password(given)
+        elif scheme.lower() != "bearer":
             given = fields.get("TRITON_ACCESS_TOKEN", "")
         return hmac.compare_digest(given.encode(), expected)
 
     return check
+
+
+def _password(credentials: str) -> str:
+    """The password in the credentials of HTTP's Basic authentication (RFC 7617); "" if they are none."""
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except ValueError:  # no base64, or no text in it
+        return ""
 
 
 class WsgiServer:
@@ -653,7 +665,7 @@ class _Connection:
 
 def _without_token(what: str) -> ProtocolError:
     message = f"{what} the header 'Authorization: Bearer <token of this run>'"
-    return ProtocolError(401, message, {"WWW-Authenticate": "Bearer"})
+    return ProtocolError(401, message, {"WWW-Authenticate": 'Bearer, Basic realm="nemo_style_aligner"'})
 
 
 def _closing(parts: Iterable[bytes]) -> Generator[bytes, None, None]:
