@@ -24,7 +24,7 @@ from nemo_style_aligner.telemetry.timeline import last_phases
 logger = logging.getLogger(__name__)
 
 _LOG_LINES = 300
-_SECTION = "exp_manager"
+_KEY = "exp_manager.dashboard_port"
 _PAGE, _STATE = "/", "/state"
 
 
@@ -48,7 +48,7 @@ class Dashboard:
         self._lock = threading.Lock()  # a page is made once, however many look
         self._page: tuple[str, bytes] = ("", b"")
         self._server = WsgiServer(
-            self._answer, "127.0.0.1", port, max_body_bytes=0, name="dashboard", section=_SECTION, token=token
+            self._answer, "127.0.0.1", port, max_body_bytes=0, name="dashboard", port_key=_KEY, token=token
         )
         self.port = self._server.port
         logger.info("dashboard on http://127.0.0.1:%d, password: the shared secret", self.port)

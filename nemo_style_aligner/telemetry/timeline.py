@@ -85,7 +85,7 @@ def write_trace(log_dir: Path, output: Path, first: int, last: int) -> int:
                 "ph": "X", "name": name.rpartition("/")[2], "cat": "phase", "pid": rank, "tid": 0,
                 "ts": began * 1e6, "dur": seconds * 1e6, "args": {"path": name},
             }
-            for line in read_json_lines(path)
+            for line in read_last_records(path, path.stat().st_size)
             for name, began, seconds in line
             if before <= began <= until
         ]  # fmt: skip
