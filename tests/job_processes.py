@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.telemetry.metric_table import find_metric
+from nemo_style_aligner.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
@@ -69,9 +71,10 @@ class Job:
             raise AssertionError(f"not done after {timeout} s: {self.describe()}") from None
 
     def check(self, timeout: float) -> str:
-        """Wait for success; the output."""
+        """Wait for success; the output. What the job has logged must be in the table of metrics."""
         status = self.wait(timeout)
         assert status == 0, f"status {status}: {self.describe()}"
+        require_known_metrics(self.command)
         return self.output()
 
     def describe(self) -> str:
@@ -109,6 +112,17 @@ def run(command: Sequence[str], log: Path, timeout: float = 120.0) -> str:
         return job.check(timeout)
     finally:
         job.kill()
+
+
+def require_known_metrics(command: Sequence[str]) -> None:
+    """Whatever a job has logged is a row of the metrics' table, apart from the statistics of a user's own loss."""
+    folders = [Path(word.partition("=")[2]) for word in command if word.startswith("exp_manager.explicit_log_dir=")]
+    is_own_loss = any("policy_loss=" in word and ".py:" in word for word in command)
+    names = {name for folder in folders for name in read_metrics(folder)}
+    unknown = {name for name in names if find_metric(name) is None}
+    if is_own_loss:
+        unknown = {name for name in unknown if not name.startswith("train_optim/")}
+    assert not unknown, f"not in telemetry/metric_table.py: {sorted(unknown)}"
 
 
 def wait_until_ready(job: Job, port: int, timeout: float = 90.0) -> None:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.services.dashboard import Dashboard
+from nemo_style_aligner.telemetry import activity, timeline
 from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric, markdown
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.report import find_runs, write_report
 from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
 from nemo_style_aligner.telemetry.samples import ComparisonError
+from nemo_style_aligner.telemetry.timeline import NoTimelineError, write_trace
+from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 ROOT = Path(__file__).parents[1]
 HOSTILE = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)> {{ 7*7 }} \u202e \ud800'
@@ -144,6 +151,71 @@ def chromium() -> Iterator[str]:
     if found is None:
         pytest.skip("needs Chromium (apt-get install chromium)")
     yield found
+
+
+def test_phases_of_each_rank_become_a_trace(run: Path, tmp_path: Path) -> None:
+    log_dir = shutil.copytree(run, tmp_path / "actor")
+    with pytest.raises(NoTimelineError, match=r"exp_manager\.timeline=True"):
+        write_trace(log_dir, tmp_path / "trace.json", 1, 3)
+    logger, timer = MetricsLogger(log_dir), ScopedTimer()
+    try:
+        for rank in (0, 1):
+            timeline.record(log_dir, rank)
+            for step in (101, 102, 103):
+                with timer("step"), timer("rollout_time"), timer("generate"):
+                    time.sleep(0.002)
+                if rank:
+                    continue
+                logger.log_metrics(timer.consume_durations(), step, "timers/")
+                time.sleep(0.005)
+    finally:
+        activity.record(None)
+        logger.close()
+    last = timeline.last_phases(log_dir, steps=1)
+    assert {rank: [name for name, _, _ in phases][:1] for rank, phases in last.items()} == {
+        0: ["step/rollout_time/generate"],
+        1: ["step/rollout_time/generate"],
+    }
+    assert write_trace(log_dir, tmp_path / "trace.json", 102, 102) == 3  # rank 1 came later
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    inner, middle, outer = (event for event in events if event["ph"] == "X")
+    assert [inner["name"], middle["name"], outer["name"]] == ["generate", "rollout_time", "step"]
+    assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 100
+    assert 2000 <= inner["dur"] < 1e6  # microseconds
+
+
+# ---- the dashboard -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dashboard(tmp_path: Path) -> Iterator[Dashboard]:
+    served = Dashboard(tmp_path / "live", 0, "s3cret")
+    yield served
+    served.close()
+
+
+def test_the_dashboard_shows_what_is_new_to_who_knows_the_secret(dashboard: Dashboard) -> None:
+    address, known = f"http://127.0.0.1:{dashboard.port}", ("anybody", "s3cret")
+    for path in ("/", "/state", "/elsewhere"):
+        for wrong in (None, ("anybody", "s3cre"), ("s3cret", "")):
+            refused = requests.get(address + path, auth=wrong, timeout=5)
+            assert refused.status_code == 401 and "Basic realm=" in refused.headers["WWW-Authenticate"]
+    page = requests.get(address, auth=known, timeout=5)
+    assert (
+        page.status_code == 200 and page.headers["Cache-Control"] == "no-store" and "Before and after" not in page.text
+    )
+    before = requests.get(f"{address}/state", auth=known, timeout=5).json()
+    make_run(dashboard.log_dir, [0.0, 1.0, 2.0])
+    with activity.phase("step"), activity.phase("generate"), activity.counting("responses", lambda: (3, 8)):
+        logging.getLogger("job").warning("<b>look</b>")
+        after = requests.get(f"{address}/state", auth=known, timeout=5).json()
+    assert after["version"] != before["version"] and after["phase"] == "step/generate"
+    assert (
+        after["counts"].startswith("3 of 8 responses") and "<b>look</b>" in after["log"][-1] and not after["stopping"]
+    )
+    assert "Before and after" in requests.get(address, auth=known, timeout=5).text
+    assert requests.get(f"{address}/../etc/passwd", auth=known, timeout=5).status_code == 404
+    assert requests.post(address, auth=known, timeout=5).status_code == 405
 
 
 def test_a_browser_draws_the_charts_and_runs_nothing_else(run: Path, chromium: str, tmp_path: Path) -> None:

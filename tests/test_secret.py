@@ -5,6 +5,7 @@ What another user of the machine can do without it: `attack/test_second_user.py`
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
 import os
 import stat
@@ -81,6 +82,9 @@ def test_nothing_but_the_whole_secret_opens_a_service() -> None:
     for given in ("", "s", "s3cre", "s3cretX", "S3CRET"):
         assert not has_token({"AUTHORIZATION": f"Bearer {given}"}) and not has_token({"TRITON_ACCESS_TOKEN": given})
     assert not has_token({}) and not has_token({"AUTHORIZATION": "Basic s3cret"})
+    for wrong in (b"s3cret", b"s3cret:", b":s3cre", b"\xff:s3cret"):
+        assert not has_token({"AUTHORIZATION": f"Basic {base64.b64encode(wrong).decode()}"})
+    assert has_token({"AUTHORIZATION": f"Basic {base64.b64encode(b'me:s3cret').decode()}"})
     assert has_token({"AUTHORIZATION": "Bearer s3cret"}) and has_token({"TRITON_ACCESS_TOKEN": "s3cret"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -11,6 +12,7 @@ Examples:
   nsa report results/actor
   nsa report results/demo --output demo.html
   nsa report results/actor --compare SFT=sft.json --compare PPO=ppo.json
+  nsa report results/actor --trace trace.json --steps 3-5
 
 \b
 The files to compare are what evaluate_gpt.py --output writes, for the same prompts.
@@ -27,6 +29,15 @@ def _named_files(context: click.Context, parameter: click.Parameter, values: tup
     return files
 
 
+def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int]:
+    if value is None:
+        return 0, sys.maxsize
+    first, _, last = value.partition("-")
+    if not (first.isdecimal() and (last or first).isdecimal()):
+        raise click.BadParameter(f"{value!r}: say a step, or FIRST-LAST")
+    return int(first), int(last or first)
+
+
 @click.command(epilog=_EXAMPLES)
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="[default: RUN/report.html]")
@@ -34,12 +45,27 @@ def _named_files(context: click.Context, parameter: click.Parameter, values: tup
 @click.option(
     "--compare", multiple=True, metavar="NAME=FILE", callback=_named_files, help="Responses to show side by side."
 )
-def command(run: Path, output: Path | None, title: str | None, compare: dict[str, Path]) -> None:
+@click.option(
+    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Also write a Chrome trace, which Perfetto opens."
+)
+@click.option("--steps", callback=_steps, metavar="A-B", help="Steps of the trace.  [default: all]")
+def command(
+    run: Path,
+    output: Path | None,
+    title: str | None,
+    compare: dict[str, Path],
+    trace: Path | None,
+    steps: tuple[int, int],
+) -> None:
     """Write a page about RUN, a job's log directory, or a folder of them: outcome, samples, charts.
 
-    The page is one file that needs nothing else, and may be written while the job runs.
+    The page is one file that needs nothing else, and may be written while the job runs. A trace has the phases of each
+    rank of a job with exp_manager.timeline or a dashboard.
     """
     from nemo_style_aligner.telemetry.report import find_runs, write_report
+    from nemo_style_aligner.telemetry.timeline import write_trace
 
+    if trace is not None:
+        print(f"{trace}: {write_trace(run, trace, *steps)} phases")
     page = write_report(output or run / "report.html", title or run.resolve().name, find_runs(run), compare=compare)
     print(page)

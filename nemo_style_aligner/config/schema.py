@@ -112,6 +112,10 @@ class ExpManager(Section):
     # End the job, with a report of where each rank hangs, when no rank has made progress for this long; null: never.
     # Keep it below trainer.distributed_timeout_minutes: otherwise the bare error of a collective comes first.
     watchdog_minutes: Minutes | None = 25
+    # Serve a live report on this port of rank 0's machine, to that machine alone (docs/reports.md); 0: a free port,
+    # null: do not. A browser asks for a name (any) and a password: the secret that the jobs of a run share.
+    dashboard_port: Port | None = None
+    timeline: bool = False  # note in timeline/ when each rank begins and ends each phase; the dashboard does so, too
     checkpoint_callback_params: CheckpointParams
 
 
@@ -759,6 +763,9 @@ class ActorLoop(Updates):
     serve_policy: Free[ServePolicy]
 
     num_table_rows: Free[CountFrom0] = 8  # sample responses logged per step
+    # Append every training sample to samples.jsonl: texts, tokens, rewards and, per token, log-probs of policy and
+    # initial policy, advantages, values. Some 50 bytes per token.
+    save_samples: Free[bool] = False
 
 
 class ActorTrainer(Trainer):
@@ -972,7 +979,10 @@ JOBS: Mapping[str, Job] = {
         "The reward model as a service of its own: examples/nlp/gpt/serve_reward_model.py",
         RewardService,
         {"inference.port": 5555, "exp_manager.explicit_log_dir": None, "exp_manager.name": "inference_rm"},
-        without=("exp_manager.create_wandb_logger", _WANDB, "exp_manager.resume_*", _PARAMS),
+        without=(
+            *("exp_manager.create_wandb_logger", _WANDB, "exp_manager.resume_*", _PARAMS),
+            *("exp_manager.dashboard_port", "exp_manager.timeline"),
+        ),
     ),
     "gpt_ppo_critic": Job(
         "The critic job: examples/nlp/gpt/serve_ppo_critic.py",

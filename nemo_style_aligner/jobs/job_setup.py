@@ -44,6 +44,9 @@ from nemo_style_aligner.models.restore import BaseModel, portable_config
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
 from nemo_style_aligner.parallel.machine import is_on_one_machine
+from nemo_style_aligner.services.dashboard import Dashboard
+from nemo_style_aligner.services.secret import AUTO, resolve_token
+from nemo_style_aligner.telemetry import timeline
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.watchdog import Watchdog
 from nemo_style_aligner.training.run_control import RunControl, parse_duration
@@ -78,6 +81,7 @@ class Run:
         control: when to stop early.
         checkpoints: saving and resuming.
         watchdog: ends the job when it hangs; None if it is turned off.
+        dashboard: rank 0's, if there is to be one.
     """
 
     log_dir: Path
@@ -86,6 +90,7 @@ class Run:
     control: RunControl
     checkpoints: CheckpointManager
     watchdog: Watchdog | None = None
+    dashboard: Dashboard | None = None
 
     def resume(self, cfg: DictConfig, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
         """Continue from the checkpoint that ``exp_manager`` selects, if there is one. Log the job's config ``cfg``.
@@ -155,6 +160,8 @@ class Run:
         self.metrics.close(_WANDB_SECONDS_STOPPED if self.control.status == EXIT_REQUEUE else _WANDB_SECONDS)
         if self.watchdog is not None:
             self.watchdog.stop()
+        if self.dashboard is not None:
+            self.dashboard.close()
         return self.control.status
 
 
@@ -188,6 +195,7 @@ def start_run(cfg: DictConfig) -> Run:
             run_settings=run_settings,
         ),
         watchdog=start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
+        dashboard=start_dashboard(cfg.exp_manager, log_dir),
     )
 
 
@@ -247,6 +255,32 @@ def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
 def frozen_policy(model: MegatronModel, base: BaseModel, placement: Placement) -> FrozenWeights:
     """The policy as it is now, which it is compared with while it is trained: its reference."""
     return FrozenWeights(model, placement, lambda: base.build(trainable=False))
+
+
+def start_timeline(exp_manager: DictConfig, log_dir: Path) -> None:
+    """Note this rank's phases from now on, if that is asked for."""
+    if exp_manager.timeline or exp_manager.dashboard_port is not None:
+        channel = roles.channel()
+        timeline.record(log_dir, dist.get_rank() if channel is None else channel.rank)
+
+
+def start_dashboard(exp_manager: DictConfig, log_dir: Path) -> Dashboard | None:
+    """Note phases and, on rank 0, serve the page, if that is asked for. Collective.
+
+    Raises:
+        PlaceTakenError: the port is taken.
+        SecretError: the shared secret cannot be used.
+    """
+    start_timeline(exp_manager, log_dir)
+    opened = list[Dashboard]()
+
+    def serve() -> None:
+        token = resolve_token(AUTO, "exp_manager.dashboard_port")
+        opened.append(Dashboard(log_dir, int(exp_manager.dashboard_port), token))
+
+    if exp_manager.dashboard_port is not None:
+        on_first_rank(serve)
+    return opened[0] if opened else None
 
 
 def training_batching(model: DictConfig, group: int = 1, micro_batch_size: int | None = None) -> MicroBatching:

@@ -16,6 +16,7 @@ from nemo_style_aligner.jobs.job_setup import (
     frozen_policy,
     register_model,
     start_run,
+    start_timeline,
     start_watchdog,
     training_batching,
 )
@@ -143,6 +144,7 @@ def serve_rollouts(cfg: DictConfig) -> int:
     if channel is None or not channel.is_rollout_rank:
         raise RuntimeError("this rank trains: trainer.ppo.rollout_devices does not make it a rollout rank")
     watchdog = start_watchdog(cfg.exp_manager.watchdog_minutes, log_directory(cfg.exp_manager))
+    start_timeline(cfg.exp_manager, log_directory(cfg.exp_manager))
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     status = build_rollout_rank(cfg, channel, base.architecture, base.dtype, base.tokenizer).serve()
     if watchdog is not None:

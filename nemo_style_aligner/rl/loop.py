@@ -148,6 +148,9 @@ class RLTrainer(TrainingLoop):
         metrics |= drawn | {"consumed_samples": self.consumed_samples, "epoch": epoch + 1}
         self._log(metrics, "train_rollouts/")
         self._log_samples("table/train_rollouts", rollouts, scores)
+        if self.settings.saves_samples and stream == TRAINING:
+            records = self.collector.sample_records(rollouts, scores, experience.columns)
+            self.metrics.log_samples([{"step": self.step, **record} for record in records])
         return experience, metrics
 
     def collect(self, start: int, stream: int) -> tuple[Collected, int, dict[str, float]]:

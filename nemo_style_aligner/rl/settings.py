@@ -22,6 +22,7 @@ class RLSettings(LoopSettings):
         global_batch_size: sequences per policy update [model.global_batch_size].
         seed: of the order of samples in updates, and of sampling [model.seed].
         num_table_rows: sample responses logged per step.
+        saves_samples: keep every training sample whole [save_samples].
         unload_engine: give the engine's memory back while training [trt_llm.unload_engine_train].
         staleness: steps by which the weights that generate rollouts are behind those that train on them.
         takes_engine_logprobs: the policy's log-probs are those that the engine reported [policy_logprobs].
@@ -38,6 +39,7 @@ class RLSettings(LoopSettings):
     global_batch_size: int
     seed: int
     num_table_rows: int
+    saves_samples: bool
     unload_engine: bool
     staleness: int
     takes_engine_logprobs: bool
@@ -65,6 +67,7 @@ class RLSettings(LoopSettings):
             global_batch_size=int(cfg.model.global_batch_size),
             seed=int(cfg.model.seed),
             num_table_rows=int(ppo.num_table_rows),
+            saves_samples=bool(ppo.save_samples),
             unload_engine=bool(ppo.trt_llm.unload_engine_train),
             staleness=int(ppo.staleness),
             takes_engine_logprobs=ppo.policy_logprobs == "engine",

@@ -11,6 +11,7 @@ a signature, get it whole.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import email.utils
@@ -97,7 +98,8 @@ class ConnectionLimits:
 def token_check(token: str | None) -> Callable[[Mapping[str, str]], bool]:
     """A check whether a request's header fields (names as in WSGI, without ``HTTP_``) carry ``token``; None: always.
 
-    The token comes as ``Authorization: Bearer <token>``, or as ``triton-access-token: <token>`` from Triton's clients.
+    The token comes as ``Authorization: Bearer <token>``, as the password of ``Authorization: Basic`` from browsers, or
+    as ``triton-access-token: <token>`` from Triton's clients.
     The comparison takes the same time whatever is wrong.
     """
     if token is None:
@@ -108,11 +110,21 @@ def token_check(token: str | None) -> Callable[[Mapping[str, str]], bool]:
 
     def check(fields: Mapping[str, str]) -> bool:
         scheme, _, given = fields.get("AUTHORIZATION", "").partition(" ")
-        if scheme.lower() != "bearer":
+        if scheme.lower() == "basic":
+            given = _password(given)
+        elif scheme.lower() != "bearer":
             given = fields.get("TRITON_ACCESS_TOKEN", "")
         return hmac.compare_digest(given.encode(), expected)
 
     return check
+
+
+def _password(credentials: str) -> str:
+    """The password in the credentials of HTTP's Basic authentication (RFC 7617); "" if they are none."""
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except ValueError:  # no base64, or no text in it
+        return ""
 
 
 class WsgiServer:
@@ -124,6 +136,7 @@ class WsgiServer:
         max_body_bytes: of a request; more is answered 413.
         name: in messages.
         section: of the config that host and port are from, for errors.
+        port_key: the config key that the port is from, where only that can be chosen.
         limits: of connections.
         token: the shared secret; who does not show it is answered 401, without reaching the application. None: anybody.
         is_open: whether a path needs no token.
@@ -143,6 +156,7 @@ class WsgiServer:
         max_body_bytes: int,
         name: str,
         section: str | None = None,
+        port_key: str | None = None,
         limits: ConnectionLimits | None = None,
         token: str | None = None,
         is_open: Callable[[str], bool] = lambda path: False,
@@ -164,7 +178,7 @@ class WsgiServer:
         self._strangers: dict[_Connection, None] = {}
         self._name = name
         self._next_word = -math.inf
-        self._listener = _bind(host, port, name, section)
+        self._listener = _bind(host, port, name, section, port_key)
         self.host: str = host
         self.port: int = self._listener.getsockname()[1]
         self._stopping = threading.Event()
@@ -643,7 +657,8 @@ class _Connection:
 
 def _without_token(what: str) -> ProtocolError:
     message = f"{what} the header 'Authorization: Bearer <token of this run>'"
-    return ProtocolError(401, message, {"WWW-Authenticate": "Bearer"})
+    # The scheme for browsers alone: Chromium asks nobody for a password where another stands in the same field.
+    return ProtocolError(401, message, {"WWW-Authenticate": 'Basic realm="nemo_style_aligner"'})
 
 
 def _is_stream(request: _Request, answer: list[Any]) -> bool:
@@ -673,7 +688,7 @@ class PlaceTakenError(UserError, OSError):
         return str(self.strerror)
 
 
-def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket:
+def _bind(host: str, port: int, name: str, section: str | None, port_key: str | None) -> socket.socket:
     if host == "localhost":  # clients resolve this name to its IPv4 address, see `http_connection`
         host = "127.0.0.1"
     try:
@@ -694,6 +709,7 @@ def _bind(host: str, port: int, name: str, section: str | None) -> socket.socket
     except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
         number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (errno.EINVAL, "no host name")
         where = f" with {section}.port, or another address of this machine with {section}.host" if section else ""
+        where = f" with {port_key}" if port_key else where
         raise PlaceTakenError(
             number, f"{name} cannot listen on {host}:{port} ({reason}): choose a free port{where}"
         ) from error

@@ -55,6 +55,7 @@ _bounds: list[float] = []
 _counters: list[Callable[[], Count]] = []
 _progress = time.monotonic()
 _listener: Callable[[], None] | None = None
+_recorder: Callable[[str, float, float], None] | None = None
 
 
 def progress() -> None:
@@ -71,6 +72,15 @@ def listen(listener: Callable[[], None] | None) -> None:
     _listener = listener
 
 
+def record(recorder: Callable[[str, float, float], None] | None) -> None:
+    """Have ``recorder`` called at the end of each phase: its path, when it began (`time.time()`), its seconds.
+
+    None: nothing is.
+    """
+    global _recorder
+    _recorder = recorder
+
+
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Make the body of a ``with`` statement a phase of the main thread; does nothing in other threads."""
@@ -79,10 +89,13 @@ def phase(name: str) -> Iterator[None]:
         return
     _phases.append(name)
     progress()
+    began, began_at = time.monotonic(), time.time()
     try:
         yield
     finally:
         progress()
+        if _recorder is not None:
+            _recorder("/".join(_phases), began_at, time.monotonic() - began)
         _phases.pop()
 
 

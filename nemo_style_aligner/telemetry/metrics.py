@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TABLES_FILE = "tables.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 HYPERPARAMETERS_FILE = "hyperparameters.yaml"
 WANDB_ID_FILE = "wandb_run_id"
 
@@ -74,6 +75,7 @@ class MetricsLogger:
             self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
         self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
         self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
+        self._samples_file: TextIO | None = None  # most runs keep none
 
     @classmethod
     def from_config(cls, exp_manager: DictConfig, log_dir: str | Path, rank: int) -> MetricsLogger:
@@ -125,6 +127,19 @@ class MetricsLogger:
             run.log({key: wandb.Table(columns=list(columns), data=plain_rows), "step": step})
 
         self._tell_wandb(log)
+
+    def log_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append whole samples to ``samples.jsonl``.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if not self._enabled or not records:
+            return
+        if self._samples_file is None:
+            self._samples_file = _open_for_append(self.log_dir / SAMPLES_FILE)
+        for record in records:
+            _write_line(self._samples_file, record)
 
     def log_hyperparameters(self, config: DictConfig) -> None:
         """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard.
@@ -183,6 +198,8 @@ class MetricsLogger:
             self._tensorboard.close()
         self._metrics_file.close()
         self._tables_file.close()
+        if self._samples_file is not None:
+            self._samples_file.close()
         if self._wandb is not None:
             _finish_wandb(self._wandb, wandb_seconds)
 
@@ -220,6 +237,17 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is not JSON ({error.msg}); repair or remove the line") from error
     return records
+
+
+def read_last_records(path: Path, num_bytes: int) -> Iterator[Any]:
+    """The values at the end of a JSON-lines file that may be huge; half a line at either end is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        start = max(0, path.stat().st_size - num_bytes)
+        file.seek(start)
+        lines = file.read().split(b"\n")[1 if start else 0 : -1]
+    yield from map(json.loads, lines)
 
 
 def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
@@ -346,6 +374,11 @@ def _to_float(name: str, value: Any) -> float:
 def _json_safe(scalars: Mapping[str, float]) -> dict[str, float | str]:
     """JSON has no NaN and no infinity: they become the strings that ``float`` reads back."""
     return {name: value if math.isfinite(value) else str(value) for name, value in scalars.items()}
+
+
+def json_numbers(values: Sequence[float], digits: int = 6) -> list[float | str]:
+    """Numbers of so many digits; what JSON cannot spell as strings that ``float`` reads back."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else str(value) for value in values]
 
 
 def _plain_cell(cell: Any) -> str | float | int | bool | None:

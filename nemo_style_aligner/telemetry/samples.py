@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.telemetry.metrics import SAMPLES_FILE, read_last_records
 from nemo_style_aligner.telemetry.run_view import RunView, number
 
 T = TypeVar("T")
-SAMPLES_FILE = "samples.jsonl"
 
 _SHOWN = 12  # prompts side by side
-_SHOWN_TOKENS = 8  # samples with their tokens
+_SHOWN_TOKENS = 64  # samples with their tokens
 _READ_BYTES = 2**25  # from the end of the file of samples
 
 
@@ -129,32 +129,21 @@ def _logged(table: Mapping[str, Any], row: Sequence[Any]) -> Answer:
 def recorded(log_dir: Path) -> list[Shown]:
     """Of a run with ``save_samples``: the best and the worst samples of the last step, token by token."""
     newest: dict[int, dict[str, Any]] = {}
-    for record in _last_records(log_dir / SAMPLES_FILE):  # a resumed run repeats steps: the last counts
+    for record in read_last_records(
+        log_dir / SAMPLES_FILE, _READ_BYTES
+    ):  # a resumed run repeats steps: the last counts
         if newest and record["step"] != next(iter(newest.values()))["step"]:
             newest = {}
         newest[record["sample"]] = record
     ranked = sorted(newest.values(), key=lambda record: -(_number(record["reward"]) or -math.inf))
-    half = _SHOWN_TOKENS // 2
-    chosen = ranked if len(ranked) <= _SHOWN_TOKENS else [*ranked[:half], *ranked[-half:]]
-    return [Shown(record["prompt"], [_recorded(record)]) for record in chosen]
-
-
-def _last_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records at the end of a file that may be huge; half a last line is left out."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        start = max(0, path.stat().st_size - _READ_BYTES)
-        file.seek(start)
-        lines = file.read(_READ_BYTES).split(b"\n")[1 if start else 0 : -1]
-    for line in lines:
-        yield json.loads(line)
+    by_turns = [record for pair in zip(ranked, reversed(ranked), strict=True) for record in pair][: len(ranked)]
+    return [Shown(record["prompt"], [_recorded(record)]) for record in by_turns[:_SHOWN_TOKENS]]
 
 
 def _recorded(record: Mapping[str, Any]) -> Answer:
     advantages = _numbers(record["advantages"])
-    logprobs = _numbers(record["logprobs"])
-    kls = [p - q for p, q in zip(logprobs, _numbers(record["reference_logprobs"] or logprobs), strict=True)]
+    logprobs = _numbers(record["old_logprobs"])
+    kls = [p - q for p, q in zip(logprobs, _numbers(record.get("reference_logprobs", logprobs)), strict=True)]
     scales = [max(map(abs, values), default=0.0) or 1.0 for values in (advantages, kls)]
     tokens = [
         Token(piece, a / scales[0], k / scales[1], f"advantage {number(a)}, KL {number(k)}, log-prob {number(p)}")
@@ -193,7 +182,7 @@ def samples_of(run: RunView, comparison: Sequence[Shown]) -> Iterator[tuple[str,
     tokens = recorded(run.log_dir)
     yield (
         "Token by token",
-        "The best and the worst samples of the last step. Colours are relative to each sample's strongest token.",
+        "Samples of the last step, best and worst by turns. Colours are relative to a sample's strongest token.",
         tokens,
     )
     side_by_side = comparison or validated(run.tables)

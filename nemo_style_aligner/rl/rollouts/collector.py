@@ -44,6 +44,7 @@ from nemo_style_aligner.rl.scoring import ScoredBatch, Scorer, Scores
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.telemetry.metrics import json_numbers
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 logger = logging.getLogger(__name__)
@@ -381,6 +382,50 @@ class RolloutCollector:
             for row, start in zip(rows, starts, strict=False)
         ]
         return [(*text, reward) for text, reward in zip(texts, scores.rewards.tolist(), strict=False)]
+
+    def sample_records(
+        self, rollouts: Rollouts, scores: Scores, columns: Mapping[str, torch.Tensor]
+    ) -> list[dict[str, Any]]:
+        """Everything about every sample, as ``samples.jsonl`` has it, on rank 0; empty elsewhere. Collective.
+
+        Args:
+            columns: fp32 [R] each, by name; lists with a number for each response token.
+        """
+        tokens = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths)
+        per_token = {n: rollouts.on_first_rank(x, rollouts.response_lengths) for n, x in columns.items()}
+        if tokens is None:
+            return []
+        records, parts = [], {name: json_numbers(part.tolist()) for name, part in scores.parts.items()}
+        rewards, starts = json_numbers(scores.rewards.tolist()), rollouts.prompt_lengths.tolist()
+        for sample, (row, start) in enumerate(zip(tokens, starts, strict=True)):
+            prompt, response = row[:start].tolist(), row[start:].tolist()
+            records.append({
+                "sample": sample,
+                "group": int(rollouts.groups[sample]),
+                "prompt_id": int(rollouts.prompt_ids[sample]),
+                "prompt": self.tokenizer.ids_to_text(prompt, keep_special=True),
+                "response": self.decode(response),
+                "reward": rewards[sample],
+                "rewards": {name: part[sample] for name, part in parts.items()},
+                "ended": bool(rollouts.ended[sample]),
+                "weight_version": int(rollouts.weight_versions[sample]),
+                "tokens": response,
+                "pieces": [self._token_text(token) for token in response],
+                **{n: json_numbers(rows[sample].tolist()) for n, rows in per_token.items() if rows is not None},
+            })  # fmt: skip
+        return records
+
+    @functools.cached_property
+    def _token_text(self) -> Callable[[int], str]:
+        """The text of a token behind others: sentencepiece drops the space in front of a text's first."""
+        before = self.tokenizer.text_to_ids("a")[-1:]
+        start = len(self.tokenizer.ids_to_text(before, keep_special=True))
+
+        @functools.cache
+        def text(token: int) -> str:
+            return self.tokenizer.ids_to_text([*before, token], keep_special=True)[start:]
+
+        return text
 
     def close(self) -> None:
         """Close the connections to the services and to the work queue; call it on all ranks together."""

@@ -1,0 +1,112 @@
+"""The report of the run that this process leads, live: a page on loopback that asks for what is new."""
+
+from __future__ import annotations
+
+import collections
+import http
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from nemo_style_aligner.launch.stop_signals import stops
+from nemo_style_aligner.services.http_server import WsgiServer
+from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry.metrics import METRICS_FILE
+from nemo_style_aligner.telemetry.progress import how_far
+from nemo_style_aligner.telemetry.report import render
+from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
+from nemo_style_aligner.telemetry.timeline import last_phases
+
+logger = logging.getLogger(__name__)
+
+_LOG_LINES = 300
+_KEY = "exp_manager.dashboard_port"
+_PAGE, _STATE = "/", "/state"
+
+
+class Dashboard:
+    """Serves the page in daemon threads of rank 0.
+
+    Args:
+        log_dir: of the run.
+        port: 0 takes a free one.
+        token: the shared secret, which a browser sends as the password (HTTP's Basic authentication); None: whoever has
+            an account on this machine may look.
+
+    Raises:
+        PlaceTakenError: the port is taken.
+    """
+
+    def __init__(self, log_dir: Path, port: int, token: str | None) -> None:
+        self.log_dir = log_dir
+        self._lines = _Lines()
+        logging.getLogger().addHandler(self._lines)
+        self._lock = threading.Lock()  # a page is made once, however many look
+        self._page: tuple[str, bytes] = ("", b"")
+        self._server = WsgiServer(
+            self._answer, "127.0.0.1", port, max_body_bytes=0, name="dashboard", port_key=_KEY, token=token
+        )
+        self.port = self._server.port
+        logger.info("dashboard on http://127.0.0.1:%d, password: the shared secret", self.port)
+
+    def close(self) -> None:
+        """Stop listening."""
+        logging.getLogger().removeHandler(self._lines)
+        self._server.stop(flush_seconds=1.0)
+
+    def _answer(self, request: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
+        made = {_PAGE: self._whole_page, _STATE: self._state}.get(request["PATH_INFO"])
+        status = 404 if made is None else 200 if request["REQUEST_METHOD"] in ("GET", "HEAD") else 405
+        body = made() if made is not None and status == 200 else b""
+        kind = "application/json" if made == self._state else "text/html; charset=utf-8"
+        fields = [("Content-Type", kind), ("Cache-Control", "no-store"), ("X-Frame-Options", "DENY")]
+        begin(f"{status} {http.HTTPStatus(status).phrase}", [*fields, ("X-Content-Type-Options", "nosniff")])
+        return [body]
+
+    def _version(self) -> str:
+        """Changes when the run has logged something."""
+        path = self.log_dir / METRICS_FILE
+        return str(path.stat().st_size) if path.exists() else "0"
+
+    def _whole_page(self) -> bytes:
+        with self._lock:
+            version = self._version()
+            if self._page[0] != version:
+                try:
+                    runs = [RunView(self.log_dir.name, self.log_dir)]
+                except NoRunError:  # the first step is under way
+                    runs = []
+                page = render(self.log_dir.name, runs, live=True)
+                self._page = (version, page.encode("utf-8", "xmlcharrefreplace"))
+            return self._page[1]
+
+    def _state(self) -> bytes:
+        """What goes on now."""
+        now = activity.current()
+        state = {
+            "version": self._version(),
+            "phase": now.phase,
+            "counts": how_far(activity.counts()),
+            "quiet": round(time.monotonic() - now.progress, 1),
+            "stopping": bool(stops.received),
+            "log": list(self._lines.last),
+            "timeline": last_phases(self.log_dir),
+        }
+        return json.dumps(state).encode()
+
+
+class _Lines(logging.Handler):
+    """Keeps the last lines of the log, as this process writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
+        self.setFormatter(next((h.formatter for h in logging.getLogger().handlers if h.formatter), None))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.last.append(self.format(record))
