@@ -101,9 +101,9 @@ class Model:
         a, d = self.architecture, self.device
         weights = (a.layer_parameters + a.output_parameters) / tp
         reading = self.itemsize * weights / d.bandwidth
-        computing = 2 * weights * batch / (d.products * d.decoding_share)
+        computing = 2 * weights * batch / d.products
         keys = self.kv_bytes(tp) * kv_tokens / d.bandwidth
-        return max(reading, computing) + keys + self._per_layer(tp, batch)
+        return d.decoding_factor * (max(reading, computing) + keys + self._per_layer(tp, batch))
 
     def prefill(self, tp: int, tokens: float) -> float:
         """Seconds that an engine needs for prompts' tokens."""
