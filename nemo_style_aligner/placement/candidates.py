@@ -1,8 +1,8 @@
 """Plans that could be: which roles on which ranks, with which layouts; what fits, and how long a step takes.
 
-Strategies, as in arXiv:2312.11819: *flatten* has all models on all ranks of one job; *interleave* has the actor (policy,
-initial policy, engine) and the critic (with the reward model) in a job each; *separate* sets ranks of the actor apart
-for generation.
+Strategies, as in arXiv:2312.11819: *flatten* has all models on all ranks of one job; *interleave* has the actor
+(policy, initial policy, engine) and the critic (with the reward model) in a job each; *separate* sets ranks of the
+actor apart for generation.
 """
 
 from __future__ import annotations

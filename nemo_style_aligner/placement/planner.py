@@ -256,7 +256,10 @@ def written_plan(run: Run, cluster: Cluster, options: argparse.Namespace, fastes
         critic = PlannedJob("serve_ppo_critic.py", nodes[1], devices, keys.critic(), serves=["actor"])
         jobs = {"critic": critic} | jobs
     lines = [f"Predicted: {phases['step']:.1f} seconds per step on {options.cluster} ({cluster.device.source})."]
-    lines += [*picture(plan, cluster), "Add pretrained_checkpoint.restore_from_path, and the actor's model.data.data_prefix."]
+    lines += [
+        *picture(plan, cluster),
+        "Add pretrained_checkpoint.restore_from_path, and the actor's model.data.data_prefix.",
+    ]
     return Plan(Path(options.results_dir), jobs), "\n".join(lines)
 
 
