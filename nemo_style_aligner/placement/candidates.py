@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.placement.costs import Layout, Model, Sample
+from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Layout, Model, Sample
 from nemo_style_aligner.placement.rates import Device
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
 from nemo_style_aligner.placement.workload import mean_context
@@ -164,7 +165,7 @@ def simulated_job(run: Run, cluster: Cluster, plan: Candidate, *, slowness: tupl
 def _score_seconds(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[Sample]) -> float:
     models = [Model(shape, cluster.device, run.itemsize) for shape in (run.critic, run.reward) if shape is not None]
     layout = (plan.critic or plan.actor).layout
-    return sum(model.forward(layout, samples, scoring_tokens(run, layout)) for model in models)
+    return sum(model.forward(layout, samples, run.micro_batch) for model in models)
 
 
 def scored_together(layout: Layout) -> int:
@@ -172,9 +173,13 @@ def scored_together(layout: Layout) -> int:
     return 8 * layout.pp * layout.dp
 
 
-def scoring_tokens(run: Run, layout: Layout) -> int:
-    """Tokens of a pass that scores, at most: a pipeline has few samples at a time, and wants several passes of them."""
-    return run.micro_batch if layout.pp == 1 else run.micro_batch // 8
+def pass_tokens(run: Run, layout: Layout, samples: int) -> int:
+    """``max_tokens_per_micro_batch`` of passes over so many samples: a pipeline needs several passes."""
+    if layout.pp == 1:
+        return run.micro_batch
+    tokens = statistics.fmean(sample.tokens for step in run.steps for sample in step)
+    passes = min(samples / layout.dp, PASSES_PER_STAGE * layout.pp)
+    return min(run.micro_batch, math.ceil(tokens * max(1.0, samples / layout.dp / passes)))
 
 
 def _step_costs(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[Sample]) -> StepCosts:

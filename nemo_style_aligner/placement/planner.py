@@ -29,9 +29,9 @@ from nemo_style_aligner.placement.candidates import (
     Run,
     candidates,
     held_tokens,
+    pass_tokens,
     predicted,
     scored_together,
-    scoring_tokens,
 )
 from nemo_style_aligner.placement.plan import Plan, PlannedJob
 from nemo_style_aligner.placement.rates import DEVICES, as_in_run, device_named, measured_here
@@ -301,7 +301,7 @@ class PlannedKeys:
         return self._model(layout, saved.granularity) | {
             "model.offload_adam_states": saved.offload,
             "model.rm_placement": "swap" if saved.swap else "resident",
-            "model.forward_max_tokens_per_micro_batch": scoring_tokens(self._run, layout),
+            "model.forward_max_tokens_per_micro_batch": pass_tokens(self._run, layout, scored_together(layout)),
             "trainer.ppo.inference_micro_batch_size": scored_together(layout) // layout.dp,
         }
 
@@ -309,8 +309,9 @@ class PlannedKeys:
         return {
             "model.tensor_model_parallel_size": layout.tp,
             "model.pipeline_model_parallel_size": layout.pp,
+            "model.sequence_parallel": layout.tp > 1,
             "model.global_batch_size": self._run.update,
-            "model.max_tokens_per_micro_batch": self._run.micro_batch,
+            "model.max_tokens_per_micro_batch": pass_tokens(self._run, layout, self._run.update),
             "model.encoder_seq_length": self._length,
             "model.activations_checkpoint_granularity": granularity,
         }
