@@ -263,19 +263,24 @@ def _critic_use(run: Run, cluster: Cluster, layout: Layout, saved: Savings) -> t
 
 
 def _actor_use(
-    run: Run, cluster: Cluster, layout: Layout, saved: Savings, engine_tp: int | None, critic: Fit | None
+    run: Run, cluster: Cluster, layout: Layout, saved: Savings, engine_tp: int | None, has_critic: bool
 ) -> tuple[dict[str, float], int]:
     """Bytes of an actor's rank in training, and the slots of its engine.
 
     Args:
         engine_tp: None: engines are elsewhere.
-        critic: on the same ranks, at rest.
+        has_critic: it is on the same ranks, in the same layout; either trains while the other rests.
     """
     used = trained(run, cluster, run.policy, layout, saved)
     used["initial policy"] = _frozen(run, cluster, run.policy if run.has_reference else None, layout, saved)
-    if critic is not None:
-        used["critic"] = _at_rest(critic.used, saved)
-        used["reward model"] = _frozen(run, cluster, run.reward, critic.layout, saved)
+    if has_critic and run.critic is not None:
+        value = trained(run, cluster, run.critic, layout, saved)
+        active = sum(value.values()) - _at_rest(value, saved)
+        more = active - (
+            used["gradients"] + used["Adam"] + used["activations"] if saved.offload else used["activations"]
+        )
+        used["critic"] = _at_rest(value, saved) + max(0.0, more)
+        used["reward model"] = _frozen(run, cluster, run.reward, layout, saved)
     if engine_tp is None:
         return used, _ENOUGH_SLOTS
     policy = Model(run.policy, cluster.device, run.itemsize)
@@ -399,13 +404,13 @@ def _of_split(
     staleness: Sequence[int],
 ) -> list[Candidate]:
     policy, critic = Model(run.policy, cluster.device, run.itemsize), None
-    if run.critic is not None:
+    if critic_nodes and run.critic is not None:
         value = Model(run.critic, cluster.device, run.itemsize)
         use: Use = functools.partial(_critic_use, run, cluster)
-        fits = _fitting(run, cluster, run.critic, (critic_nodes or nodes) * cluster.devices, "critic", use)
+        fits = _fitting(run, cluster, run.critic, critic_nodes * cluster.devices, "critic", use)
         critic = min(fits, key=lambda fit: _training(run, value, fit, run.steps[0]))
-    beside = critic if strategy == "flatten" else None
-    use = functools.partial(_actor_use, run, cluster, engine_tp=None if generating else engine_tp, critic=beside)
+    tp = None if generating else engine_tp
+    use = functools.partial(_actor_use, run, cluster, engine_tp=tp, has_critic=strategy == "flatten")
     fits = _fitting(run, cluster, run.policy, nodes * cluster.devices - generating, "actor", use)
 
     def seconds(fit: Fit) -> float:
@@ -414,6 +419,8 @@ def _of_split(
 
     most = max(fit.slots for fit in fits)
     actor = min((fit for fit in fits if fit.slots >= min(most, _ENOUGH_SLOTS)), key=seconds)
+    if strategy == "flatten" and run.critic is not None:
+        critic = actor
     slots, used = actor.slots, dict[str, float]()
     if generating:
         used["weights"] = policy.weights(Layout(engine_tp))

@@ -291,7 +291,13 @@ class PlannedKeys:
         if plan.generating:
             keys |= {"trainer.ppo.rollout_devices": plan.generating, "trainer.ppo.staleness": plan.staleness}
         if plan.strategy == "flatten" and plan.critic is not None:
-            keys |= {"placement": "flatten"} | {f"critic.{key}": value for key, value in self.critic().items()}
+            of_critic = {  # its layout and length are the policy's
+                "global_batch_size": run.update,
+                "max_tokens_per_micro_batch": pass_tokens(run, plan.actor.layout, run.update),
+                "activations_checkpoint_granularity": saved.granularity,
+                "rm_placement": "swap" if saved.swap else "resident",
+            }
+            keys |= {"placement": "flatten"} | {f"critic.model.{key}": value for key, value in of_critic.items()}
         return keys
 
     def critic(self) -> dict[str, Any]:
