@@ -87,7 +87,7 @@ demo-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/python examples/demo/run_demo_smollm2.py
 
 BENCHMARKS := generation refit training_pass cpu_kernels memory batch_memory balance service work_queue \
-    ppo_step grpo_step growth off_policy
+    ppo_step grpo_step growth off_policy scaling timelines
 # TRL_GRPO_PYTHON=PYTHON: of an environment with the extra bench-trl-grpo; without it TRL takes no part there.
 BENCH_FLAGS_grpo_step := $(if $(TRL_GRPO_PYTHON),--trl-python $(TRL_GRPO_PYTHON))
 BENCH_FLAGS_growth := --plot results/benchmarks/growth.svg

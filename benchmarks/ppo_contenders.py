@@ -431,6 +431,7 @@ def own_steps(
     micro_batch: int,
     warm_up: int,
     rounds: int,
+    kind: type[OwnJobs] = OwnJobs,
 ) -> list[Step]:
     """Steps of our jobs alone, made one after the other in the machine's better dtype; without warm-up steps."""
     setting = Setting(
@@ -441,7 +442,7 @@ def own_steps(
         critic=[],
         environment={**os.environ, "CUDA_VISIBLE_DEVICES": "", TOKEN_VARIABLE: secrets.token_hex(16)},
     )
-    jobs = OwnJobs(workload, setting, folder)
+    jobs = kind(workload, setting, folder)
     try:
         jobs.wait_until_ready()
         steps = [jobs.step() for _ in range(warm_up + rounds)][warm_up:]

@@ -63,11 +63,13 @@ ARGUMENTS = {
         *("--shape", "tiny", "--sequences", "6", "--prompts", "2", "9", "--responses", "2", "40", "--max-tokens", "32"),
         *("--threads", "1", "--cases", "packed", "padded"),
     ],
+    "scaling.py": ["--parts", "queue"],
     "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],
     "growth.py": [
         *("--model", "tiny", "--models", "tiny", "--rollouts", "4", "8", "--lengths", "4", "--ranks", "1", "2"),
         *("--rounds", "1", "--micro-batch", "2"),
     ],
+    "timelines.py": ["--base", "tiny:8:8", "--points", "tiny:8:16", "--rounds", "1"],
     "off_policy.py": [
         *("--model", "tiny", "--rollouts", "4", "--lengths", "2", "12", "--warm-up", "1", "--rounds", "2"),
         *("--micro-batch", "2"),
@@ -108,7 +110,7 @@ REFUSED = [  # an option with a bad value, after what makes it bad if it is not 
 ]
 
 # They start jobs of their own, which takes minutes.
-WITH_JOBS = ("ppo_step.py", "grpo_step.py", "growth.py", "off_policy.py", "learning.py")
+WITH_JOBS = ("ppo_step.py", "grpo_step.py", "growth.py", "off_policy.py", "learning.py", "timelines.py")
 with_jobs = pytest.mark.skipif(not TEST_PPO_STEP, reason="starts jobs of its own: TEST_PPO_STEP=1 runs it")
 
 
@@ -198,6 +200,25 @@ def test_balance(reports: dict[str, Report]) -> None:
     walls = [mode["wall_seconds"]["median"] for mode in modes]
     for place, name in enumerate(("queue_is_times_faster", "longest_first_is_times_faster")):
         assert report["modes"][name]["median"] == pytest.approx(walls[2] / walls[place])
+
+
+def test_scaling(reports: dict[str, Report]) -> None:
+    printed, results = reports["scaling.py"]
+    assert "The queue's makespan" in printed
+    longest_first = [row["128 each, longest first"] for row in results["queue"]]
+    assert len(longest_first) == 6 and all(float(cell.rstrip("%")) < 5 for cell in longest_first)
+
+
+@with_jobs
+def test_timelines(reports: dict[str, Report]) -> None:
+    _, results = reports["timelines.py"]
+    assert [line["point"] for line in results["points"]] == ["tiny:8:8", "tiny:8:16"]
+    for line in results["points"]:
+        assert (
+            set(line["measured"])
+            == set(line["predicted"])
+            == {"generate", "logprobs", "init_logprobs", "train", "step"}
+        )
 
 
 def test_work_queue(reports: dict[str, Report]) -> None:

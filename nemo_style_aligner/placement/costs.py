@@ -17,6 +17,12 @@ from nemo_style_aligner.placement.rates import Device
 KERNELS_PER_LAYER = 7
 """In decoding: four products, attention, and two of all the rest, which is fused."""
 
+MACHINE = 8
+"""Devices of a machine, as far as sums over data-parallel ranks are concerned."""
+
+PASSES_PER_STAGE = 4
+"""Micro batches of an update for each pipeline stage, where there are samples enough."""
+
 LOGITS_BYTES = 768 << 20
 """Of a chunk of logits on a GPU, in bf16: docs/architecture.md, Memory."""
 
@@ -80,14 +86,15 @@ class Model:
         return (8 if self.itemsize == 4 else 12) * rank_parameters(self.architecture, layout) / layout.dp
 
     def activations(self, layout: Layout, tokens: int, granularity: str | None = None) -> float:
-        """Bytes kept for the backward pass of a micro batch; of a pipeline, of those that its first stage has begun."""
+        """Bytes kept for the backward pass of a micro batch, with sequence parallelism.
+
+        Of a pipeline's first stage: 1 / pp of the layers' for each of the pp micro batches that it has begun.
+        """
         a, e = self.architecture, self.itemsize
-        per_token = activation_bytes(
-            a, e, granularity, layout.tp
-        )  # a pipeline's stages have 1 / pp of it, pp at a time
+        per_token = activation_bytes(a, e, granularity)
         if granularity == "full":
-            per_token += activation_bytes(a, e, None, layout.tp) // a.num_layers
-        return tokens * per_token + LOGITS_BYTES
+            per_token += activation_bytes(a, e) // a.num_layers
+        return tokens * per_token / layout.tp + LOGITS_BYTES
 
     def kv_bytes(self, tp: int) -> float:
         """Bytes of keys and values of one token, in an engine of ``tp`` ranks; each has a key head at least."""
@@ -101,9 +108,9 @@ class Model:
         a, d = self.architecture, self.device
         weights = (a.layer_parameters + a.output_parameters) / tp
         reading = self.itemsize * weights / d.bandwidth
-        computing = 2 * weights * batch / (d.products * d.decoding_share)
+        computing = 2 * weights * batch / d.products
         keys = self.kv_bytes(tp) * kv_tokens / d.bandwidth
-        return max(reading, computing) + keys + self._per_layer(tp, batch)
+        return d.decoding_factor * (max(reading, computing) + keys + self._per_layer(tp, batch))
 
     def prefill(self, tp: int, tokens: float) -> float:
         """Seconds that an engine needs for prompts' tokens."""
@@ -138,11 +145,16 @@ class Model:
         return seconds + math.ceil(len(samples) / update) * self.update(layout)
 
     def update(self, layout: Layout) -> float:
-        """Seconds to add up gradients over data-parallel ranks, step the optimizer, and gather weights."""
+        """Seconds to add up gradients over data-parallel ranks, step the optimizer, and gather weights.
+
+        Within a machine first: what passes the network is divided over the machine's ranks.
+        """
         parameters, d = rank_parameters(self.architecture, layout), self.device
-        stepping = (3 * 12 + 4) * parameters / layout.dp / d.bandwidth  # reads and writes states, reads gradients
-        sent = (4 + self.itemsize) * parameters * (layout.dp - 1) / layout.dp
-        return stepping + (sent / d.network if layout.dp > 1 else 0.0)
+        seconds = (3 * 12 + 4) * parameters / layout.dp / d.bandwidth  # reads and writes states, reads gradients
+        sent, neighbours = (4 + self.itemsize) * parameters, min(layout.dp, max(1, MACHINE // layout.tp))
+        if neighbours > 1:
+            seconds += d.all_reduce_seconds(sent) / 2  # adding up and gathering, each half of it
+        return seconds + sent / neighbours * (1 - neighbours / layout.dp) / d.network
 
     def _passes(
         self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int, *, is_training: bool
@@ -158,6 +170,8 @@ class Model:
             most = largest_share(work, layout.dp)
             tokens = sum(sample.tokens for sample in part) * most / sum(work)
             passes = max(1, math.ceil(tokens / micro_batch))
+            if layout.pp > 1:  # smaller ones, as far as samples go: fewer bubbles
+                passes = max(passes, min(math.ceil(len(part) / layout.dp), PASSES_PER_STAGE * layout.pp))
             sums = passes * self._all_reduce(layout.tp, tokens / passes) * 2 * a.num_layers / layout.pp
             alone = factor * most / rate + (2 if is_training else 1) * sums
             seconds += alone * (1 + (layout.pp - 1) / passes)

@@ -10,8 +10,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
 
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.telemetry.metrics import read_metrics
 
 Curve = tuple[tuple[float, float], ...]
 """Points (bytes, seconds), ascending."""
@@ -31,7 +37,7 @@ class Device:
         products: floating-point operations per second of large products of matrices.
         kernel: seconds that a kernel takes at least, beyond its reading or computing.
         forward_share, training_share: of ``products``, what passes forward, and forward and backward, reach.
-        decoding_share: of ``products``, what decoding reaches where it is bound by arithmetic.
+        decoding_factor: times the seconds of a pass in decoding that follow from these.
         all_reduce: seconds by bytes, between devices of one machine; () where ranks are on their own.
         network: bytes per second of each device, between machines.
         host: bytes per second between device and host memory.
@@ -46,7 +52,7 @@ class Device:
     kernel: float
     forward_share: float = 0.63
     training_share: float = 0.61
-    decoding_share: float = 1.0
+    decoding_factor: float = 1.0
     all_reduce: Curve = _NVLINK
     network: float = 50e9
     host: float = 55e9
@@ -66,8 +72,8 @@ _SHEET = "data sheet, times the shares of it that an H100 reaches (0.81 of the b
 DEVICES = {
     device.name: device
     for device in (
-        Device("h100", _TABLE, memory=80e9, bandwidth=2.72e12, products=766e12, kernel=3.8e-6),
-        Device("h200", _TABLE, memory=141e9, bandwidth=3.83e12, products=781e12, kernel=4.2e-6),
+        Device("h100", _TABLE, memory=83.7e9, bandwidth=2.72e12, products=766e12, kernel=3.8e-6),
+        Device("h200", _TABLE, memory=149e9, bandwidth=3.83e12, products=781e12, kernel=4.2e-6),
         Device("h20", _SHEET, memory=96e9, bandwidth=0.81 * 4.0e12, products=0.77 * 148e12, kernel=3.8e-6),
         Device("a100", _SHEET, memory=80e9, bandwidth=0.81 * 2.04e12, products=0.77 * 312e12, kernel=3.8e-6),
     )
@@ -85,3 +91,69 @@ def device_named(name: str) -> Device:
             f"no rates of {name!r}: give one of {', '.join(DEVICES)}, or measure this machine's (--measure)"
         )
     return DEVICES[name]
+
+
+def measured_here() -> Device:
+    """This machine's first GPU, or all cores as one device: large products, and reading far beyond the caches."""
+    import torch
+
+    from nemo_style_aligner.parallel.machine import available_memory
+
+    is_gpu = torch.cuda.is_available()
+    where, dtype = ("cuda", torch.bfloat16) if is_gpu else ("cpu", torch.float32)
+    numbers = torch.ones(2**27, device=where)
+    matrix = torch.randn(2**13 if is_gpu else 2**10, 2**13 if is_gpu else 2**10, device=where).to(dtype)
+    bandwidth = numbers.nbytes / _best(numbers.sum, is_gpu)
+    products = 2 * len(matrix) ** 3 / _best(lambda: matrix @ matrix, is_gpu)
+    memory = torch.cuda.mem_get_info()[1] if is_gpu else available_memory()
+    kernel, reserved = (4e-6, 4e9) if is_gpu else (0.0, 5e8)
+    return Device("here", "measured on this machine", memory, bandwidth, products, kernel, reserved=reserved)
+
+
+def _best(action: Callable[[], object], is_gpu: bool) -> float:
+    import torch
+
+    seconds = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        action()
+        if is_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
+
+
+def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, ranks: int, itemsize: int) -> Device:
+    """The device with the rates that passes reached in a run: an actor's log directory, its policy and its ranks.
+
+    The run needs engines of one rank, no pipeline stages, and several updates per step: with a single one, training has
+    no forward pass of its own.
+
+    Raises:
+        UserError: the folder has no metrics of two steps or more.
+    """
+    from nemo_style_aligner.placement.costs import Model
+
+    curves = read_metrics(log_dir)
+
+    def typical(name: str) -> float:
+        points = [value for _, value in curves.get(name, ())][1:]  # the first step compiles
+        if not points:
+            raise UserError(f"{log_dir}: no metric {name} of a second step: give the log directory of an actor's run")
+        return statistics.median(points)
+
+    timer = "timers/step/rollout_time/"
+    prompt, response = typical("train_rollouts/prompt_lengths"), typical("train_rollouts/generation_length")
+    size = typical("train_rollouts/rollout_size")
+    work = size * policy.forward_operations(round(prompt + response), round(response)) / ranks / device.products
+    passes, slots = typical("generation/passes") / ranks, typical("generation/active_slots")
+    model = Model(policy, device, itemsize)
+    expected = passes * model.decode(1, round(slots), slots * (prompt + response / 2))
+    expected += model.prefill(1, typical("generation/prompt_tokens_computed") / ranks)
+    return dataclasses.replace(
+        device,
+        source=f"{device.source}; shares as in {log_dir}",
+        forward_share=work / typical(f"{timer}logprobs"),
+        training_share=3 * work / typical("timers/step/train_time"),
+        decoding_factor=device.decoding_factor * typical(f"{timer}generate") / expected,
+    )

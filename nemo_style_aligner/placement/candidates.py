@@ -1,0 +1,433 @@
+"""Plans that could be: which roles on which ranks, with which layouts; what fits, and how long a step takes.
+
+Strategies, as in arXiv:2312.11819: *flatten* has all models on all ranks of one job; *interleave* has the actor
+(policy, initial policy, engine) and the critic (with the reward model) in a job each; *separate* sets ranks of the
+actor apart for generation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Layout, Model, Sample
+from nemo_style_aligner.placement.rates import Device
+from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
+from nemo_style_aligner.placement.workload import mean_context
+
+STRATEGIES = ("flatten", "interleave", "separate")
+SLOTS = (256, 192, 128, 96, 64, 48, 32, 16, 8, 4, 2, 1)
+_ENOUGH_SLOTS = 16
+_KV_RESERVE = 1.25  # of the cache, for what is held on average: lengths vary
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Machines of equal devices."""
+
+    nodes: int
+    devices: int
+    device: Device
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is to be computed in each step.
+
+    Attributes:
+        critic: the critic's shape; None: the estimator needs none.
+        reward: the reward model's; None: rewards are functions.
+        has_reference: whether there is a KL penalty.
+        steps: samples of the steps that are simulated.
+        update: samples of an update.
+        group: responses to a prompt.
+        micro_batch: tokens of a pass, at most (``max_tokens_per_micro_batch``).
+        itemsize: bytes of a weight.
+    """
+
+    policy: ModelArchitecture
+    critic: ModelArchitecture | None
+    reward: ModelArchitecture | None
+    has_reference: bool
+    steps: Sequence[Sequence[Sample]]
+    update: int
+    group: int = 1
+    micro_batch: int = 8192
+    itemsize: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Savings:
+    """What a job gives up for memory, in the order of docs/performance.md.
+
+    Attributes:
+        offload: optimizer's states in host memory while they are not in use.
+        granularity: which activations are recomputed.
+        swap: the frozen model in host memory while not in use.
+        unload: the engine's memory is given back while training.
+    """
+
+    offload: bool = False
+    granularity: str | None = None
+    swap: bool = False
+    unload: bool = False
+
+
+LADDER = (
+    Savings(),
+    Savings(True),
+    Savings(True, "selective"),
+    Savings(True, "selective", swap=True),
+    Savings(True, "selective", swap=True, unload=True),
+    Savings(True, "full", swap=True, unload=True),
+)
+
+
+class DoesNotFitError(Exception):
+    """Memory does not suffice, or no layout divides the model; the message says for what."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A layout that fits: what is given up for it, the engine's slots, and the bytes of a rank by use."""
+
+    layout: Layout
+    saved: Savings
+    slots: int
+    used: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A plan that fits.
+
+    Attributes:
+        nodes: of the actor job and, where there is one, the critic job.
+        actor, critic: of ranks that train; the critic's are the same ranks with flatten.
+        generating: ranks set apart for generation; 0: those that train generate.
+        engine_tp, slots: of an engine.
+        engine_used: bytes of a rank set apart, by use.
+    """
+
+    strategy: str
+    nodes: tuple[int, int]
+    actor: Fit
+    critic: Fit | None
+    generating: int
+    engine_tp: int
+    slots: int
+    staleness: int
+    engine_used: Mapping[str, float]
+
+    @property
+    def engines(self) -> int:
+        """How many."""
+        return (self.generating or self.actor.layout.ranks) // self.engine_tp
+
+
+def predicted(run: Run, cluster: Cluster, plan: Candidate, *, slowness: tuple[float, ...] = ()) -> dict[str, float]:
+    """Mean seconds of a step and its phases; with staleness, of the steps after the first."""
+    found = simulate(simulated_job(run, cluster, plan, slowness=slowness), run.steps)
+    counted = found[1:-1] if plan.staleness and len(found) > 2 else found
+    names = dict.fromkeys(name for phases in counted for name in phases)
+    return {name: statistics.fmean(phases.get(name, 0.0) for phases in counted) for name in names}
+
+
+def simulated_job(run: Run, cluster: Cluster, plan: Candidate, *, slowness: tuple[float, ...] = ()) -> Job:
+    """A plan as the simulator wants it."""
+    policy = Model(run.policy, cluster.device, run.itemsize)
+    engines = Engines(
+        plan.engines,
+        plan.slots,
+        decode=lambda batch, tokens: policy.decode(plan.engine_tp, batch, tokens),
+        prefill=lambda tokens: policy.prefill(plan.engine_tp, tokens),
+        slowness=slowness,
+        samples_per_prompt=run.group,
+    )
+    has_service = plan.critic is not None and plan.strategy != "flatten"
+
+    def score(samples: Sequence[Sample]) -> float:
+        return _score_seconds(run, cluster, plan, samples)
+
+    return Job(
+        engines,
+        lambda samples: _step_costs(run, cluster, plan, samples),
+        score=score if has_service else None,
+        score_batch=scored_together(plan.critic.layout) if plan.critic else 1,
+        staleness=plan.staleness,
+    )
+
+
+def _score_seconds(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[Sample]) -> float:
+    models = [Model(shape, cluster.device, run.itemsize) for shape in (run.critic, run.reward) if shape is not None]
+    layout = (plan.critic or plan.actor).layout
+    return sum(model.forward(layout, samples, run.micro_batch) for model in models)
+
+
+def scored_together(layout: Layout) -> int:
+    """Samples that the service scores at once, at most."""
+    return 8 * layout.pp * layout.dp
+
+
+def pass_tokens(run: Run, layout: Layout, samples: int) -> int:
+    """``max_tokens_per_micro_batch`` of passes over so many samples: a pipeline needs several passes."""
+    if layout.pp == 1:
+        return run.micro_batch
+    tokens = statistics.fmean(sample.tokens for step in run.steps for sample in step)
+    passes = min(samples / layout.dp, PASSES_PER_STAGE * layout.pp)
+    return min(run.micro_batch, math.ceil(tokens * max(1.0, samples / layout.dp / passes)))
+
+
+def _step_costs(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[Sample]) -> StepCosts:
+    policy, layout, saved = Model(run.policy, cluster.device, run.itemsize), plan.actor.layout, plan.actor.saved
+    forward = policy.forward(layout, samples, run.micro_batch)
+    refit = policy.refit(layout, plan.engine_tp, is_apart=plan.generating > 0)
+    refit += policy.away(policy.weights(Layout(plan.engine_tp))) if saved.unload else 0.0
+    swapped = 2 * policy.away(policy.weights(layout)) if saved.swap else 0.0
+    in_job = plan.strategy == "flatten" or plan.critic is None
+    return StepCosts(
+        refit=refit,
+        score=_score_seconds(run, cluster, plan, samples) if in_job else 0.0,
+        logprobs=forward,
+        init_logprobs=forward + swapped if run.has_reference else 0.0,
+        train=_training(run, policy, plan.actor, samples),
+        train_critic=_training(run, Model(run.critic, cluster.device, run.itemsize), plan.critic, samples)
+        if run.critic is not None and plan.critic is not None
+        else 0.0,
+    )
+
+
+def _training(run: Run, model: Model, fit: Fit, samples: Sequence[Sample]) -> float:
+    """Seconds of a step's updates, with what saving memory costs: fully recomputed, three passes' work becomes four."""
+    seconds = model.training(fit.layout, samples, run.micro_batch, run.update)
+    seconds *= {None: 1.0, "selective": 1.03, "full": 4 / 3}[fit.saved.granularity]
+    return seconds + (2 * model.away(model.optimizer(fit.layout)) if fit.saved.offload else 0.0)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def trained(run: Run, cluster: Cluster, shape: ModelArchitecture, layout: Layout, saved: Savings) -> dict[str, float]:
+    """Bytes of a rank that trains a model, by use."""
+    model = Model(shape, cluster.device, run.itemsize)
+    return {
+        "weights": model.weights(layout),
+        "gradients": model.gradients(layout),
+        "Adam": model.optimizer(layout),
+        "activations": model.activations(layout, max(run.micro_batch, _longest(run)), saved.granularity),
+    }
+
+
+def _longest(run: Run) -> int:
+    return max(sample.tokens for step in run.steps for sample in step)
+
+
+def _at_rest(used: Mapping[str, float], saved: Savings) -> float:
+    """Bytes of `trained` while the model does not train."""
+    return used["weights"] + (0.0 if saved.offload else used["gradients"] + used["Adam"])
+
+
+def _frozen(run: Run, cluster: Cluster, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
+    """Bytes of a model that is not trained, while another one trains."""
+    return 0.0 if shape is None or saved.swap else Model(shape, cluster.device, run.itemsize).weights(layout)
+
+
+def held_tokens(run: Run) -> float:
+    """Tokens of the cache that a slot needs on average, with a reserve."""
+    return _KV_RESERVE * statistics.fmean(map(mean_context, run.steps))
+
+
+def _held(run: Run, cluster: Cluster, engine_tp: int) -> float:
+    """Bytes of keys and values that a slot needs on each rank of its engine."""
+    return held_tokens(run) * Model(run.policy, cluster.device, run.itemsize).kv_bytes(engine_tp)
+
+
+def _slots(run: Run, cluster: Cluster, engine_tp: int, engines: int, free: float) -> int:
+    """Responses that an engine with so many free bytes on each rank can generate at the same time."""
+    held = _held(run, cluster, engine_tp)
+    if free < max(held, _longest(run) * Model(run.policy, cluster.device, run.itemsize).kv_bytes(engine_tp)):
+        return 0
+    wanted = -(-len(run.steps[0]) // engines)
+    return next(slots for slots in SLOTS if (slots <= wanted and slots * held <= free) or slots == 1)
+
+
+def _critic_use(run: Run, cluster: Cluster, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
+    """Bytes of a rank of the critic job."""
+    assert run.critic is not None
+    used = trained(run, cluster, run.critic, layout, saved)
+    return used | {"reward model": _frozen(run, cluster, run.reward, layout, saved)}, _ENOUGH_SLOTS
+
+
+def _actor_use(
+    run: Run, cluster: Cluster, layout: Layout, saved: Savings, engine_tp: int | None, has_critic: bool
+) -> tuple[dict[str, float], int]:
+    """Bytes of an actor's rank in training, and the slots of its engine.
+
+    Args:
+        engine_tp: None: engines are elsewhere.
+        has_critic: it is on the same ranks, in the same layout; either trains while the other rests.
+    """
+    used = trained(run, cluster, run.policy, layout, saved)
+    used["initial policy"] = _frozen(run, cluster, run.policy if run.has_reference else None, layout, saved)
+    if has_critic and run.critic is not None:
+        value = trained(run, cluster, run.critic, layout, saved)
+        active = sum(value.values()) - _at_rest(value, saved)
+        more = active - (
+            used["gradients"] + used["Adam"] + used["activations"] if saved.offload else used["activations"]
+        )
+        used["critic"] = _at_rest(value, saved) + max(0.0, more)
+        used["reward model"] = _frozen(run, cluster, run.reward, layout, saved)
+    if engine_tp is None:
+        return used, _ENOUGH_SLOTS
+    policy = Model(run.policy, cluster.device, run.itemsize)
+    engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else policy.weights(Layout(engine_tp))
+    total = sum(used.values())
+    beside = total - used["weights"] - used["gradients"] - used["Adam"] - used["activations"] + _at_rest(used, saved)
+    free = cluster.device.memory - cluster.device.reserved - engine - (beside if saved.unload else max(beside, total))
+    slots = _slots(run, cluster, engine_tp, layout.ranks // engine_tp, free)
+    if not saved.unload:
+        used["engine"] = engine + slots * _held(run, cluster, engine_tp)
+    return used, slots
+
+
+Use = Callable[[Layout, Savings], tuple[dict[str, float], int]]
+
+
+def _fitting(run: Run, cluster: Cluster, shape: ModelArchitecture, ranks: int, who: str, use: Use) -> list[Fit]:
+    """Layouts over so many ranks that fit, each with as little given up as leaves enough slots.
+
+    Raises:
+        DoesNotFitError: none does; the message is about the one that lacks least.
+    """
+    found: list[Fit] = []
+    short: list[tuple[float, str]] = []
+    for layout in layouts(run, cluster, shape, ranks):
+        best: Fit | None = None
+        for saved in LADDER:
+            used, slots = use(layout, saved)
+            total = sum(used.values()) + cluster.device.reserved
+            if total > cluster.device.memory or not slots:
+                short.append((total, _shortage(who, layout, used, cluster.device, slots)))
+            elif best is None or slots > best.slots:
+                best = Fit(layout, saved, slots, used)
+                if slots >= _ENOUGH_SLOTS:
+                    break
+        found += [best] if best is not None else []
+    if not found:
+        needs = f"no layout of the {who} over {ranks} ranks divides updates of {run.update} samples, layers and heads"
+        raise DoesNotFitError(min(short)[1] if short else needs)
+    return found
+
+
+def _shortage(who: str, layout: Layout, used: Mapping[str, float], device: Device, slots: int) -> str:
+    total = sum(used.values()) + device.reserved
+    parts = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in used.items() if size >= 5e8)
+    if total <= device.memory and not slots:
+        return f"{who}, {layout}: a rank has no room for the engine beside {parts} GB, of {device.memory / 1e9:.0f}"
+    return f"{who}, {layout}: a rank needs {total / 1e9:.0f} GB of {device.memory / 1e9:.0f} ({parts})"
+
+
+# ---- which there are ----------------------------------------------------------------------------
+
+
+def layouts(run: Run, cluster: Cluster, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
+    """Layouts of a model over so many ranks: those that divide model, machines and updates."""
+    for tp in (1, 2, 4, 8):
+        for pp in (1, 2, 4, 8, 16):
+            if cluster.devices % tp or ranks % (tp * pp) or shape.layout_problems(tp, pp):
+                continue
+            if run.update % (ranks // (tp * pp)) == 0:
+                yield Layout(tp, pp, ranks // (tp * pp))
+
+
+def candidates(run: Run, cluster: Cluster, strategy: str, staleness: Sequence[int] = (0, 1)) -> list[Candidate]:
+    """Plans of a strategy that fit: for every split of the machines and every engine, the fastest layouts.
+
+    Raises:
+        DoesNotFitError: none does.
+    """
+    found: list[Candidate] = []
+    reasons = ["it needs more machines, or more devices in each"]
+    for split in _splits(run, cluster, strategy):
+        try:
+            found += _of_split(run, cluster, strategy, *split, staleness)
+        except DoesNotFitError as reason:
+            reasons.append(str(reason))
+    if not found:
+        raise DoesNotFitError(reasons[-1])
+    return found
+
+
+def _usable(run: Run, cluster: Cluster, shape: ModelArchitecture, nodes: int) -> int:
+    """The most of so many nodes over which the model can be laid out; 0: none."""
+    return next((n for n in range(nodes, 0, -1) if any(layouts(run, cluster, shape, n * cluster.devices))), 0)
+
+
+def _splits(run: Run, cluster: Cluster, strategy: str) -> Iterator[tuple[int, int, int, int]]:
+    """Nodes of actor and critic, ranks that only generate, tensor-parallel size of the engines."""
+    critics = [0]
+    if run.critic is not None and strategy != "flatten":
+        shares = (1 / 8, 1 / 4, 1 / 3, 1 / 2)
+        critics = sorted({_usable(run, cluster, run.critic, max(1, round(cluster.nodes * s))) for s in shares} - {0})
+    for critic_nodes in critics:
+        nodes = cluster.nodes - critic_nodes
+        if strategy != "separate":
+            nodes = _usable(run, cluster, run.policy, nodes)
+        for generating in _set_apart(run, cluster, nodes) if strategy == "separate" else (0,):
+            for tp in (1, 2, 4, 8):
+                divides = cluster.devices % tp == 0 and (generating or nodes * cluster.devices) % tp == 0
+                if nodes and divides and not run.policy.layout_problems(tp, engine_key="engine"):
+                    yield nodes, critic_nodes, generating, tp
+
+
+def _set_apart(run: Run, cluster: Cluster, nodes: int) -> list[int]:
+    """How many of the actor's ranks could generate: about so many that training has an eighth to five eighths."""
+    ranks = nodes * cluster.devices
+    unit = cluster.devices if nodes > 1 else 1
+    possible = [n for n in range(unit, ranks, unit) if any(layouts(run, cluster, run.policy, n))]
+    wanted = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8)
+    return sorted({ranks - min(possible, key=lambda n: abs(n - ranks * share)) for share in wanted if possible})
+
+
+def _of_split(
+    run: Run,
+    cluster: Cluster,
+    strategy: str,
+    nodes: int,
+    critic_nodes: int,
+    generating: int,
+    engine_tp: int,
+    staleness: Sequence[int],
+) -> list[Candidate]:
+    policy, critic = Model(run.policy, cluster.device, run.itemsize), None
+    if critic_nodes and run.critic is not None:
+        value = Model(run.critic, cluster.device, run.itemsize)
+        use: Use = functools.partial(_critic_use, run, cluster)
+        fits = _fitting(run, cluster, run.critic, critic_nodes * cluster.devices, "critic", use)
+        critic = min(fits, key=lambda fit: _training(run, value, fit, run.steps[0]))
+    tp = None if generating else engine_tp
+    use = functools.partial(_actor_use, run, cluster, engine_tp=tp, has_critic=strategy == "flatten")
+    fits = _fitting(run, cluster, run.policy, nodes * cluster.devices - generating, "actor", use)
+
+    def seconds(fit: Fit) -> float:
+        passes = 2 * policy.forward(fit.layout, run.steps[0], run.micro_batch)
+        return passes + _training(run, policy, fit, run.steps[0]) + policy.refit(fit.layout, engine_tp)
+
+    most = max(fit.slots for fit in fits)
+    actor = min((fit for fit in fits if fit.slots >= min(most, _ENOUGH_SLOTS)), key=seconds)
+    if strategy == "flatten" and run.critic is not None:
+        critic = actor
+    slots, used = actor.slots, dict[str, float]()
+    if generating:
+        used["weights"] = policy.weights(Layout(engine_tp))
+        free = cluster.device.memory - cluster.device.reserved - used["weights"]
+        slots = _slots(run, cluster, engine_tp, generating // engine_tp, free)
+        if not slots:
+            raise DoesNotFitError(_shortage("a rank that generates", Layout(engine_tp), used, cluster.device, 0))
+        used["keys and values"] = slots * _held(run, cluster, engine_tp)
+    plan = Candidate(strategy, (nodes, critic_nodes), actor, critic, generating, engine_tp, slots, 0, used)
+    return [dataclasses.replace(plan, staleness=age) for age in (staleness if generating else (0,))]

@@ -1,0 +1,327 @@
+"""Plan a run of reinforcement learning before it is paid for: which placements fit, and how long a step takes in each.
+
+    python -m nemo_style_aligner.placement.planner --model 70b --cluster 12x8xh100 --rollouts 1024 \
+        --lengths lognormal:mean=330,sigma=1,max=2048 --write plan.yaml
+
+Every number is predicted, from the model's shape, the device's rates and lengths that are drawn: docs/scaling.md says
+how well that has been checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_style_aligner.arguments import HelpFormatter, output_argument
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.placement.candidates import (
+    STRATEGIES,
+    Candidate,
+    Cluster,
+    DoesNotFitError,
+    Fit,
+    Run,
+    candidates,
+    held_tokens,
+    pass_tokens,
+    predicted,
+    scored_together,
+)
+from nemo_style_aligner.placement.plan import Plan, PlannedJob
+from nemo_style_aligner.placement.rates import DEVICES, as_in_run, device_named, measured_here
+from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps, find_model
+
+Prediction = tuple[dict[str, float], Candidate]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See the module."""
+    options = _parser().parse_args(arguments)
+    try:
+        run, cluster = _run(options), _cluster(options)
+        found, reasons = plans(run, cluster, options.strategies, options.staleness)
+        if options.json:
+            print(json.dumps(_as_json(found, reasons), indent=1))
+        else:
+            _report(run, cluster, found, reasons)
+        if options.write:
+            if not found:
+                raise UserError(f"nothing fits, so {options.write} is not written")
+            plan, comment = written_plan(run, cluster, options, found[0])
+            plan.write(options.write, comment)
+            launch = f"python -m nemo_style_aligner.placement.launch {options.write} --with slurm"
+            print(f"\nwrote {options.write}; with models and data filled in: {launch}", file=sys.stderr)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_style_aligner.placement.planner", description=__doc__, formatter_class=HelpFormatter
+    )
+    add = parser.add_argument
+    known = ", ".join(MODELS)
+    add("--model", required=True, help=f"the policy: {known}, a .nemo archive, or a Hugging Face folder")
+    add("--critic-model", metavar="MODEL", help="critic and reward model (default: as the policy)")
+    add(
+        "--cluster",
+        required=True,
+        metavar="NODESxDEVICESxTYPE",
+        help=f"such as 12x8xh100: {', '.join(DEVICES)}, or here",
+    )
+    add(
+        "--estimator",
+        choices=("gae", "grpo"),
+        default="gae",
+        help="gae: with critic and reward model; grpo: with neither",
+    )
+    add("--rollouts", type=int, default=512, help="responses per step")
+    add("--group", type=int, default=1, help="responses to each prompt")
+    add("--global-batch-size", type=int, default=128, help="responses per update")
+    add("--prompts", default="256", metavar="LENGTHS", help="tokens of prompts, as --lengths")
+    add("--lengths", default="lognormal:mean=330,sigma=1,max=2048",
+        help="tokens of responses: a number, lognormal:mean=M,sigma=S,max=N, or a JSONL file of lengths")  # fmt: skip
+    add("--precision", choices=("bf16", "32"), default="bf16", help="of training and generation")
+    add("--micro-batch-tokens", type=int, default=8192, help="of a pass, at most")
+    add("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    add("--staleness", nargs="+", type=int, choices=(0, 1), default=(0, 1), help="1 needs a lower learning rate")
+    add("--steps", type=int, default=3, help="steps to simulate")
+    add("--seed", type=int, default=0, help="of the lengths drawn")
+    add("--as-in", type=Path, metavar="LOG_DIR", help="take the passes' rates from this actor's run of the same model")
+    add("--as-in-ranks", type=int, default=1, metavar="N", help="ranks of that run")
+    add("--write", type=output_argument, metavar="PLAN.yaml", help="write the fastest plan")
+    add("--results-dir", default="/results", help="of the plan: where its jobs write")
+    add("--json", action="store_true", help="print all plans as JSON")
+    return parser
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    parts = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(\w+)", options.cluster.lower())
+    if parts is None:
+        raise UserError(f"--cluster {options.cluster}: give nodes, devices of each and their type, such as 12x8xh100")
+    device = measured_here() if parts[3] == "here" else device_named(parts[3])
+    if options.as_in:
+        itemsize = 2 if options.precision == "bf16" else 4
+        device = as_in_run(device, options.as_in, find_model(options.model), options.as_in_ranks, itemsize)
+    return Cluster(int(parts[1]), int(parts[2]), device)
+
+
+def _run(options: argparse.Namespace) -> Run:
+    for name in ("rollouts", "group", "global_batch_size", "micro_batch_tokens", "steps"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: give 1 or more")
+    if options.rollouts % options.global_batch_size or options.rollouts % options.group:
+        raise UserError(
+            f"--rollouts {options.rollouts} must be a multiple of --global-batch-size {options.global_batch_size} "
+            f"and of --group {options.group}"
+        )
+    policy = find_model(options.model)
+    critic = find_model(options.critic_model or options.model) if options.estimator == "gae" else None
+    lengths = (Lengths.parse(options.prompts), Lengths.parse(options.lengths))
+    steps = draw_steps(
+        *lengths, options.rollouts, options.group, options.steps + 2 * max(options.staleness), options.seed
+    )
+    itemsize = 2 if options.precision == "bf16" else 4
+    batch = (options.global_batch_size, options.group, options.micro_batch_tokens, itemsize)
+    return Run(policy, critic, critic, True, steps, *batch)
+
+
+def plans(
+    run: Run, cluster: Cluster, strategies: Sequence[str], staleness: Sequence[int]
+) -> tuple[list[Prediction], dict[str, str]]:
+    """All plans that fit with what they take, the fastest first; and why a strategy has none."""
+    found: list[Prediction] = []
+    reasons: dict[str, str] = {}
+    for strategy in strategies:
+        if strategy == "interleave" and run.critic is None:
+            reasons[strategy] = "the same as flatten: there is no critic"
+            continue
+        try:
+            found += [(predicted(run, cluster, plan), plan) for plan in candidates(run, cluster, strategy, staleness)]
+        except DoesNotFitError as reason:
+            reasons[strategy] = f"does not fit. {reason}"
+    return sorted(found, key=lambda each: each[0]["step"]), reasons
+
+
+# ---- what is printed ----------------------------------------------------------------------------
+
+_PHASES = {
+    "generate": "generate",
+    "score": "score",
+    "logprobs": "log-probs",
+    "init_logprobs": "initial",
+    "train": "train",
+    "critic_wait": "wait: scores",
+    "critic_train_wait": "wait: critic",
+    "refit": "refit",
+}
+
+
+def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: dict[str, str]) -> None:
+    device = cluster.device
+    responses = [sample.response for step in run.steps for sample in step]
+    mean = sum(responses) / len(responses)
+    print(f"{cluster.nodes} x {cluster.devices} {device.name} ({device.source})")
+    print(f"{len(run.steps[0])} responses per step, of {mean:.0f} tokens on average and {max(responses)} at most\n")
+    rows = [["seconds", "step", *_PHASES.values(), "GB", "engines idle"]]
+    best: dict[tuple[str, int], Prediction] = {}
+    for each in found:
+        best.setdefault((each[1].strategy, each[1].staleness), each)
+    for phases, plan in best.values():
+        fullest = max(sum(used.values()) for used in memory_of(plan).values()) + device.reserved
+        seconds = [f"{phases.get(name, 0.0):.1f}" for name in ("step", *_PHASES)]
+        name = plan.strategy + (", staleness 1" if plan.staleness else "")
+        rows.append([name, *seconds, f"{fullest / 1e9:.0f}", f"{phases['idle']:.0%}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if found else []:
+        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join([first.strip().ljust(widths[0]), *others]))
+    for strategy, reason in reasons.items():
+        print(f"{strategy}: {reason}")
+    if found:
+        print(f"\nThe fastest: {found[0][1].strategy}")
+        print("\n".join(f"  {line}" for line in picture(found[0][1], cluster)))
+
+
+def memory_of(plan: Candidate) -> dict[str, dict[str, float]]:
+    """Bytes of a rank by kind of rank and use."""
+    kinds = {"actor": plan.actor.used, "generating": plan.engine_used}
+    if plan.critic is not None and plan.strategy != "flatten":
+        kinds["critic"] = plan.critic.used
+    return {kind: dict(used) for kind, used in kinds.items() if used}
+
+
+def picture(plan: Candidate, cluster: Cluster) -> list[str]:
+    """Who is where: a line for each kind of rank, with GB of each at its fullest and what is given up for memory."""
+    training = plan.actor.layout.ranks
+    lines = [_line("actor", f"ranks 0-{training - 1}", plan.actor, plan.actor.used, cluster)]
+    if plan.generating:
+        where = f"ranks {training}-{training + plan.generating - 1}"
+        lines.append(_line("that only generate", where, None, plan.engine_used, cluster))
+    if plan.critic is not None:
+        used = {} if plan.strategy == "flatten" else plan.critic.used
+        where = "on the same ranks" if plan.strategy == "flatten" else f"{plan.nodes[1]} nodes of its own"
+        lines.append(_line("critic", where, plan.critic, used, cluster))
+    lines.append(f"{plan.engines} engines of TP {plan.engine_tp}, {plan.slots} slots each")
+    if idle := cluster.nodes - sum(plan.nodes):
+        lines.append(f"{idle} nodes are not used: updates cannot be divided evenly over them")
+    return lines
+
+
+def _line(kind: str, where: str, fit: Fit | None, used: Mapping[str, float], cluster: Cluster) -> str:
+    text = f"{kind}: {where}" + (f", {fit.layout}" if fit else "")
+    if used:
+        total = (sum(used.values()) + cluster.device.reserved) / 1e9
+        parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in used.items() if size >= 5e7)
+        text += f"; {total:.0f} of {cluster.device.memory / 1e9:.0f} GB ({parts})"
+    given = [f"{name}={value}" for name, value in dataclasses.asdict(fit.saved).items() if value] if fit else []
+    return text + (f"; {', '.join(given)}" if given else "")
+
+
+def _as_json(found: Sequence[Prediction], reasons: dict[str, str]) -> dict[str, Any]:
+    listed = [
+        {
+            "strategy": plan.strategy,
+            "nodes": {"actor": plan.nodes[0], "critic": plan.nodes[1]},
+            "actor": str(plan.actor.layout),
+            "critic": str(plan.critic.layout) if plan.critic else None,
+            "rollout_devices": plan.generating,
+            "engine_tensor_parallel_size": plan.engine_tp,
+            "num_slots": plan.slots,
+            "staleness": plan.staleness,
+            "seconds": phases,
+            "bytes": memory_of(plan),
+        }
+        for phases, plan in found
+    ]
+    return {"plans": listed, "without": reasons}
+
+
+# ---- what is written ----------------------------------------------------------------------------
+
+
+def written_plan(run: Run, cluster: Cluster, options: argparse.Namespace, fastest: Prediction) -> tuple[Plan, str]:
+    """A plan for `placement.launch` and the comment at its top; paths of models and data are the user's to fill in."""
+    phases, plan = fastest
+    keys = PlannedKeys(run, plan)
+    nodes, devices = plan.nodes, cluster.devices
+    jobs = {"actor": PlannedJob("train_gpt_ppo_actor.py", nodes[0], devices, keys.actor(options))}
+    if plan.critic is not None and plan.strategy != "flatten":
+        critic = PlannedJob("serve_ppo_critic.py", nodes[1], devices, keys.critic(), serves=["actor"])
+        jobs = {"critic": critic} | jobs
+    lines = [f"Predicted: {phases['step']:.1f} seconds per step on {options.cluster} ({cluster.device.source})."]
+    lines += [
+        *picture(plan, cluster),
+        "Add pretrained_checkpoint.restore_from_path, and the actor's model.data.data_prefix.",
+    ]
+    return Plan(Path(options.results_dir), jobs), "\n".join(lines)
+
+
+class PlannedKeys:
+    """A plan as keys of the jobs' configs."""
+
+    def __init__(self, run: Run, plan: Candidate) -> None:
+        self._run = run
+        self._plan = plan
+        longest = max(sample.tokens for step in run.steps for sample in step)
+        self._length = -(-longest // 64) * 64
+
+    def actor(self, options: argparse.Namespace) -> dict[str, Any]:
+        """The actor's, with those of flatten's critic."""
+        run, plan, saved = self._run, self._plan, self._plan.actor.saved
+        keys = self._model(plan.actor.layout, saved.granularity) | {
+            "model.ppo.num_rollout_samples": len(run.steps[0]) // run.group,
+            "model.ppo.length_params.max_length": max(sample.response for step in run.steps for sample in step),
+            "model.ppo.offload_adam_states": saved.offload,
+            "trainer.ppo.estimator": options.estimator,
+            "trainer.ppo.num_rollouts_per_prompt": run.group,
+            "trainer.ppo.batch_iterator.use_flask": True,
+            "trainer.ppo.reference_policy_placement": "swap" if saved.swap else "resident",
+            "trainer.ppo.trt_llm.unload_engine_train": saved.unload,
+            "trainer.ppo.generation.tensor_parallel_size": plan.engine_tp,
+            "trainer.ppo.generation.num_slots": plan.slots,
+            "trainer.ppo.generation.kv_cache_tokens": max(self._length, round(plan.slots * held_tokens(run))),
+        }
+        if plan.generating:
+            keys |= {"trainer.ppo.rollout_devices": plan.generating, "trainer.ppo.staleness": plan.staleness}
+        if plan.strategy == "flatten" and plan.critic is not None:
+            of_critic = {  # its layout and length are the policy's
+                "global_batch_size": run.update,
+                "max_tokens_per_micro_batch": pass_tokens(run, plan.actor.layout, run.update),
+                "activations_checkpoint_granularity": saved.granularity,
+                "rm_placement": "swap" if saved.swap else "resident",
+            }
+            keys |= {"placement": "flatten"} | {f"critic.model.{key}": value for key, value in of_critic.items()}
+        return keys
+
+    def critic(self) -> dict[str, Any]:
+        """The critic job's."""
+        assert self._plan.critic is not None
+        layout, saved = self._plan.critic.layout, self._plan.critic.saved
+        return self._model(layout, saved.granularity) | {
+            "model.offload_adam_states": saved.offload,
+            "model.rm_placement": "swap" if saved.swap else "resident",
+            "model.forward_max_tokens_per_micro_batch": pass_tokens(self._run, layout, scored_together(layout)),
+            "trainer.ppo.inference_micro_batch_size": scored_together(layout) // layout.dp,
+        }
+
+    def _model(self, layout: Any, granularity: str | None) -> dict[str, Any]:
+        return {
+            "model.tensor_model_parallel_size": layout.tp,
+            "model.pipeline_model_parallel_size": layout.pp,
+            "model.sequence_parallel": layout.tp > 1,
+            "model.global_batch_size": self._run.update,
+            "model.max_tokens_per_micro_batch": pass_tokens(self._run, layout, self._run.update),
+            "model.encoder_seq_length": self._length,
+            "model.activations_checkpoint_granularity": granularity,
+        }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
