@@ -611,9 +611,9 @@ def test_what_cannot_be_evaluated_is_told_in_a_line(
     checkpoint = next((artefacts.sft_log / "checkpoints").glob("*-last"))
     prompts.write_text('{"text": "User: 1+1=", "answer": "2", "answer_extraction": "regex"}\n')
     for model, told in (
-        (hugging_face, "is a Hugging Face directory, not an archive: convert it with convert_hf_to_nemo.py"),
-        (checkpoint, "is a training checkpoint, not an archive: convert it with convert_checkpoint_to_nemo.py"),
-        (gguf, "is a GGUF file, not an archive: convert it with convert_gguf_to_nemo.py"),
+        (hugging_face, "is a Hugging Face directory, not an archive: convert it with nsa convert"),
+        (checkpoint, "is a training checkpoint, not an archive: convert it with nsa convert"),
+        (gguf, "is a GGUF file, not an archive: convert it with nsa convert"),
         ("org/name", "org/name does not exist; nothing is downloaded: if this is a name on the Hugging Face Hub, run"),
         (artefacts.sft, f"{prompts}:1: 'answer_extraction' should be 'whole', 'after MARKER', 'boxed'"),
     ):

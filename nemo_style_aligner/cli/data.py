@@ -40,6 +40,7 @@ _JOBS = {
     "ppo": _Job("gpt_ppo_actor", "prompts for reinforcement learning"),
 }
 
+_HAS_BOTH = {"chosen", "chosen_response"}  # keys of lines that are a pair each
 _LOOKED_AT = 1000  # examples of which notes are counted
 
 _EXAMPLES = """\b
@@ -87,7 +88,7 @@ def show(
     What is learnt stands in ⟦brackets⟧; special tokens have a colour. Below each example stands what of its line is
     not in the text or is in it twice. What the code cuts off or reads as something else is logged, as in the job.
     """
-    from nemo_style_aligner.cli.model_files import tokenizer_of
+    from nemo_style_aligner.models.files import tokenizer_of
     from nemo_style_aligner.telemetry.log_lines import configure_logging
 
     configure_logging(0)
@@ -95,7 +96,8 @@ def show(
     first_line = _first_line(file)
     first = first_line.fields
     job = job or _job_of(first_line)
-    lines_of_example = 2 if job == "rm" and not {"chosen", "label"} & first.keys() else 1
+    on_one_line = job not in ("rm", "dpo") or _HAS_BOTH & first.keys() or "label" in first
+    lines_of_example = 1 if on_one_line else 2
     chosen = _lines(file, line, count, lines_of_example)
     cfg = _config(job, file, first, keys)
     tokenizer = tokenizer_of(model.expanduser())
@@ -163,14 +165,11 @@ def _config(job: str, path: Path, first: Mapping[str, Any], keys: Sequence[str])
             *(f"model.data.{part}.file_path={file}" for part in ("train_ds", "validation_ds")),
             "model.restore_from_path=unused",
         ],
-        "rm": [
-            f"model.data.data_prefix={{train: [{file}]}}",
-            *(["model.reward_model_type=regression"] if "label" in first else []),
-        ],
-        "dpo": [f"model.data.data_prefix={{train: [{file}]}}"],
-        "kto": [f"model.data.data_prefix={{train: [{file}]}}"],
-        "ppo": [f"model.data.data_prefix={{train: [{file}]}}", "model.ppo.num_rollout_samples=1"],
-    }[job]
+        "rm": ["model.reward_model_type=regression"] if "label" in first else [],
+        "ppo": ["model.ppo.num_rollout_samples=1"],
+    }.get(job, [])
+    if job != "sft":
+        given.append(f"model.data.data_prefix={{train: [{file}]}}")
     cfg = config_with(_JOBS[job].config, [*given, *keys])
     check_config(cfg, _JOBS[job].config)
     return cfg
@@ -189,7 +188,7 @@ def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[TextDatas
         made, written = sft_dataset(cfg, "train_ds", tokenizer)
     else:
         source = load_data_prefix(cfg.model.data.data_prefix).train
-        build = {"rm": reward_dataset, "dpo": pair_dataset, "kto": judged_dataset, "ppo": prompt_dataset}[job]
+        build: Any = {"rm": reward_dataset, "dpo": pair_dataset, "kto": judged_dataset, "ppo": prompt_dataset}[job]
         made, written = build(cfg, source, tokenizer)
     assert isinstance(made, TextDataset)  # of a single file
     return made, written
@@ -210,8 +209,9 @@ def _show_lines(
     items, counts = dataset.of_lines(lines)
     try:
         dataset.encoder.report(counts, [place])
-    except DataError as error:
-        click.echo(f"--- left out: {error}")
+    except DataError as error:  # also what is wrong with a file of one line alone
+        if not items:
+            click.echo(f"--- left out: {error}")
     texts = [text for item in items for text in texts_of(item)]
     for text in texts:
         _say(f"--- {place}: {text.name}, {summary(text, tokenizer)}", in_color, bold=True)

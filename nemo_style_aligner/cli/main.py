@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -17,11 +17,15 @@ from nemo_style_aligner import __version__
 COMMANDS = {
     "data": "Look at data files as a job sees them.",
     "report": "Write a page about a run: outcome, samples, charts.",
+    "convert": "Convert models: Hugging Face, GGUF, training checkpoints, .nemo.",
+    "inspect": "Describe a model: architecture, sizes, tokenizer, what it was trained from.",
+    "doctor": "Say what of this machine is usable, and what would make it more so.",
 }
 """Each command and what it does, in the order of ``--help``."""
 
 _EXAMPLES = """\b
 Examples:
+  nsa convert ~/models/SmolLM2-135M-Instruct base.nemo
   nsa data show train.jsonl --model base.nemo
   nsa report results/actor
 
@@ -59,9 +63,14 @@ def nsa() -> None:
 
 
 def main() -> None:
-    """Run ``nsa`` and end the process. What a user can mend is said in a line, with the error's exit status."""
+    """Run ``nsa`` and end the process."""
+    run(nsa, "nsa")
+
+
+def run(command: click.Command, name: str) -> NoReturn:
+    """Run a command with this process's arguments, and end it. A user's mistake is said in a line, with its status."""
     try:
-        status = nsa.main(prog_name="nsa", standalone_mode=False)
+        status = command.main(prog_name=name, standalone_mode=False)
     except click.ClickException as error:
         error.show()
         status = error.exit_code
