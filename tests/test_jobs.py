@@ -38,6 +38,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.checkpoints.nemo_archive import IS_CRITIC, load_nemo_config
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
+from nemo_style_aligner.cli.inspect import describe
 from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.data.answers import is_right
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
@@ -480,6 +481,10 @@ def check_converted_checkpoint(log_dir: Path, folder: Path) -> Path:
         assert name.endswith(("word_embeddings.weight", "output_layer.weight")) or len(tensor) == rows, name
     assert load_nemo_config(converted) == load_nemo_config(written)
     require_same_tokenizer(converted, written)
+    described, archived = describe(checkpoint), describe(written)
+    assert described["step"] > 0 and described["metrics"] and described["layout"]["tp_size"] >= 1
+    assert described["history"] == archived["history"] and " from " in described["history"][-1]
+    assert described["tokenizer"] == archived["tokenizer"] and described["parameters"] == archived["parameters"]
     return converted
 
 

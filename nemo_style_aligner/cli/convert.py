@@ -39,8 +39,8 @@ def command(source: Path, target: Path, **options: Any) -> None:
     """Convert IN into OUT.
 
     IN is a Hugging Face directory, a GGUF file, a training checkpoint, a .nemo archive or an adapter (PEFT's, or an
-    archive's), whatever its name. OUT becomes a .nemo archive if its name ends so, into which an adapter is merged; else
-    a Hugging Face directory, where a reward model is a sequence classifier and an adapter is PEFT's. What is at OUT
+    archive's), whatever its name. OUT becomes a .nemo archive if its name ends so, with adapters merged; else a
+    Hugging Face directory, where a reward model is a sequence classifier and an adapter is PEFT's. What is at OUT
     already is not replaced.
     """
     if target.suffix in (".gguf", ".safetensors", ".bin", ".pt"):
