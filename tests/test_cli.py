@@ -113,7 +113,7 @@ def test_mistakes_are_said_in_a_line(model: Path, tmp_path: Path) -> None:
         (("--model", model), "text.jsonl:1: 'text' may be one of a pair of a reward model's, or a prompt of PPO's"),
         (("--model", model, "--job", "ppo", "--line", "2"), "--line 2: the last line is 1"),
         (("--model", model, "--job", "ppo", "model.data.seq_lenght=4"), "did you mean model.data.seq_length"),
-        (("--model", tmp_path, "--job", "ppo"), "is no model: give a .nemo archive, a Hugging Face directory"),
+        (("--model", tmp_path, "--job", "ppo"), "is no model (it has no model_config.yaml"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             shown(file, *arguments)
@@ -163,8 +163,8 @@ def test_convert_and_inspect(hugging_face: Path, tmp_path: Path) -> None:
     assert described["history"] == [f"converted from {hugging_face}"]
     assert described["architecture"] == json.loads(said("inspect", hugging_face, "--json"))["architecture"]
     out = said("inspect", back)
-    assert "kind: Hugging Face directory" in out and "  num layers: 2\n" in out and "F32: " in out
-    assert "  ends responses: <|endoftext|>" in out and "  chat template: yes" in out
+    assert "kind: Hugging Face directory" in out and "  num_layers: 2\n" in out and "F32: " in out
+    assert "  ends_responses:\n  - <|endoftext|>\n" in out and "  chat_template: true\n" in out
 
     before = archive.read_bytes()
     for source, target, status, message in (

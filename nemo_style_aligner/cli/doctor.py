@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -11,14 +10,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import click
-
-State = Literal["ok", "missing", "broken"]
 
 _EXAMPLES = """\b
 Examples:
@@ -26,6 +24,9 @@ Examples:
   nsa doctor --need gpu --need mpi && mpirun -np 8 python examples/nlp/gpt/train_gpt_sft.py ...
   nsa doctor --json | jq '.[] | select(.state != "ok")'
 """
+_CHECKOUT = Path(__file__).parents[2]  # whose extras have the versions that fit
+_SECONDS = 120.0  # for a program that is asked for its version
+_MARKS = {"ok": ("ok", "green"), "missing": ("--", "yellow"), "broken": ("!!", "red")}
 _ASYNC_API = """
 import importlib
 for module in ("tensorrt_llm.llmapi", "tensorrt_llm._torch.async_llm"):
@@ -33,107 +34,152 @@ for module in ("tensorrt_llm.llmapi", "tensorrt_llm._torch.async_llm"):
         importlib.import_module(module).AsyncLLM
     except (ImportError, AttributeError):
         continue
-    print(f"{module}.AsyncLLM")
-    break
-else:
-    raise SystemExit("it has no AsyncLLM")
+    raise SystemExit(print(f"{module}.AsyncLLM"))
+raise SystemExit("it has no AsyncLLM")
 """
-_SECONDS = 120.0  # for a program that is asked for its version
-_MARKS = {"ok": ("ok", "green"), "missing": ("--", "yellow"), "broken": ("!!", "red")}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What was found of a part.
+class _Missing(Exception):
+    """A part is not there."""
+
+
+class _Part(NamedTuple):
+    """A part of a machine or an environment.
 
     Attributes:
-        name: of the part, for ``--need``.
-        detail: its version, or what is wrong.
-        cost: what is lost without it; empty where nothing is.
-        remedy: the command that adds it; empty where there is none.
+        check: returns what there is to tell of it; raises `_Missing`, or anything if it cannot be used.
+        cost: what is lost without it.
+        remedy: the command that adds it.
         is_required: nothing can be trained without it.
     """
 
-    name: str
-    state: State
-    detail: str
-    cost: str = ""
+    check: Callable[[], str]
+    cost: str
     remedy: str = ""
     is_required: bool = False
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What was found of a part; ``detail`` is its version, or what is wrong. For the rest see `_Part`."""
+
+    name: str
+    state: Literal["ok", "missing", "broken"]
+    detail: str
+    cost: str
+    remedy: str
+    is_required: bool
+
+
 @click.command(epilog=_EXAMPLES)
 @click.option("--need", multiple=True, metavar="PART", help="Fail unless this part is usable; may be given repeatedly.")
-@click.option(
-    "--trtllm-python",
-    default=sys.executable,
-    help="Of the environment that has TensorRT-LLM.  [default: this]",
-    show_default=False,
-)
+@click.option("--trtllm-python", metavar="PYTHON", help="Of the environment that has TensorRT-LLM.  [default: this]")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def command(need: tuple[str, ...], trtllm_python: str, as_json: bool) -> int:
+def command(need: tuple[str, ...], trtllm_python: str | None, as_json: bool) -> int:
     """Say what of this machine training can use, what each missing part costs, and the command that adds it.
 
-    Exit status: 0 if what every job needs is there, and what --need names; 1 if not; 2 for an unknown part.
+    Exit status: 0 if what every job needs is usable, and what --need names; 1 if not; 2 for an unknown part.
     """
-    findings = [*examine(), _tensorrt_llm(trtllm_python)]
-    if unknown := [name for name in need if name not in [finding.name for finding in findings]]:
-        names = ", ".join(finding.name for finding in findings)
-        raise click.BadParameter(f"{unknown[0]}: the parts are {names}", param_hint="--need")
+    parts = _parts(trtllm_python or sys.executable)
+    if unknown := [name for name in need if name not in parts]:
+        raise click.BadParameter(f"{unknown[0]}: the parts are {', '.join(parts)}", param_hint="--need")
+    findings = []
+    for name, part in parts.items():
+        findings.append(_examine(name, part))
+        if not as_json:
+            _show(findings[-1])
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        for finding in findings:
-            _show(finding)
-    lacking = [f for f in findings if f.state != "ok" and (f.is_required or f.name in need)]
+    lacking = [f.name for f in findings if f.state != "ok" and (f.is_required or f.name in need)]
     if lacking and not as_json:
-        click.echo(f"not usable, but needed: {', '.join(finding.name for finding in lacking)}")
+        click.echo(f"needed, but not usable: {', '.join(lacking)}")
     return 1 if lacking else 0
+
+
+def _examine(name: str, part: _Part) -> Finding:
+    try:
+        return Finding(name, "ok", part.check(), *part[1:])
+    except _Missing as error:
+        return Finding(name, "missing", str(error), *part[1:])
+    except Exception as error:  # noqa: BLE001 - libraries that do not fit each other raise anything
+        return Finding(name, "broken", f"{type(error).__name__}: {error}".splitlines()[0], *part[1:])
 
 
 def _show(finding: Finding) -> None:
     mark, color = _MARKS[finding.state]
-    click.echo(f"{click.style(mark, fg=color)}  {click.style(f'{finding.name:20}', bold=True)} {finding.detail}")
-    if finding.state != "ok" and finding.cost:
-        click.echo(f"{'':24} without it: {finding.cost}")
-    if finding.state != "ok" and finding.remedy:
-        click.echo(f"{'':24} to add it:  {finding.remedy}")
+    click.echo(f"{click.style(mark, fg=color)}  {click.style(f'{finding.name:18}', bold=True)} {finding.detail}")
+    if finding.state != "ok":
+        click.echo(f"{'':22} without it: {finding.cost}")
+        if finding.remedy:
+            click.echo(f"{'':22} to add it:  {finding.remedy}")
 
 
-def examine() -> Iterator[Finding]:
-    """Each part of the machine and the environment, one after the other."""
-    yield from _libraries()
-    yield from _accelerator()
-    yield from _launchers()
-    yield from _processor()
-    yield from _extras()
+def _parts(trtllm_python: str) -> dict[str, _Part]:
+    """All parts, in the order in which they are shown."""
+    nothing, slower = "nothing can be trained", "generation and training on CPUs are several times slower"
+    trtllm = f"{trtllm_python} -m pip install --pre --extra-index-url https://pypi.nvidia.com tensorrt-llm"
+    started = "jobs are not started by {}; python, torchrun and trainer.devices do"
 
+    def extra(name: str) -> str:
+        return f"pip install -e '{_CHECKOUT}[{name}]'"
 
-def _version(distribution: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(distribution)
-    return None
-
-
-def _tried(name: str, work: Callable[[], str], cost: str, remedy: str, is_required: bool = False) -> Finding:
-    """A part that is usable if ``work`` returns, what it says of it; else broken, whatever it raises."""
-    try:
-        return Finding(name, "ok", work(), cost, remedy, is_required)
-    except Exception as error:  # noqa: BLE001 - libraries that do not fit each other raise anything
-        detail = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Finding(name, "broken", detail, cost, remedy, is_required)
+    return {
+        "python": _Part(lambda: f"{platform.python_version()}, {sys.executable}", nothing, is_required=True),
+        "packages": _Part(_packages, "what they do fails, or computes something else", "make install", True),
+        "torch": _Part(_torch, nothing, "make install", True),
+        "megatron-core": _Part(_megatron, nothing, "make install", True),
+        "gloo": _Part(_gloo, "ranks cannot talk to each other", "make install", True),
+        "gpu": _Part(_gpus, "training and generation run on the CPU"),
+        "nccl": _Part(_nccl, "ranks talk by gloo, through host memory"),
+        "transformer-engine": _Part(
+            partial(_package, "transformer-engine", "transformer_engine.pytorch"),
+            "on GPUs, our own layers compute in its place",
+            f"{extra('gpu')} --no-build-isolation",
+        ),
+        "triton": _Part(partial(_package, "triton"), "on GPUs, torch's functions compute", "pip install triton"),
+        "tensorrt-llm": _Part(
+            partial(_tensorrt_llm, trtllm_python), "the embedded engine generates, whatever a config asks for", trtllm
+        ),
+        "mpi": _Part(partial(_launcher, "mpirun"), started.format("mpirun"), extra("mpi")),
+        "slurm": _Part(partial(_launcher, "srun"), started.format("srun")),
+        "ray": _Part(partial(_package, "ray"), started.format("Ray"), extra("ray")),
+        "compiler": _Part(_compiler, slower, "apt-get install g++, or set CXX"),
+        "instruction-sets": _Part(_instructions, slower),
+        "memory": _Part(_memory, nothing),
+        "math-verify": _Part(partial(_package, "math-verify"), "the reward math_verify cannot be used", extra("math")),
+        "wandb": _Part(partial(_package, "wandb"), "create_wandb_logger=True is refused", extra("wandb")),
+    }
 
 
 # ---- what every job needs -----------------------------------------------------------------------
 
 
-def _libraries() -> Iterator[Finding]:
-    yield Finding("python", "ok", f"{platform.python_version()}, {sys.executable}", is_required=True)
-    again = "make install"
-    yield _tried("packages", _requirements, "what they do fails or computes otherwise", again, is_required=True)
-    yield _tried("torch", _torch, "nothing can be trained", again, is_required=True)
-    yield _tried("megatron-core", _megatron, "nothing can be trained", again, is_required=True)
-    yield _tried("gloo", _gloo, "ranks cannot talk to each other", again, is_required=True)
+def _packages() -> str:
+    from packaging.requirements import Requirement
+
+    required = map(Requirement, importlib.metadata.requires("nemo_style_aligner") or ())
+    wanted = [part for part in required if part.marker is None or part.marker.evaluate({"extra": ""})]
+    installed = {part.name: _version(part.name) for part in wanted}
+    wrong = [part for part in wanted if not part.specifier.contains(installed[part.name] or "", prereleases=True)]
+    if wrong:
+        raise ImportError("; ".join(f"{part} (here: {installed[part.name] or 'not installed'})" for part in wrong))
+    return f"all {len(wanted)} that are required, in versions that fit"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package(name: str, module: str | None = None) -> str:
+    """The version of an optional package, of which ``module`` must be importable."""
+    if (version := _version(name)) is None:
+        raise _Missing("not installed")
+    if module is not None:
+        importlib.import_module(module)
+    return version
 
 
 def _torch() -> str:
@@ -143,10 +189,9 @@ def _torch() -> str:
 
 
 def _megatron() -> str:
-    import megatron.core
-    from megatron.core.models.gpt import GPTModel  # noqa: F401 - imports what training does
+    from megatron.core.models.gpt import GPTModel
 
-    return str(megatron.core.__version__)
+    return f"{_version('megatron-core')}, {GPTModel.__name__} can be imported"
 
 
 def _gloo() -> str:
@@ -156,136 +201,81 @@ def _gloo() -> str:
     from nemo_style_aligner.parallel.groups import single_process
 
     with single_process():
-        number = torch.ones(1)
-        dist.all_reduce(number, group=dist.new_group(backend="gloo"))
+        dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
     return "a collective of one rank went through"
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------
 
 
-def _accelerator() -> Iterator[Finding]:
-    import torch
-
-    slow = "training and generation run on the CPU"
-    if torch.cuda.is_available():
-        yield _tried("gpu", _gpus, slow, "")
-    else:
-        built = torch.version.cuda
-        has_driver = shutil.which("nvidia-smi") is not None
-        why = "this torch is built without CUDA" if built is None else f"torch has CUDA {built}, but no GPU is seen"
-        remedy = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
-        yield Finding("gpu", "broken" if has_driver else "missing", why, slow, remedy if has_driver else "")
-    nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "no GPU, or a torch without NCCL"
-    yield Finding("nccl", "ok" if nccl else "missing", version, "ranks talk by gloo, through host memory")
-    cost, remedy = "our own layers compute on GPUs", "pip install --no-build-isolation 'nemo_style_aligner[gpu]'"
-    yield _package("transformer-engine", cost, remedy, "transformer_engine.pytorch")
-    yield _package("triton", "the engine and layers use torch's functions on GPUs", "pip install triton")
-
-
 def _gpus() -> str:
     import torch
 
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = f"torch {torch.__version__} {f'has CUDA {built}, but sees no GPU' if built else 'has no CUDA'}"
+        raise OSError(reason) if shutil.which("nvidia-smi") else _Missing(reason)
     some = torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)
     (some @ some).sum().item()  # raises if this torch has no code for the GPU
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return ", ".join(f"{p.name} {p.total_memory / 2**30:.0f} GiB, {p.major}.{p.minor}" for p in properties)
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in found)
 
 
-def _package(name: str, cost: str, remedy: str, module: str | None = None) -> Finding:
-    """A package that is optional; ``module`` must be importable for it to be of use."""
-    if (version := _version(name)) is None:
-        return Finding(name, "missing", "not installed", cost, remedy)
-    return _tried(name, lambda: (module and importlib.import_module(module), version)[1], cost, remedy)
+def _nccl() -> str:
+    import torch
+
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        raise _Missing("no GPU, or a torch without it")
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def _tensorrt_llm(python: str) -> Finding:
-    from nemo_style_aligner.engine.trtllm.construct import DISTRIBUTION, PIN, installed_version
+def _tensorrt_llm(python: str) -> str:
+    from nemo_style_aligner.engine.trtllm.construct import PIN, installed_version
 
-    cost = "the embedded engine generates, also where a config asks for TensorRT-LLM"
-    remedy = f"{python} -m pip install --pre --extra-index-url https://pypi.nvidia.com {DISTRIBUTION}=={PIN} ray"
     if (version := installed_version(python)) is None:
-        return Finding("tensorrt-llm", "missing", f"not in the environment of {python}", cost, remedy)
-    return _tried("tensorrt-llm", lambda: f"{version}, {_output([python, '-c', _ASYNC_API])}", cost, remedy)
+        raise _Missing(f"not in the environment of {python}; {PIN} is the version to take")
+    return f"{version}, {_said([python, '-c', _ASYNC_API])}"
 
 
-def _output(command: list[str], given: str | None = None) -> str:
-    """What a program prints last. Raises if it fails, or takes too long."""
+# ---- programs, processor ------------------------------------------------------------------------
+
+
+def _said(command: list[str], given: str | None = None) -> str:
+    """The first line that a program prints. Raises if it fails, or takes too long."""
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_SECONDS)
     if done.returncode:
         raise OSError(f"{command[0]} ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
-    return (done.stdout.strip().splitlines() or [""])[-1]
+    return done.stdout.partition("\n")[0]
 
 
-# ---- launchers, processor -----------------------------------------------------------------------
+def _launcher(program: str) -> str:
+    path = shutil.which(program) or shutil.which(program, path=os.path.dirname(sys.executable))
+    if path is None:
+        raise _Missing(f"{program} is not on the PATH")
+    return f"{_said([path, '--version'])}, {path}"
 
 
-def _launchers() -> Iterator[Finding]:
-    for name, program, remedy in (
-        ("mpi", "mpirun", "pip install 'nemo_style_aligner[mpi]'"),
-        ("slurm", "srun", "run it where the cluster's Slurm is installed"),
-    ):
-        path = shutil.which(program) or shutil.which(program, path=os.path.dirname(sys.executable))
-        cost = f"jobs are not started by {program}; python, torchrun and trainer.devices do"
-        if path is None:
-            yield Finding(name, "missing", f"{program} is not on the PATH", cost, remedy)
-        else:
-            yield _tried(name, partial(_first_line, [path, "--version"]), cost, remedy)
+def _compiler() -> str:
+    from nemo_style_aligner.native.compilation import find_compiler
+
+    compiler = find_compiler()
+    _said([*compiler, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"], "#include <vector>\nint main() {}\n")
+    return _said([*compiler, "--version"])
 
 
-def _first_line(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
-    return f"{done.stdout.splitlines()[0]}, {command[0]}"
-
-
-def _processor() -> Iterator[Finding]:
+def _instructions() -> str:
     import torch
 
-    from nemo_style_aligner.native.compilation import find_compiler, usable_kernels
-    from nemo_style_aligner.parallel.machine import available_cores, available_memory, computes_in_bf16
+    from nemo_style_aligner.native.compilation import usable_kernels
+    from nemo_style_aligner.parallel.machine import computes_in_bf16
+
+    if not (kernels := usable_kernels(torch.bfloat16)):
+        raise _Missing("no AVX2")
+    return f"{', '.join(kernels)}; {'bf16 arithmetic' if computes_in_bf16() else 'no bf16 arithmetic: fp32 is faster'}"
+
+
+def _memory() -> str:
+    from nemo_style_aligner.parallel.machine import available_cores, available_memory
     from nemo_style_aligner.wording import size_of
 
-    def compiler() -> str:
-        command = find_compiler()
-        _output([*command, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"], "#include <vector>\nint main() {}\n")
-        return _first_line([*command, "--version"])
-
-    slower = "generation and training on CPUs use torch's functions, which are several times slower"
-    yield _tried("compiler", compiler, slower, "apt-get install g++, or set CXX")
-    kernels = usable_kernels(torch.bfloat16)
-    told = (
-        f"{kernels[0]}{'' if computes_in_bf16() else ' (no bf16 arithmetic: fp32 is as fast)'}"
-        if kernels
-        else "no AVX2"
-    )
-    yield Finding("instruction-sets", "ok" if kernels else "missing", told, slower)
-    yield Finding("memory", "ok", f"{size_of(available_memory())} free, {available_cores()} cores")
-
-
-# ---- packages -----------------------------------------------------------------------------------
-
-
-def _requirements() -> str:
-    """Compare what is installed with what this package requires."""
-    from packaging.requirements import Requirement
-
-    required = map(Requirement, importlib.metadata.requires("nemo_style_aligner") or ())
-    wanted = [part for part in required if part.marker is None or part.marker.evaluate({"extra": ""})]
-    wrong = [
-        f"{part} (here: {_version(part.name) or 'not installed'})"
-        for part in wanted
-        if not part.specifier.contains(_version(part.name) or "0", prereleases=True)
-    ]
-    if wrong:
-        raise ImportError("; ".join(wrong))
-    return f"all {len(wanted)} that are required, in versions that fit"
-
-
-def _extras() -> Iterator[Finding]:
-    for name, extra, cost in (
-        ("math-verify", "math", "the reward math_verify cannot be used"),
-        ("ray", "ray", "jobs are not started by Ray"),
-        ("wandb", "wandb", "exp_manager.create_wandb_logger=True is refused"),
-    ):
-        yield _package(name, cost, f"pip install 'nemo_style_aligner[{extra}]'")
+    return f"{size_of(available_memory())} free, {available_cores()} cores"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,13 @@ def command(model: Path, as_json: bool) -> None:
     Architecture, sizes, tokenizer, how its texts are written, and what it was trained from; of a checkpoint also step,
     metrics and the job's layout. No weight is loaded and no checksum is compared; jobs do both.
     """
+    import yaml
+
     found = describe(model)
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        click.echo(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=1000), nl=False)
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -45,6 +50,7 @@ def describe(path: Path) -> dict[str, Any]:
     """
     from nemo_style_aligner.errors import UserError
     from nemo_style_aligner.models.files import kind_of, tokenizer_of
+    from nemo_style_aligner.wording import size_of
 
     kind = kind_of(path)
     read = {
@@ -56,7 +62,8 @@ def describe(path: Path) -> dict[str, Any]:
         "tokenizer": lambda _: {},
     }[kind]
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    found: dict[str, Any] = {"path": str(path), "kind": kind, "bytes": sum(file.stat().st_size for file in files)}
+    size = sum(file.stat().st_size for file in files)
+    found: dict[str, Any] = {"path": str(path), "kind": kind, "bytes": size, "size": size_of(size)}
     try:
         found |= read(path)
     except (ValueError, FileNotFoundError) as error:
@@ -163,26 +170,3 @@ def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "chat_template": tokenizer.chat_template is not None,
         "text_format": tokenizer.format.to_config(),
     }
-
-
-def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The description as text, a line for each fact."""
-    for key, value in found.items():
-        name = key.replace("_", " ")
-        if isinstance(value, Mapping) and value:
-            yield f"{name}:"
-            yield from (f"  {line}" for line in _lines(value))
-        elif value not in (None, [], {}, ()):
-            yield f"{name}: {_shown(key, value)}"
-
-
-def _shown(key: str, value: Any) -> str:
-    from nemo_style_aligner.wording import size_of
-
-    if key == "bytes":
-        return size_of(value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -21,7 +21,7 @@ COMMANDS = {
     "inspect": "Describe a model: architecture, sizes, tokenizer, what it was trained from.",
     "doctor": "Say what of this machine is usable, and what would make it more so.",
 }
-"""Each command and what it does, in the order of ``--help``."""
+"""Each command and what it does."""
 
 _EXAMPLES = """\b
 Examples:
@@ -55,7 +55,7 @@ class _Imported(click.Command):
 @click.group(
     context_settings=SETTINGS,
     epilog=_EXAMPLES,
-    commands=[_Imported(name, help=text) for name, text in COMMANDS.items()],
+    commands=[_Imported(name, short_help=text) for name, text in COMMANDS.items()],
 )
 @click.version_option(__version__, prog_name="nsa")
 def nsa() -> None:
