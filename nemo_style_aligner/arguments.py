@@ -63,13 +63,3 @@ def may_not_read(path: Path) -> bool:
     except OSError as error:
         return isinstance(error, PermissionError)
     return not os.access(path, os.R_OK)
-
-
-def conversion_arguments(description: str | None, precision: str | None = "bf16") -> argparse.ArgumentParser:
-    """A parser with the options that all conversion scripts share; ``precision`` None: default to the job's."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
-    said = precision or "the job's"
-    parser.add_argument("--precision", default=precision, help=f"of the weights written: bf16 or 32 (default: {said})")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="split layers over N processes")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="spread layers over N processes")
-    return parser

@@ -240,13 +240,13 @@ def test_what_is_no_archive_is_told_which_script_makes_one_of_it(tmp_path: Path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
     for read in (load_nemo_config, load_nemo_tokenizer):
-        with pytest.raises(ArchiveError, match=r"step=20-last is a training checkpoint.*convert_checkpoint_to_nemo.py"):
+        with pytest.raises(ArchiveError, match=r"step=20-last is a training checkpoint.*nsa convert"):
             read(checkpoint)
-        with pytest.raises(ArchiveError, match=r"llama is a Hugging Face directory.*convert_hf_to_nemo.py"):
+        with pytest.raises(ArchiveError, match=r"llama is a Hugging Face directory.*nsa convert"):
             read(hugging_face)
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF" + bytes(2000))
-    with pytest.raises(ArchiveError, match=r"is a GGUF file.*convert_gguf_to_nemo.py"):
+    with pytest.raises(ArchiveError, match=r"is a GGUF file.*nsa convert"):
         load_nemo_config(gguf)
     with pytest.raises(FileNotFoundError, match=r"`hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M`"):
         load_nemo_config(Path("HuggingFaceTB/SmolLM2-135M"))

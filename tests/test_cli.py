@@ -11,13 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
+import transformers
 from click.testing import CliRunner
 from job_processes import ROOT
 
 from nemo_style_aligner.cli.main import COMMANDS, nsa
 from nemo_style_aligner.data.jsonl import write_jsonl
+from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.models.files import convert
+from nemo_style_aligner.parallel.groups import single_process
 
 PAIR = {"input": "Q\x1b[2J", "output": "A", "source": "web"}
 TEMPLATE = (
@@ -107,7 +113,7 @@ def test_mistakes_are_said_in_a_line(model: Path, tmp_path: Path) -> None:
         (("--model", model), "text.jsonl:1: 'text' may be one of a pair of a reward model's, or a prompt of PPO's"),
         (("--model", model, "--job", "ppo", "--line", "2"), "--line 2: the last line is 1"),
         (("--model", model, "--job", "ppo", "model.data.seq_lenght=4"), "did you mean model.data.seq_length"),
-        (("--model", tmp_path, "--job", "ppo"), "is no model: give a .nemo archive, a Hugging Face directory"),
+        (("--model", tmp_path, "--job", "ppo"), "is no model (it has no model_config.yaml"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             shown(file, *arguments)
@@ -118,13 +124,97 @@ def test_mistakes_are_said_in_a_line(model: Path, tmp_path: Path) -> None:
         assert message in shown(file, *arguments, status=2)
 
 
+@pytest.mark.slow
 def test_as_a_user_starts_it(model: Path, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "sft.jsonl", [{"input": "Q", "output": "A"}])
-    command = [sys.executable, "-m", "nemo_style_aligner.cli", "data", "show", "sft.jsonl", "--model", str(model)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=120)
+    result = command("data", "show", tmp_path / "sft.jsonl", "--model", model, PYTHONIOENCODING="utf-8")
     assert result.returncode == 0, result.stderr
     assert "Q⟦ A<|endoftext|>⟧" in result.stdout and json.dumps("A") not in result.stdout
+
+
+@pytest.fixture(scope="module")
+def hugging_face(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with the tokenizer of `model`, as transformers writes it."""
+    folder = tmp_path_factory.mktemp("hf")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=load_tokenizer(model).vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_convert_and_inspect(hugging_face: Path, tmp_path: Path) -> None:
+    """As a user starts it: there, back, and what is said of both; nothing is overwritten."""
+    archive, back = tmp_path / "base.nemo", tmp_path / "back"
+    done = command("convert", hugging_face, archive, "--precision", "32")
+    assert done.returncode == 0 and f"{archive}: llama, " in done.stdout, done.stderr
+    with single_process(1):
+        convert(archive, back, False, "32")
+    ours, theirs = (safetensors.torch.load_file(folder / "model.safetensors") for folder in (back, hugging_face))
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
+
+    described = json.loads(said("inspect", archive, "--json"))
+    assert described["kind"] == ".nemo archive" and described["purpose"] == "language model"
+    assert described["parameters"] == sum(tensor.numel() for tensor in theirs.values())
+    assert described["history"] == [f"converted from {hugging_face}"]
+    assert described["architecture"] == json.loads(said("inspect", hugging_face, "--json"))["architecture"]
+    out = said("inspect", back)
+    assert "kind: Hugging Face directory" in out and "  num_layers: 2\n" in out and "F32: " in out
+    assert "  ends_responses:\n  - <|endoftext|>\n" in out and "  chat_template: true\n" in out
+
+    before = archive.read_bytes()
+    for source, target, status, message in (
+        (hugging_face, archive, 2, "base.nemo is there already"),
+        (hugging_face, back, 2, "back is there already"),
+        (hugging_face, tmp_path / "x.gguf", 2, "name a .nemo file, or a folder"),
+    ):
+        done = command("convert", source, target)
+        assert done.returncode == status and message in done.stderr and "Traceback" not in done.stderr
+    assert archive.read_bytes() == before
+
+
+def test_what_is_no_model_is_named(hugging_face: Path, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "sft.nemo").touch()
+    (tmp_path / "other").mkdir()
+    with single_process(1):
+        for source, target_is_archive, message in (
+            (tmp_path / "nowhere", True, "nowhere does not exist"),
+            (tmp_path / "other", True, "other is no model (it has no model_config.yaml"),
+            (tmp_path / "run", True, "run holds several models: name one, such as"),
+            (model, True, "has a tokenizer, but no model"),
+            (hugging_face, False, "is a Hugging Face directory already"),
+        ):
+            with pytest.raises(UserError, match=re.escape(message)):
+                convert(source, tmp_path / "out", target_is_archive)
+    for path in (tmp_path / "other", tmp_path / "run" / "checkpoints" / "sft.nemo"):
+        with pytest.raises(UserError):
+            said("inspect", path)
+
+
+@pytest.mark.slow
+def test_doctor() -> None:
+    """A machine without a compiler can train; a script that needs one is told so."""
+    done = command("doctor", "--json", "--need", "compiler", CXX="no-such-compiler")
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert done.returncode == 1 and found["compiler"]["state"] == "broken"
+    assert "no-such-compiler" in found["compiler"]["detail"] and "g++" in found["compiler"]["remedy"]
+    assert {found[name]["state"] for name in ("packages", "torch", "megatron-core", "gloo")} == {"ok"}
+    assert found["torch"]["detail"].startswith(torch.__version__)
+    assert (found["gpu"]["state"] == "ok") == torch.cuda.is_available()
+    assert all(finding["cost"] for finding in found.values() if finding["state"] != "ok")
+
+
+def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``nsa`` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "nemo_style_aligner.cli", *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, text=True, capture_output=True, timeout=120,
+    )  # fmt: skip
 
 
 def test_help_and_completion_import_nothing_heavy() -> None:
@@ -141,10 +231,8 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & heavy))
 """
     result = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=60)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
-    environment = os.environ | {"_NSA_COMPLETE": "bash_complete", "COMP_WORDS": "nsa da", "COMP_CWORD": "1"}
-    command = [sys.executable, "-m", "nemo_style_aligner.cli"]
-    result = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=60)
-    assert result.stdout.split() == ["plain,data"]
+    done = command(_NSA_COMPLETE="bash_complete", COMP_WORDS="nsa da", COMP_CWORD="1")
+    assert done.stdout.split() == ["plain,data"]
 
 
 def test_an_unknown_command_is_named() -> None:

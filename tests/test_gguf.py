@@ -23,7 +23,7 @@ from smollm2 import find_smollm2
 
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.models.conversion import gguf_to_nemo, nemo_to_hf
+from nemo_style_aligner.models.files import convert
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.stream import import_weights
@@ -570,8 +570,9 @@ def test_a_sentencepiece_vocabulary_gives_sentencepieces_ids(prefix: bool, symbo
         "add_space_prefix": None if prefix else False, "eot_token_id": pieces.index("<|im_end|>"),
     }  # fmt: skip
     model = write_gguf(tmp_path / "model.gguf", keys={f"tokenizer.ggml.{key}": value for key, value in keys.items()})
-    gguf_to_nemo(model, tmp_path / "model.nemo", torch.float32)
-    nemo_to_hf(tmp_path / "model.nemo", tmp_path / "hf", torch.float32)
+    convert(model, tmp_path / "model.nemo", True, "32")
+    convert(model, tmp_path / "hf", False, "32")
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]  # nothing of what is between
     texts = [*TEXTS, "User: 6<sep>  User", "It is   16"]
     for read in (load_nemo_tokenizer(tmp_path / "model.nemo"), load_tokenizer(tmp_path / "hf")):
         assert read.texts_to_ids(texts) == [itself.encode(text) for text in texts]

@@ -38,6 +38,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.checkpoints.nemo_archive import IS_CRITIC, load_nemo_config
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
+from nemo_style_aligner.cli.inspect import describe
 from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.data.answers import is_right
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
@@ -480,6 +481,10 @@ def check_converted_checkpoint(log_dir: Path, folder: Path) -> Path:
         assert name.endswith(("word_embeddings.weight", "output_layer.weight")) or len(tensor) == rows, name
     assert load_nemo_config(converted) == load_nemo_config(written)
     require_same_tokenizer(converted, written)
+    described, archived = describe(checkpoint), describe(written)
+    assert described["step"] > 0 and described["metrics"] and described["layout"]["tp_size"] >= 1
+    assert described["history"] == archived["history"] and " from " in described["history"][-1]
+    assert described["tokenizer"] == archived["tokenizer"] and described["parameters"] == archived["parameters"]
     return converted
 
 
@@ -611,9 +616,9 @@ def test_what_cannot_be_evaluated_is_told_in_a_line(
     checkpoint = next((artefacts.sft_log / "checkpoints").glob("*-last"))
     prompts.write_text('{"text": "User: 1+1=", "answer": "2", "answer_extraction": "regex"}\n')
     for model, told in (
-        (hugging_face, "is a Hugging Face directory, not an archive: convert it with convert_hf_to_nemo.py"),
-        (checkpoint, "is a training checkpoint, not an archive: convert it with convert_checkpoint_to_nemo.py"),
-        (gguf, "is a GGUF file, not an archive: convert it with convert_gguf_to_nemo.py"),
+        (hugging_face, "is a Hugging Face directory, not an archive: convert it with nsa convert"),
+        (checkpoint, "is a training checkpoint, not an archive: convert it with nsa convert"),
+        (gguf, "is a GGUF file, not an archive: convert it with nsa convert"),
         ("org/name", "org/name does not exist; nothing is downloaded: if this is a name on the Hugging Face Hub, run"),
         (artefacts.sft, f"{prompts}:1: 'answer_extraction' should be 'whole', 'after MARKER', 'boxed'"),
     ):

@@ -708,5 +708,5 @@ def test_conversion_script_ends_with_one_line_about_a_mistake(tmp_path: Path) ->
     )
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("error: ")
-    assert "no config.json" in done.stderr
+    assert "is no model" in done.stderr
     assert "Traceback" not in done.stderr

@@ -172,12 +172,12 @@ def refuse_nemo_2(path: Path) -> None:
         raise ValueError(
             f"{path} is a NeMo 2.0 checkpoint (context/ and weights/), which is not read here: export it as a Hugging "
             "Face directory with NeMo (nemo.collections.llm.export_ckpt(path, target='hf', output_path=...)), and "
-            "convert that with convert_hf_to_nemo.py"
+            "convert that with nsa convert"
         )
     if any(path.glob("run_config.yaml")) or any(path.glob("iter_*/run_config.yaml")):
         raise ValueError(
             f"{path} is a Megatron-Bridge checkpoint (run_config.yaml), which is not read here: export it as a Hugging "
-            "Face directory (AutoBridge.export_ckpt), and convert that with convert_hf_to_nemo.py"
+            "Face directory (AutoBridge.export_ckpt), and convert that with nsa convert"
         )
 
 

@@ -221,7 +221,7 @@ def _open_tar(location: Path) -> tuple[IO[bytes], int]:
     with location.open("rb") as file:
         start = file.read(8)
     if start.startswith(b"GGUF"):
-        raise ArchiveError(f"{location} is a GGUF file, not an archive: convert it with convert_gguf_to_nemo.py")
+        raise ArchiveError(f"{location} is a GGUF file, not an archive: convert it with nsa convert")
     if is_lfs_pointer(location):
         raise ArchiveError(f"{location} {LFS_POINTER}")
     if start.startswith(b"\x1f\x8b"):

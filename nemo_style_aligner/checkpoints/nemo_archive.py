@@ -37,6 +37,7 @@ from nemo_style_aligner.checkpoints.file_source import (
     safe_name,
 )
 from nemo_style_aligner.checkpoints.manifest import describe_files, find_changes
+from nemo_style_aligner.checkpoints.sharded_index import Index
 from nemo_style_aligner.checkpoints.sharded_tensors import (
     HEAD_PREFIX,
     MODEL_PREFIX,
@@ -44,6 +45,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     Part,
     load_sharded_tensors,
     model_parts,
+    stored_index,
     stored_shapes,
 )
 from nemo_style_aligner.checkpoints.sharded_writing import bytes_to_write, own_parts, write_tensors
@@ -218,16 +220,12 @@ def _read_config(source: FileSource) -> dict[str, Any]:
 
 
 def _name_what_it_is(location: Path) -> None:
-    """Raise ArchiveError for a training checkpoint or a Hugging Face directory, naming the script that converts it."""
+    """Raise ArchiveError for a training checkpoint or a Hugging Face directory, saying what converts it."""
     if is_training_checkpoint(location):
-        raise ArchiveError(
-            f"{location} is a training checkpoint, not an archive: convert it with convert_checkpoint_to_nemo.py"
-        )
+        raise ArchiveError(f"{location} is a training checkpoint, not an archive: convert it with nsa convert")
     refuse_nemo_2(location)
     if (location / _HF_CONFIG).is_file():
-        raise ArchiveError(
-            f"{location} is a Hugging Face directory, not an archive: convert it with convert_hf_to_nemo.py"
-        )
+        raise ArchiveError(f"{location} is a Hugging Face directory, not an archive: convert it with nsa convert")
 
 
 def _stored_checksums(source: FileSource) -> dict[str, Any]:
@@ -304,13 +302,18 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
         load_sharded_tensors(parts, source, WEIGHTS, optional=optional, ignored=ignored)
 
 
+def stored_weights(path: Path) -> Index:
+    """Key -> every tensor of an archive's weights. For the errors see `load_nemo_weights`."""
+    with open_source(path) as source:
+        return stored_index(source, WEIGHTS)
+
+
 def require_weights(path: Path, architecture: ModelArchitecture) -> None:
     """Check that an archive's weights could be those that its config describes, before memory is taken for them.
 
     For the errors see `ModelArchitecture.require_weights` and `load_nemo_weights`.
     """
-    with open_source(path) as source:
-        architecture.require_weights(stored_shapes(source, WEIGHTS).values(), path)
+    architecture.require_weights((tensor.shape for tensor in stored_weights(path).values()), path)
 
 
 def require_reward_head(path: Path) -> None:

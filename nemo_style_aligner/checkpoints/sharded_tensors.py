@@ -145,10 +145,11 @@ def stored_shapes(source: FileSource, folder: str) -> dict[str, tuple[int, ...]]
         FileNotFoundError, UnsupportedFormatError: there is none.
         DamagedCheckpointError, UnsafeCheckpointError: see `read_index`.
     """
-    return {key: tensor.shape for key, tensor in _read_index(source, folder).items()}
+    return {key: tensor.shape for key, tensor in stored_index(source, folder).items()}
 
 
-def _read_index(source: FileSource, folder: str) -> Index:
+def stored_index(source: FileSource, folder: str) -> Index:
+    """Key -> every tensor in the distributed checkpoint in ``folder``. For the errors see `stored_shapes`."""
     try:
         return read_index(source, folder)
     except FileNotFoundError:
@@ -177,7 +178,7 @@ def load_sharded_tensors(
         CheckpointMismatchError: missing or unexpected keys, or other shapes: named, on every rank.
         DamagedCheckpointError: the files cannot be read; `OtherRankError` on the other ranks.
     """
-    index = _read_index(source, folder)
+    index = stored_index(source, folder)
     everywhere: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, {part.key: (part.shape, part.may_grow) for part in parts})
     wanted = {key: value for some in everywhere for key, value in some.items()}

@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,21 +25,14 @@ if TYPE_CHECKING:
     from nemo_style_aligner.data.tokenizer import Tokenizer
 
 
-class _Job(NamedTuple):
-    """A job that reads data files: its config, and what its lines are for."""
-
-    config: str
-    purpose: str
-
-
-_JOBS = {
-    "sft": _Job("gpt_sft", "examples for fine-tuning"),
-    "rm": _Job("training_rm", "texts for a reward model"),
-    "dpo": _Job("gpt_dpo", "pairs of responses to a prompt"),
-    "kto": _Job("gpt_kto", "judged responses"),
-    "ppo": _Job("gpt_ppo_actor", "prompts for reinforcement learning"),
+_JOBS = {  # the config of each, and what its lines are
+    "sft": ("gpt_sft", "examples for fine-tuning"),
+    "rm": ("training_rm", "texts for a reward model"),
+    "dpo": ("gpt_dpo", "pairs of responses to a prompt"),
+    "kto": ("gpt_kto", "judged responses"),
+    "ppo": ("gpt_ppo_actor", "prompts for reinforcement learning"),
 }
-
+_HAS_BOTH = {"chosen", "chosen_response"}  # keys of lines that are a pair each
 _LOOKED_AT = 1000  # examples of which notes are counted
 
 _EXAMPLES = """\b
@@ -87,30 +80,25 @@ def show(
     What is learnt stands in ⟦brackets⟧; special tokens have a colour. Below each example stands what of its line is
     not in the text or is in it twice. What the code cuts off or reads as something else is logged, as in the job.
     """
-    from nemo_style_aligner.cli.model_files import tokenizer_of
+    from nemo_style_aligner.data.jsonl import parse_line, read_lines
+    from nemo_style_aligner.models.files import tokenizer_of
     from nemo_style_aligner.telemetry.log_lines import configure_logging
 
     configure_logging(0)
     in_color = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) if color is None else color
-    first_line = _first_line(file)
-    first = first_line.fields
-    job = job or _job_of(first_line)
-    lines_of_example = 2 if job == "rm" and not {"chosen", "label"} & first.keys() else 1
+    first_line = parse_line(file, *next(read_lines(file)))
+    first, job = first_line.fields, job or _job_of(first_line)
+    on_one_line = job not in ("rm", "dpo") or _HAS_BOTH & first.keys() or "label" in first
+    lines_of_example = 1 if on_one_line else 2
     chosen = _lines(file, line, count, lines_of_example)
     cfg = _config(job, file, first, keys)
     tokenizer = tokenizer_of(model.expanduser())
     dataset, written = _dataset(job, cfg, tokenizer)
-    click.echo(f"{file}: read as {_JOBS[job].purpose} (--job {job})")
+    click.echo(f"{file}: read as {_JOBS[job][1]} (--job {job})")
     for lines in chosen:
         _show_lines(lines, dataset, tokenizer, tokens, in_color)
     _show_counts(dataset, written, tokenizer, cfg)
     _show_notes(_lines(file, 1, _LOOKED_AT, lines_of_example), dataset, tokenizer)
-
-
-def _first_line(path: Path) -> Record:
-    from nemo_style_aligner.data.jsonl import parse_line, read_lines
-
-    return parse_line(path, *next(read_lines(path)))
 
 
 def _job_of(first: Record) -> str:
@@ -163,16 +151,13 @@ def _config(job: str, path: Path, first: Mapping[str, Any], keys: Sequence[str])
             *(f"model.data.{part}.file_path={file}" for part in ("train_ds", "validation_ds")),
             "model.restore_from_path=unused",
         ],
-        "rm": [
-            f"model.data.data_prefix={{train: [{file}]}}",
-            *(["model.reward_model_type=regression"] if "label" in first else []),
-        ],
-        "dpo": [f"model.data.data_prefix={{train: [{file}]}}"],
-        "kto": [f"model.data.data_prefix={{train: [{file}]}}"],
-        "ppo": [f"model.data.data_prefix={{train: [{file}]}}", "model.ppo.num_rollout_samples=1"],
-    }[job]
-    cfg = config_with(_JOBS[job].config, [*given, *keys])
-    check_config(cfg, _JOBS[job].config)
+        "rm": ["model.reward_model_type=regression"] if "label" in first else [],
+        "ppo": ["model.ppo.num_rollout_samples=1"],
+    }.get(job, [])
+    if job != "sft":
+        given.append(f"model.data.data_prefix={{train: [{file}]}}")
+    cfg = config_with(_JOBS[job][0], [*given, *keys])
+    check_config(cfg, _JOBS[job][0])
     return cfg
 
 
@@ -189,7 +174,7 @@ def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[TextDatas
         made, written = sft_dataset(cfg, "train_ds", tokenizer)
     else:
         source = load_data_prefix(cfg.model.data.data_prefix).train
-        build = {"rm": reward_dataset, "dpo": pair_dataset, "kto": judged_dataset, "ppo": prompt_dataset}[job]
+        build: Any = {"rm": reward_dataset, "dpo": pair_dataset, "kto": judged_dataset, "ppo": prompt_dataset}[job]
         made, written = build(cfg, source, tokenizer)
     assert isinstance(made, TextDataset)  # of a single file
     return made, written
@@ -210,8 +195,9 @@ def _show_lines(
     items, counts = dataset.of_lines(lines)
     try:
         dataset.encoder.report(counts, [place])
-    except DataError as error:
-        click.echo(f"--- left out: {error}")
+    except DataError as error:  # also what is wrong with a file of one line alone
+        if not items:
+            click.echo(f"--- left out: {error}")
     texts = [text for item in items for text in texts_of(item)]
     for text in texts:
         _say(f"--- {place}: {text.name}, {summary(text, tokenizer)}", in_color, bold=True)

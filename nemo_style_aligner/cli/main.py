@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from nemo_style_aligner import __version__
 
 COMMANDS = {
+    "convert": "Convert models: Hugging Face, GGUF, training checkpoints, .nemo.",
+    "inspect": "Describe a model: architecture, sizes, tokenizer, what it was trained from.",
     "data": "Look at data files as a job sees them.",
     "report": "Write a page about a run: outcome, samples, charts.",
     "chat": "Talk to a checkpoint or a server.",
     "serve": "Serve a checkpoint behind an OpenAI-compatible API.",
+    "doctor": "Say what of this machine is usable, and what would make it more so.",
 }
-"""Each command and what it does, in the order of ``--help``."""
+"""Each command and what it does."""
 
 _EXAMPLES = """\b
 Examples:
+  nsa convert ~/models/SmolLM2-135M-Instruct base.nemo
   nsa data show train.jsonl --model base.nemo
   nsa report results/actor
   nsa chat policy.nemo
@@ -55,7 +59,7 @@ class _Imported(click.Command):
 @click.group(
     context_settings=SETTINGS,
     epilog=_EXAMPLES,
-    commands=[_Imported(name, help=text) for name, text in COMMANDS.items()],
+    commands=[_Imported(name, short_help=text) for name, text in COMMANDS.items()],
 )
 @click.version_option(__version__, prog_name="nsa")
 def nsa() -> None:
@@ -63,9 +67,14 @@ def nsa() -> None:
 
 
 def main() -> None:
-    """Run ``nsa`` and end the process. What a user can mend is said in a line, with the error's exit status."""
+    """Run ``nsa`` and end the process."""
+    run(nsa, "nsa")
+
+
+def run(command: click.Command, name: str) -> NoReturn:
+    """Run a command with this process's arguments, and end it. A user's mistake is said in a line, with its status."""
     try:
-        status = nsa.main(prog_name="nsa", standalone_mode=False)
+        status = command.main(prog_name=name, standalone_mode=False)
     except click.ClickException as error:
         error.show()
         status = error.exit_code

@@ -126,7 +126,7 @@ class Run:
             raise ConfigError(
                 f"{path} is a checkpoint of {before}, and this is {now}: give each job a log directory of its own "
                 "(exp_manager.explicit_log_dir). To start from that checkpoint's weights, make an archive of it with "
-                "convert_checkpoint_to_nemo.py"
+                "nsa convert"
             )
         if (reason := why_another_critic(settings, own_settings)) is not None:
             raise ConfigError(
@@ -320,7 +320,8 @@ def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
     For other errors see `base_of_run`.
     """
     config: Any = OmegaConf.to_container(base.config, resolve=True)
-    portable, lora = portable_config(config, base.architecture, cfg.trainer), LoraSettings.from_config(config)
+    portable = portable_config(config, base.architecture, cfg.trainer, base.path)
+    lora = LoraSettings.from_config(config)
     is_adapter = lora is not None and config["peft"]["archive"] == "adapter"
     if is_adapter:
         portable |= {"peft": config["peft"], "seed": config["seed"]}

@@ -6,7 +6,6 @@ tensor and pipeline ranks when it is too large for one.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import os
@@ -38,13 +37,13 @@ from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, Checkpo
 from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_export import save_as_trained
-from nemo_style_aligner.launch.ending import abort_job, shutdown
+from nemo_style_aligner.launch.ending import abort_job, install_excepthook, shutdown
 from nemo_style_aligner.launch.initialization import initialize
 from nemo_style_aligner.models.adapter_files import adapter_kind, load_adapter, read_adapter, write_peft
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.lora import LoraSettings, add_adapters
-from nemo_style_aligner.models.restore import portable_config, read_base_config
+from nemo_style_aligner.models.restore import HISTORY, portable_config, read_base_config
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
@@ -66,23 +65,14 @@ from nemo_style_aligner.weights.stream import WeightSource, export_weights, impo
 logger = logging.getLogger(__name__)
 
 
-def run_conversion(
-    convert: Callable[[Path, Path, Any], ModelArchitecture],
-    source: str,
-    target: str,
-    arguments: argparse.Namespace,
-) -> None:
-    """Run one of this module's conversions as a script: a user's mistake ends it with one line and status 1.
-
-    Args:
-        convert: takes source, target and dtype, which is None where ``arguments`` have no precision.
-    """
+def run_conversion(convert: Callable[[], ModelArchitecture], target: Path, tp_size: int, pp_size: int) -> None:
+    """Run a conversion to ``target`` on all ranks: a user's mistake ends it with one line and status 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     transformers.logging.set_verbosity_error()
+    install_excepthook()
     try:
-        _initialize(arguments.tensor_parallel, arguments.pipeline_parallel)
-        dtype = None if arguments.precision is None else parse_precision(arguments.precision, "--precision")
-        architecture = convert(Path(source).expanduser(), Path(target).expanduser(), dtype)
+        _initialize(tp_size, pp_size)
+        architecture = convert()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         abort_job(1)
@@ -120,7 +110,7 @@ def hf_to_nemo(input_dir: Path, output: Path, dtype: torch.dtype) -> ModelArchit
             _ = load_tokenizer(folder).stop_ids  # fails now rather than in the first job that uses the archive
         except TokenizerError as error:
             raise TokenizerError(str(error).replace(str(folder), str(input_dir))) from error
-        _import_and_save(architecture, source, output, dtype, folder, source.num_attributes)
+        _import_and_save(input_dir, architecture, source, output, dtype, folder, source.num_attributes)
     return architecture
 
 
@@ -135,7 +125,7 @@ def gguf_to_nemo(input_file: Path, output: Path, dtype: torch.dtype) -> ModelArc
     with temporary_folder(f"the tokenizer of {input_file}") as folder:
         source.save_tokenizer(folder)
         load_tokenizer(folder)
-        _import_and_save(source.architecture, source, output, dtype, folder)
+        _import_and_save(input_file, source.architecture, source, output, dtype, folder)
     return source.architecture
 
 
@@ -245,10 +235,10 @@ def checkpoint_to_nemo(
         architecture.require_weights(tensors, checkpoint)
     model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False, initialize=False)
     if lora is not None:
-        load_nemo_weights(base, model)
+        load_nemo_weights(job.base, model)
         model.adapters = add_adapters(model.gpt, architecture, model.layout, lora)
     restore_model(checkpoint, model)
-    save_nemo(output, model, portable_config(config, architecture, job.trainer), job.tokenizer())
+    save_nemo(output, model, portable_config(config, architecture, job.trainer, job.base), job.tokenizer())
     return architecture
 
 
@@ -273,7 +263,8 @@ def adapter_to_nemo(adapter: Path, output: Path, dtype: torch.dtype, *, base: Pa
     lora = LoraSettings(("all",), kind.rank, kind.alpha)
     model.adapters = add_adapters(model.gpt, architecture, model.layout, lora)
     load_adapter(kind, model)
-    save_nemo(output, model, config | kind.head, load_nemo_tokenizer(base))
+    history = [*config.get(HISTORY, ()), f"merged with {adapter.absolute()}"]
+    save_nemo(output, model, config | kind.head | {HISTORY: history}, load_nemo_tokenizer(base))
     return architecture
 
 
@@ -374,6 +365,7 @@ def _check_base(base: Path, architecture: ModelArchitecture) -> None:
 
 
 def _import_and_save(
+    origin: Path,
     architecture: ModelArchitecture,
     source: WeightSource,
     output: Path,
@@ -382,6 +374,7 @@ def _import_and_save(
     num_attributes: int = 0,
 ) -> None:
     config = architecture.to_nemo_config() | {"encoder_seq_length": architecture.max_position_embeddings}
+    config[HISTORY] = [f"converted from {origin.absolute()}"]
     head = None
     if num_attributes:
         config |= _reward_config(num_attributes)

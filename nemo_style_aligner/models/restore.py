@@ -169,18 +169,25 @@ JOB_SETTINGS = (
 """Keys of ``model`` that say how a job works, not what its model is: archives do not pass them on from job to job."""
 
 
+HISTORY = "history"
+"""Key of ``model_config.yaml``: what became of the model, from the first archive on, a line for each."""
+
+
 def portable_config(
-    config: Mapping[str, Any], architecture: ModelArchitecture, trainer: Mapping[str, Any]
+    config: Mapping[str, Any], architecture: ModelArchitecture, trainer: Mapping[str, Any], base: Path
 ) -> dict[str, Any]:
     """``model_config.yaml`` for archives made by a job: its ``model`` section without `JOB_SETTINGS`.
 
     Args:
         config: the job's ``model`` section, laid over its base's (`BaseModel.config`), interpolations resolved.
         trainer: the job's ``trainer`` section.
+        base: the archive that the job started from.
     """
+    method = next((key for key, value in trainer.items() if isinstance(value, Mapping)), "trained")
+    history = [*config.get(HISTORY, ()), f"{method} from {base.absolute()}"]
     mark = {IS_CRITIC: True} if "ppo" in trainer and "ppo" not in config else {}  # an actor's model has one as well
     kept = {key: value for key, value in config.items() if key not in JOB_SETTINGS}
-    return kept | architecture.to_nemo_config() | mark
+    return kept | architecture.to_nemo_config() | mark | {HISTORY: history}
 
 
 _POSITIONS, _LENGTH = "max_position_embeddings", "encoder_seq_length"

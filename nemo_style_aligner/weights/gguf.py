@@ -106,6 +106,10 @@ class GGUFCheckpoint:
         """Every tensor's Hugging Face name and shape."""
         return {name: self._file.tensors[own].shape for name, own in self._names.items()}
 
+    def dtypes(self) -> list[str]:
+        """Every tensor's type, by GGML's name for it."""
+        return [tensor.kind.name for tensor in self._file.tensors.values()]
+
     def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         """A slice of a tensor, fp32, rows in Hugging Face's order."""
         if self._last is None or self._last[0] != name:

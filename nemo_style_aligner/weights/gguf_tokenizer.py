@@ -211,7 +211,7 @@ class _Vocabulary:
         if name not in _SPLITTINGS:
             raise ValueError(
                 f"{self._file.path}: its pre-tokenizer, {_KEY}pre={name!r}, is not supported: "
-                "convert the model's Hugging Face directory instead (convert_hf_to_nemo.py)"
+                "convert the model's Hugging Face directory instead"
             )
         return _SPLITTINGS[name]
 

@@ -108,6 +108,10 @@ class HuggingFaceCheckpoint:
             return lazy[first + start : first + start + length]
         return lazy[first : first + shape[0], start : start + length]
 
+    def dtypes(self) -> list[str]:
+        """Every tensor's dtype, by safetensors' name for it."""
+        return [place.file.get_slice(place.stored).get_dtype() for place in self._places.values()]
+
     @property
     def num_attributes(self) -> int:
         """Outputs of the reward head: 0 for a language model."""

@@ -1,0 +1,281 @@
+"""``nsa doctor``: what of a machine is usable, what a missing part costs, and the command that adds it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import click
+
+_EXAMPLES = """\b
+Examples:
+  nsa doctor
+  nsa doctor --need gpu --need mpi && mpirun -np 8 python examples/nlp/gpt/train_gpt_sft.py ...
+  nsa doctor --json | jq '.[] | select(.state != "ok")'
+"""
+_CHECKOUT = Path(__file__).parents[2]  # whose extras have the versions that fit
+_SECONDS = 120.0  # for a program that is asked for its version
+_MARKS = {"ok": ("ok", "green"), "missing": ("--", "yellow"), "broken": ("!!", "red")}
+_ASYNC_API = """
+import importlib
+for module in ("tensorrt_llm.llmapi", "tensorrt_llm._torch.async_llm"):
+    try:
+        importlib.import_module(module).AsyncLLM
+    except (ImportError, AttributeError):
+        continue
+    raise SystemExit(print(f"{module}.AsyncLLM"))
+raise SystemExit("it has no AsyncLLM")
+"""
+
+
+class _Missing(Exception):
+    """A part is not there."""
+
+
+class _Part(NamedTuple):
+    """A part of a machine or an environment.
+
+    Attributes:
+        check: returns what there is to tell of it; raises `_Missing`, or anything if it cannot be used.
+        cost: what is lost without it.
+        remedy: the command that adds it.
+        is_required: nothing can be trained without it.
+    """
+
+    check: Callable[[], str]
+    cost: str
+    remedy: str = ""
+    is_required: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of a part; ``detail`` is its version, or what is wrong. For the rest see `_Part`."""
+
+    name: str
+    state: Literal["ok", "missing", "broken"]
+    detail: str
+    cost: str
+    remedy: str
+    is_required: bool
+
+
+@click.command(epilog=_EXAMPLES)
+@click.option("--need", multiple=True, metavar="PART", help="Fail unless this part is usable; may be given repeatedly.")
+@click.option("--trtllm-python", metavar="PYTHON", help="Of the environment that has TensorRT-LLM.  [default: this]")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def command(need: tuple[str, ...], trtllm_python: str | None, as_json: bool) -> int:
+    """Say what of this machine training can use, what each missing part costs, and the command that adds it.
+
+    Exit status: 0 if what every job needs is usable, and what --need names; 1 if not; 2 for an unknown part.
+    """
+    parts = _parts(trtllm_python or sys.executable)
+    if unknown := [name for name in need if name not in parts]:
+        raise click.BadParameter(f"{unknown[0]}: the parts are {', '.join(parts)}", param_hint="--need")
+    findings = []
+    for name, part in parts.items():
+        findings.append(_examine(name, part))
+        if not as_json:
+            _show(findings[-1])
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    lacking = [f.name for f in findings if f.state != "ok" and (f.is_required or f.name in need)]
+    if lacking and not as_json:
+        click.echo(f"needed, but not usable: {', '.join(lacking)}")
+    return 1 if lacking else 0
+
+
+def _examine(name: str, part: _Part) -> Finding:
+    try:
+        return Finding(name, "ok", part.check(), *part[1:])
+    except _Missing as error:
+        return Finding(name, "missing", str(error), *part[1:])
+    except Exception as error:  # noqa: BLE001 - libraries that do not fit each other raise anything
+        return Finding(name, "broken", f"{type(error).__name__}: {error}".splitlines()[0], *part[1:])
+
+
+def _show(finding: Finding) -> None:
+    mark, color = _MARKS[finding.state]
+    click.echo(f"{click.style(mark, fg=color)}  {click.style(f'{finding.name:18}', bold=True)} {finding.detail}")
+    if finding.state != "ok":
+        click.echo(f"{'':22} without it: {finding.cost}")
+        if finding.remedy:
+            click.echo(f"{'':22} to add it:  {finding.remedy}")
+
+
+def _parts(trtllm_python: str) -> dict[str, _Part]:
+    """All parts, in the order in which they are shown."""
+    nothing, slower = "nothing can be trained", "generation and training on CPUs are several times slower"
+    trtllm = f"{trtllm_python} -m pip install --pre --extra-index-url https://pypi.nvidia.com tensorrt-llm"
+    started = "jobs are not started by {}; python, torchrun and trainer.devices do"
+
+    def extra(name: str) -> str:
+        return f"pip install -e '{_CHECKOUT}[{name}]'"
+
+    return {
+        "python": _Part(lambda: f"{platform.python_version()}, {sys.executable}", nothing, is_required=True),
+        "packages": _Part(_packages, "what they do fails, or computes something else", "make install", True),
+        "torch": _Part(_torch, nothing, "make install", True),
+        "megatron-core": _Part(_megatron, nothing, "make install", True),
+        "gloo": _Part(_gloo, "ranks cannot talk to each other", "make install", True),
+        "gpu": _Part(_gpus, "training and generation run on the CPU"),
+        "nccl": _Part(_nccl, "ranks talk by gloo, through host memory"),
+        "transformer-engine": _Part(
+            partial(_package, "transformer-engine", "transformer_engine.pytorch"),
+            "on GPUs, our own layers compute in its place",
+            f"{extra('gpu')} --no-build-isolation",
+        ),
+        "triton": _Part(partial(_package, "triton"), "on GPUs, torch's functions compute", "pip install triton"),
+        "tensorrt-llm": _Part(
+            partial(_tensorrt_llm, trtllm_python), "the embedded engine generates, whatever a config asks for", trtllm
+        ),
+        "mpi": _Part(partial(_launcher, "mpirun"), started.format("mpirun"), extra("mpi")),
+        "slurm": _Part(partial(_launcher, "srun"), started.format("srun")),
+        "ray": _Part(partial(_package, "ray"), started.format("Ray"), extra("ray")),
+        "compiler": _Part(_compiler, slower, "apt-get install g++, or set CXX"),
+        "instruction-sets": _Part(_instructions, slower),
+        "memory": _Part(_memory, nothing),
+        "math-verify": _Part(partial(_package, "math-verify"), "the reward math_verify cannot be used", extra("math")),
+        "wandb": _Part(partial(_package, "wandb"), "create_wandb_logger=True is refused", extra("wandb")),
+    }
+
+
+# ---- what every job needs -----------------------------------------------------------------------
+
+
+def _packages() -> str:
+    from packaging.requirements import Requirement
+
+    required = map(Requirement, importlib.metadata.requires("nemo_style_aligner") or ())
+    wanted = [part for part in required if part.marker is None or part.marker.evaluate({"extra": ""})]
+    installed = {part.name: _version(part.name) for part in wanted}
+    wrong = [part for part in wanted if not part.specifier.contains(installed[part.name] or "", prereleases=True)]
+    if wrong:
+        raise ImportError("; ".join(f"{part} (here: {installed[part.name] or 'not installed'})" for part in wrong))
+    return f"all {len(wanted)} that are required, in versions that fit"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package(name: str, module: str | None = None) -> str:
+    """The version of an optional package, of which ``module`` must be importable."""
+    if (version := _version(name)) is None:
+        raise _Missing("not installed")
+    if module is not None:
+        importlib.import_module(module)
+    return version
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def _megatron() -> str:
+    from megatron.core.models.gpt import GPTModel
+
+    return f"{_version('megatron-core')}, {GPTModel.__name__} can be imported"
+
+
+def _gloo() -> str:
+    import torch
+    import torch.distributed as dist
+
+    from nemo_style_aligner.parallel.groups import single_process
+
+    with single_process():
+        dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+    return "a collective of one rank went through"
+
+
+# ---- GPUs ---------------------------------------------------------------------------------------
+
+
+def _gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = f"torch {torch.__version__} {f'has CUDA {built}, but sees no GPU' if built else 'has no CUDA'}"
+        raise OSError(reason) if shutil.which("nvidia-smi") else _Missing(reason)
+    some = torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)
+    (some @ some).sum().item()  # raises if this torch has no code for the GPU
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(f"{gpu.name} {gpu.total_memory / 2**30:.0f} GiB" for gpu in found)
+
+
+def _nccl() -> str:
+    import torch
+
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        raise _Missing("no GPU, or a torch without it")
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _tensorrt_llm(python: str) -> str:
+    from nemo_style_aligner.engine.trtllm.construct import PIN, installed_version
+
+    if (version := installed_version(python)) is None:
+        raise _Missing(f"not in the environment of {python}; {PIN} is the version to take")
+    return f"{version}, {_said([python, '-c', _ASYNC_API])}"
+
+
+# ---- programs, processor ------------------------------------------------------------------------
+
+
+def _said(command: list[str], given: str | None = None) -> str:
+    """The first line that a program prints. Raises if it fails, or takes too long."""
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_SECONDS)
+    if done.returncode:
+        raise OSError(f"{command[0]} ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
+    return done.stdout.partition("\n")[0]
+
+
+def _launcher(program: str) -> str:
+    path = shutil.which(program) or shutil.which(program, path=os.path.dirname(sys.executable))
+    if path is None:
+        raise _Missing(f"{program} is not on the PATH")
+    return f"{_said([path, '--version'])}, {path}"
+
+
+def _compiler() -> str:
+    from nemo_style_aligner.native.compilation import find_compiler
+
+    compiler = find_compiler()
+    _said([*compiler, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"], "#include <vector>\nint main() {}\n")
+    return _said([*compiler, "--version"])
+
+
+def _instructions() -> str:
+    import torch
+
+    from nemo_style_aligner.native.compilation import usable_kernels
+    from nemo_style_aligner.parallel.machine import computes_in_bf16
+
+    if not (kernels := usable_kernels(torch.bfloat16)):
+        raise _Missing("no AVX2")
+    return f"{', '.join(kernels)}; {'bf16 arithmetic' if computes_in_bf16() else 'no bf16 arithmetic: fp32 is faster'}"
+
+
+def _memory() -> str:
+    from nemo_style_aligner.parallel.machine import available_cores, available_memory
+    from nemo_style_aligner.wording import size_of
+
+    return f"{size_of(available_memory())} free, {available_cores()} cores"
