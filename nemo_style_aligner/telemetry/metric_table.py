@@ -107,6 +107,16 @@ METRICS = (
     Metric("*/accuracy", "Pairs ranked right", "share", "Comparisons in which the better response has the higher "
            "reward; 0.5 is guessing.", LEARNS, low=0.55, below="the reward model ranks hardly better than a coin: are "
            "the comparisons consistent, and is the learning rate high enough?", goal="up"),
+    Metric("*/preference_loss", "Preference loss", "", "DPO's loss of a pair, or KTO's of a response.",
+           LEARNS, goal="down"),
+    Metric("*/sft_loss", "SFT loss", "nats", "Negative log-prob of the responses that are preferred.",
+           LEARNS),
+    Metric("*/kl", "KL of KTO", "nats", "KTO's estimate of the divergence from the reference, of responses to other "
+           "prompts.", LEARNS),
+    Metric("*/rewards_margin", "Margin of rewards", "", "How much larger the reward of preferred responses is.", LEARNS,
+           low=0, below="rejected responses gain on the chosen ones: is the learning rate too high?", goal="up"),
+    Metric("*_rollouts/best_rewards", "Reward of the best", "", "Mean over the responses that top_n_rollouts chose.",
+           LEARNS, goal="up"),
     Metric("*/rewards_chosen_mean", "Reward of the better", "", "Mean reward of the preferred responses.", LEARNS),
     Metric("*/rewards_rejected_mean", "Reward of the worse", "", "Mean reward of the rejected responses.", LEARNS),
     Metric("*/rewards_all_mean", "Reward of all pairs", "", "Mean reward of both responses. Only differences are "
