@@ -133,6 +133,14 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str, files: Path, t
         assert (gradient - parameter.grad).abs().max() < 2e-4 * parameter.grad.abs().max() + 2e-5, name
 
 
+def test_with_adapters_the_reference_is_the_base_model(files: Path, tmp_path: Path) -> None:
+    keys = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
+    trainer = trainer_for("dpo", files, tmp_path / "log", *keys)
+    first, second = trainer.update(range(6)), trainer.update(range(6))
+    assert first["preference_loss"] == pytest.approx(math.log(2), abs=1e-6) and first["rewards_margin"] == 0
+    assert second["preference_loss"] < first["preference_loss"] and second["rewards_margin"] > 0
+
+
 def test_far_margins_stay_finite() -> None:
     margins = torch.tensor([-1e4, -50.0, 50.0, 1e4])
     for loss in ("dpo", "rpo_bwd_kl", "rpo_fwd_kl"):
@@ -276,6 +284,10 @@ def test_conversations_are_rendered_by_the_template(files: Path, tmp_path: Path)
     (first,) = pairs(tmp_path, tokenizer, trl)
     for line in (whole, aligner):
         assert pairs(tmp_path, tokenizer, line) == [first], line
+    judged = {"prompt": [question], "completion": [bad], "label": False}
+    write_jsonl(tmp_path / "judged.jsonl", [judged])
+    item = JudgedDataset([tmp_path / "judged.jsonl"], tokenizer, SETTINGS)[0]
+    assert (item.token_ids, item.prompt_length) == (first.token_ids[1], first.prompt_lengths[1])
     asked = tokenizer.ids_to_text(first.token_ids[0][: first.prompt_lengths[0]], keep_special=True)
     assert "a" in asked and "b" not in asked
 

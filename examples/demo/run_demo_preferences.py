@@ -52,7 +52,8 @@ def main() -> None:
     rows = [(f"held-out accuracy, {name.upper()}", f"{report[f'accuracy_{name}']:.1%}") for name in models]
     rows += [(f"the same, greedy, {name.upper()}", f"{report[f'accuracy_{name}_greedy']:.1%}") for name in models]
     runs = {"DPO": "dpo", "KTO": "kto", "Best of n": "rs", "SFT": "sft", "Base": "base"}
-    write_results(demo, report, rows, "Preferences on sums", runs)
+    compare = {name.upper(): f"evaluation_{name}.json" for name in models}
+    write_results(demo, report, rows, "Preferences on sums", runs, compare)
 
 
 def judge(demo: Demo) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 
 def monitored_name(monitor: str) -> str:
-    """The metric that ``monitor`` means: ``validation_loss``, as NeMo-Aligner's guides have it, is ``val_loss``."""
-    return re.sub("^validation_", "val_", monitor)
+    """The metric that ``monitor`` means: NeMo-Aligner's ``validation_X`` and ``val_global_X`` are ``val_X``."""
+    return re.sub("^(validation_|val_global_)", "val_", monitor)
 
 
 @dataclasses.dataclass(frozen=True)

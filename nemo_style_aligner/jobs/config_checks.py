@@ -361,6 +361,13 @@ def _preferences(view: JobView) -> Iterator[str]:
         folder = f"{section}.reference_logprobs_dir"
         if view.get(folder) and (reason := why_unwritable(Path(os.path.expanduser(view.get(folder))))) is not None:
             yield f"{view.show(folder)} cannot be written to ({reason}): give a folder that you may write to"
+        start, lora = "model.peft.restore_from_path", LoraSettings.from_config(view.cfg.model)
+        if view.get(folder) and lora is not None and (view.get(start) or lora.init_b != "zero"):
+            init = "model.peft.lora_tuning.row_init_method"
+            yield (
+                f"{view.show(folder, start, init)}: what is kept is of the base model alone, and the reference has "
+                f"adapters of its own; set {folder}=null"
+            )
 
 
 def _schedule_of_the_critic(view: JobView) -> Iterator[str]:

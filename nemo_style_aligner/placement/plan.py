@@ -86,7 +86,7 @@ _SERVICES: Mapping[str, _Wiring] = {
 }
 _WITHOUT_CONFIG = ("serve_reward_function.py",)  # has options of its own, and one process
 # The queue of an actor, whose port nobody else needs to know: two plans may share a node.
-_ACTORS, _QUEUE = ("gpt_ppo_actor", "gpt_reinforce_actor"), "trainer.ppo.batch_iterator.port=0"
+_ACTORS, _QUEUE = ("gpt_ppo_actor", "gpt_reinforce_actor", "gpt_rs_actor"), "trainer.ppo.batch_iterator.port=0"
 _CONFIGS = {script[0]: name for name, job in JOBS.items() if (script := re.search(r"\w+\.py", job.title))}
 
 

@@ -113,6 +113,8 @@ METRICS = (
     Metric("*/accuracy", "Pairs ranked right", "share", "Comparisons in which the better response has the higher "
            "reward; 0.5 is guessing.", LEARNS, low=0.55, below="better responses are told from worse ones hardly better "
            "than by a coin: are the comparisons consistent, and is the learning rate high enough?", goal="up"),
+    Metric("*_rollouts/best_rewards", "Reward of the best", "", "Mean over the responses that top_n_rollouts chose.",
+           LEARNS, goal="up"),
     Metric("*/rewards_chosen_mean", "Reward of the better", "", "Mean reward of the preferred responses.", LEARNS),
     Metric("*/rewards_rejected_mean", "Reward of the worse", "", "Mean reward of the rejected responses.", LEARNS),
     Metric("*/rewards_all_mean", "Reward of all pairs", "", "Mean reward of both responses. Only differences are "
