@@ -317,7 +317,7 @@ def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
     Raises:
         NotWrittenError: the disk has no room for a checkpoint.
 
-    For other errors see `base_of_run`.
+    For other errors see `archive_identity`.
     """
     config: Any = OmegaConf.to_container(base.config, resolve=True)
     portable = portable_config(config, base.architecture, cfg.trainer, base.path)
@@ -327,7 +327,7 @@ def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
         portable |= {"peft": config["peft"], "seed": config["seed"]}
     run.checkpoints.nemo = NemoExport(portable, base.tokenizer, is_adapter)
     _announce_checkpoints(run, base)
-    began_with = on_first_rank(lambda: base_of_run(base.path, base.tokenizer))
+    began_with = on_first_rank(lambda: base_of_run(base.path, base.identity(), base.tokenizer))
     run.checkpoints.run_settings = {**(run.checkpoints.run_settings or {}), **began_with}
     logger.info(
         "%s: %.1f M parameters, %s, %s", base.path, base.architecture.num_parameters / 1e6, base.dtype, run.layout

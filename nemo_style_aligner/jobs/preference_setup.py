@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from nemo_style_aligner.checkpoints.nemo_archive import archive_identity
 from nemo_style_aligner.data.datasets import (
     Dataset,
     DataSource,
@@ -30,6 +29,7 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, frozen_policy
 from nemo_style_aligner.jobs.supervised_setup import SupervisedTask, build_supervised_trainer, training_sampler
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.preference_losses import (
     PreferenceBatch,
@@ -89,7 +89,9 @@ def _starting_point(
     batching = MicroBatching(2 * int(method.log_prob_forward_micro_batch_size), cfg.model.max_tokens_per_micro_batch, 2)
     if method.reference_logprobs_dir is None:
         return task, model, frozen_policy(model, base, method.reference_policy_placement), batching
-    described = {"model": on_first_rank(lambda: archive_identity(base.path)), "dtype": str(base.dtype)}
+    described = {"model": on_first_rank(base.identity), "dtype": str(base.dtype)}
+    if model.adapters:
+        described["adapters"] = str(LoraSettings.from_config(base.config))
     folder = Path(method.reference_logprobs_dir).expanduser()
     keep = partial(keep_reference, model=model, collate=collate, batching=batching, folder=folder, described=described)
     kept_validation = None if validation is None else keep(validation)

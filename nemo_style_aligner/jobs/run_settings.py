@@ -59,12 +59,9 @@ _CRITIC, _CRITIC_IDENTITY = "critic's archive", "fingerprint of the critic's arc
 _BASE, _IDENTITY, _TOKENIZER = "base archive", "fingerprint of the base archive", "fingerprint of the tokenizer"
 
 
-def base_of_run(path: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """What a run's settings keep of the archive that it begins with: where it is, and fingerprints. Not collective.
-
-    For the errors see `archive_identity`.
-    """
-    return {_BASE: str(path), _IDENTITY: archive_identity(path)[:16], _TOKENIZER: tokenizer.fingerprint()}
+def base_of_run(path: Path, identity: str, tokenizer: Tokenizer) -> dict[str, str]:
+    """What a run's settings keep of what it begins with: where the archive is, and fingerprints."""
+    return {_BASE: str(path), _IDENTITY: identity, _TOKENIZER: tokenizer.fingerprint()}
 
 
 def critic_of_run(path: Path) -> dict[str, str]:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from nemo_style_aligner.checkpoints.directory import STATE, is_training_checkpoint, present_name
 from nemo_style_aligner.checkpoints.file_source import open_source
-from nemo_style_aligner.checkpoints.manifest import find_damage
-from nemo_style_aligner.checkpoints.nemo_archive import WEIGHTS, load_nemo_config
+from nemo_style_aligner.checkpoints.manifest import MANIFEST, describe_file, find_damage
+from nemo_style_aligner.checkpoints.nemo_archive import WEIGHTS, archive_identity, load_nemo_config
 from nemo_style_aligner.checkpoints.sharded_tensors import (
     ADAPTER_PREFIX,
     HEAD_PREFIX,
@@ -104,6 +104,15 @@ def adapter_kind(path: Path) -> AdapterKind:
     return AdapterKind(path, lora.rank, lora.alpha, model)
 
 
+def adapter_identity(path: Path) -> str:
+    """SHA-256, in hex, of the contents of adapters in files. Not collective. For the errors see `adapter_kind`."""
+    path = adapter_kind(path).path
+    for content in (path / _PEFT_WEIGHTS, path / MANIFEST):
+        if content.is_file():
+            return str(describe_file(content)["sha256"])
+    return archive_identity(path)
+
+
 def _peft_kind(path: Path) -> AdapterKind:
     config = read_json(path / PEFT_CONFIG)
     if odd := {key: config[key] for key, plain in _PLAIN.items() if key in config and config[key] not in plain}:
@@ -174,6 +183,8 @@ def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:
     tensors = read_adapter(kind)
     parts = [part for _, parts in model.trained_parts() for part in parts]
     shapes = _everywhere({part.key: part.shape for part in parts})
+    if not model.has_reward_head and any(key.startswith(HEAD_PREFIX) for key in tensors):
+        raise CheckpointMismatchError(f"{kind.path} has a reward head, for which a language model has no place")
     if unknown := sorted(key for key in tensors if key.startswith(ADAPTER_PREFIX) and key not in shapes):
         names = some_of([name.removeprefix(ADAPTER_PREFIX) for name in unknown])
         raise CheckpointMismatchError(

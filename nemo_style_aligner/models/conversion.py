@@ -43,7 +43,7 @@ from nemo_style_aligner.models.adapter_files import adapter_kind, load_adapter, 
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.lora import LoraSettings, add_adapters
-from nemo_style_aligner.models.restore import HISTORY, portable_config, read_base_config
+from nemo_style_aligner.models.restore import HISTORY, portable_config, read_base_config, require_whole_model
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
@@ -139,6 +139,7 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
     """
     on_first_rank(lambda: require_empty(output_dir))  # before the weights are loaded, which takes long
     config = load_nemo_config(input_path)
+    require_whole_model(input_path, config)
     if config.get("vocab_size") is None:
         load_nemo_tokenizer(input_path)  # the size is the tokenizer's: raises why it could not be read
     architecture = ModelArchitecture.from_nemo_config(config)

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.file_source import ArchiveError
 from nemo_style_aligner.checkpoints.nemo_archive import (
     IS_CRITIC,
+    archive_identity,
     load_nemo_config,
     load_nemo_tokenizer,
     load_nemo_weights,
@@ -24,7 +26,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.config.loading import plain_config
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.models.adapter_files import adapter_kind, load_adapter
+from nemo_style_aligner.models.adapter_files import adapter_identity, adapter_kind, load_adapter
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.lora import LoraSettings
@@ -56,6 +58,12 @@ class BaseModel:
     def max_sequence_length(self) -> int:
         """Tokens of the longest sequence that the model is for."""
         return int(self.config.get(_LENGTH) or self.architecture.max_position_embeddings)
+
+    def identity(self) -> str:
+        """A fingerprint of the weights that a run begins with: of the archive and of adapters. Not collective."""
+        adapter = (self.config.get("peft") or {}).get("restore_from_path")
+        own = archive_identity(self.path)[:16]
+        return f"{own}+{adapter_identity(Path(str(adapter)))[:16]}" if adapter else own
 
     def build(self, *, head: RewardHeadConfig | None = None, trainable: bool = True) -> MegatronModel:
         """An uninitialised model of this shape (see `build_model`)."""
@@ -94,12 +102,17 @@ def read_base_config(path: str | None, key: str) -> tuple[Path, dict[str, Any]]:
     if not location.exists():
         raise FileNotFoundError(f"{key}={path} does not exist{download_hint(str(path))}")
     config = load_nemo_config(location)
-    if LoraSettings.from_config(config) is not None:
-        raise ValueError(
-            f"{key}={path} holds adapters, no model: give it as model.peft.restore_from_path beside its base model, or "
-            "merge the two with convert_adapter.py"
-        )
+    require_whole_model(location, config)
     return location, config
+
+
+def require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ArchiveError if the archive with this config holds adapters alone."""
+    if LoraSettings.from_config(config) is not None:
+        raise ArchiveError(
+            f"{path} holds adapters, no model: give it as model.peft.restore_from_path beside its base model, or merge "
+            "the two with convert_adapter.py"
+        )
 
 
 def open_base_model(
