@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config.command_line import config_with
 from nemo_style_aligner.config.loading import ConfigError, check_config
-from nemo_style_aligner.config.schema import JOBS
+from nemo_style_aligner.config.schema import JOBS, fields_of_job
 from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
@@ -85,8 +85,7 @@ _SERVICES: Mapping[str, _Wiring] = {
     "serve_reward_function.py": _Wiring(("--port", "{port}", "--host", "{listen}"), _REWARD_KEYS),
 }
 _WITHOUT_CONFIG = ("serve_reward_function.py",)  # has options of its own, and one process
-# The queue of an actor, whose port nobody else needs to know: two plans may share a node.
-_ACTORS, _QUEUE = ("gpt_ppo_actor", "gpt_reinforce_actor"), "trainer.ppo.batch_iterator.port=0"
+_QUEUE = "trainer.ppo.batch_iterator.port"  # of an actor, which nobody else needs to know: two plans may share a node
 _CONFIGS = {script[0]: name for name, job in JOBS.items() if (script := re.search(r"\w+\.py", job.title))}
 
 
@@ -164,8 +163,8 @@ class Plan:
             placed += [f"exp_manager.explicit_log_dir={_literal(str(self.log_dir(name)))}"]
         else:
             placed = []
-        if job.config in _ACTORS:
-            placed.append(_QUEUE)
+        if job.config is not None and _QUEUE in fields_of_job(job.config):
+            placed.append(f"{_QUEUE}=0")
         if job.wiring is not None:
             placed += _named(job.wiring.own, name)
         for service in self.services():
