@@ -141,9 +141,9 @@ class _Nodes:
 
     def _collect(self, seconds: float) -> None:
         """Note how nodes have ended; wait until all have, for so long."""
-        done, _ = (
-            ray.wait([*self._runs], num_returns=max(1, len(self._runs)), timeout=seconds) if self._runs else ([], [])
-        )
+        if not self._runs:
+            return
+        done, _ = ray.wait([*self._runs], num_returns=len(self._runs), timeout=seconds)
         for run in done:
             node = self._runs.pop(run)
             try:
@@ -220,11 +220,9 @@ def _missing(plan: Plan, waiting: Sequence[str], bundles: Mapping[str, Mapping[s
     for name in waiting:
         (kind, count), number = next(iter(bundles[name].items())), plan.jobs[name].nodes
         fitting = sum(node.get(kind, 0) >= count for node in nodes)
-        has = (
-            "are taken by others"
-            if fitting >= number
-            else f"are missing: the cluster has {counted(fitting, 'nodes')} of that size"
-        )
+        has = "are taken by others"
+        if fitting < number:
+            has = f"are missing: the cluster has {counted(fitting, 'nodes')} of that size"
         lines.append(f"{name} needs {counted(number, 'nodes')} with {count:g} {kind}s each, which {has}")
     free = ray.available_resources()
     kinds = sorted({kind for name in waiting for kind in bundles[name]})
