@@ -14,6 +14,7 @@
 # make attack         fuzzers, hostile files and another Unix user (where root runs it), with counts; ATTACK_ROUNDS=5
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
 # make test-gpu       the tests for NVIDIA GPUs, on those of this machine: the engine, a PPO step's numbers, whole jobs
+# make test-ray       launching on a Ray cluster of three nodes, which it starts on this machine: minutes; installs Ray
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
 # make lint           ruff and mypy
 # make clean          remove results of demos and benchmarks, and caches (.venv stays; remove it by hand)
@@ -41,7 +42,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-preferences demo-smollm2 bench faults attack check test test-long test-lowest test-newest test-gpu test-smollm2 test-slurm lint clean
+.PHONY: install demo demo-grpo demo-preferences demo-smollm2 bench faults attack check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-slurm lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -135,6 +136,10 @@ test-gpu: $(STAMP)
 
 test-slurm: $(STAMP)
 	TEST_SLURM=1 $(BIN)/python -m pytest -q --durations=0 tests/slurm $(PYTEST_FLAGS)
+
+test-ray: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[ray]'
+	TEST_LONG=1 $(BIN)/python -m pytest -q --durations=0 tests/test_launchers.py $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -47,7 +47,13 @@ SLOWEST_FILES = (
 SLOW_FILES = (
     *("test_config_checks.py", "test_cpu_support.py", "test_demo.py", "test_engines_and_trainer.py", "test_gguf.py"),
     *("test_generation_embedded.py", "test_generation_lifecycle.py", "test_generation_native.py"),
-    *("test_generation_torch_step.py", "test_generation_triton.py", "test_reward_function.py", "test_service.py"),
+    *(
+        "test_generation_torch_step.py",
+        "test_generation_triton.py",
+        "test_launchers.py",
+        "test_reward_function.py",
+        "test_service.py",
+    ),
     *("test_service_clients.py", "test_service_limits.py", "test_staleness.py", "test_tokenized.py"),
     *("test_generation_views.py", "test_ragged.py", "test_triton_kernels.py", "test_trtllm_sidecar.py"),
     *("test_preferences.py", "test_serving.py", "test_software_cuda.py"),

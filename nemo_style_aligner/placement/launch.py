@@ -72,19 +72,23 @@ def run_plan(plan: Plan, place: Place, restarts: int = 0) -> int:
     for attempt in itertools.count(1):
         with place(plan) as start:
             status = watch.run(start)
-        if status in _FINAL or attempt > restarts:
+        if status in _FINAL or attempt > restarts or watch.received:
             break
         _logger.warning("restart %d of at most %d: the jobs go on from their checkpoints", attempt, restarts)
     return status
 
 
 class _Watch:
-    """Watches over a plan's jobs, and hands signals on to them. Main thread only."""
+    """Watches over a plan's jobs, and hands signals on to them. Main thread only.
+
+    Attributes:
+        received: signals, since there were jobs.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._running: dict[str, Running] = {}
-        self._received: list[int] = []
+        self.received: list[int] = []
         self._is_waiting = True  # for devices: no job is there yet
         for number in taken(FORWARDED):
             signal.signal(number, self._on_signal)
@@ -96,7 +100,7 @@ class _Watch:
             for name in [*self._plan.services(), *self._plan.trainers()]:
                 self._running[name] = start(name)
                 _logger.info("%s started, it writes to %s", name, self._plan.log_dir(name))
-            for number in self._received:  # what came meanwhile
+            for number in self.received:  # what came meanwhile
                 self._forward(number)
             status = self._wait_for_trainers()
             if status in (0, EXIT_REQUEUE):
@@ -110,12 +114,12 @@ class _Watch:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_waiting:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(EXIT_REQUEUE)
-        self._received.append(number)
+        self.received.append(number)
         self._forward(number)
 
     def _forward(self, number: int) -> None:
         """Ask the trainers to stop: the services follow when those have saved with their help. Ctrl-C ends all."""
-        interrupts = self._received.count(signal.SIGINT)
+        interrupts = self.received.count(signal.SIGINT)
         for name, job in self._running.items():
             if interrupts or name in self._plan.trainers():
                 job.send_signal(signal.SIGKILL if interrupts > 1 else number)
@@ -134,9 +138,9 @@ class _Watch:
             time.sleep(POLL_SECONDS)
 
     def _status_of_failed(self, name: str, status: int) -> int:
-        if signal.SIGINT in self._received:
+        if signal.SIGINT in self.received:
             return EXIT_INTERRUPTED
-        if self._received and status > 128:  # it was starting, and had nothing to save
+        if self.received and status > 128:  # it was starting, and had nothing to save
             return EXIT_REQUEUE
         _logger.error("%s ended with status %d; ending the plan's other jobs", name, status)
         for output in sorted(self._plan.log_dir(name).glob("output-*.log")):

@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise UserError("`--with ray` needs Ray: pip install -e '.[ray]'") from error
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -40,6 +40,7 @@ from nemo_style_aligner.wording import counted
 
 _logger = logging.getLogger(__name__)
 
+_START_SECONDS = 300.0  # for an agent to start: it imports Ray and this package
 _END_SECONDS = 45.0  # for an agent to end its ranks; it kills those that do not end
 _REQUEUE_SECONDS = 15.0  # for the other nodes' ranks to end, after some have stopped early
 _SAY_SECONDS = 30.0  # between two lines about what is missing
@@ -103,13 +104,17 @@ class _Nodes:
             .remote()
             for number in range(group.bundle_count)
         ]
-        self.host, self._port = ray.get(self._agents[0].place.remote())
+        try:
+            self.host, self._port = ray.get(self._agents[0].place.remote(), timeout=_START_SECONDS)
+        except RayError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise NoRoomError(f"{name}: no agent starts on the first of its nodes: {reason}") from error
         self._runs: dict[Any, int] = {}  # and each one's node
         self._codes: list[int | None] = [None] * len(self._agents)
 
     def free_port(self) -> int:
         """Of the first node."""
-        return int(ray.get(self._agents[0].place.remote())[1])
+        return int(ray.get(self._agents[0].place.remote(), timeout=_START_SECONDS)[1])
 
     def start(self, job: PlannedJob, arguments: Sequence[str], variables: Mapping[str, str], log_dir: Path) -> None:
         """Start the ranks on all nodes."""
@@ -136,9 +141,9 @@ class _Nodes:
 
     def _collect(self, seconds: float) -> None:
         """Note how nodes have ended; wait until all have, for so long."""
-        done, _ = (
-            ray.wait([*self._runs], num_returns=max(1, len(self._runs)), timeout=seconds) if self._runs else ([], [])
-        )
+        if not self._runs:
+            return
+        done, _ = ray.wait([*self._runs], num_returns=len(self._runs), timeout=seconds)
         for run in done:
             node = self._runs.pop(run)
             try:
@@ -146,6 +151,8 @@ class _Nodes:
             except RayActorError as error:
                 _logger.error("%s: node %d is lost: %s", self.name, node, str(error).splitlines()[0])
                 self._codes[node] = _GONE
+            except RayTaskError as error:
+                raise error.cause from None
 
 
 @contextlib.contextmanager
@@ -213,11 +220,9 @@ def _missing(plan: Plan, waiting: Sequence[str], bundles: Mapping[str, Mapping[s
     for name in waiting:
         (kind, count), number = next(iter(bundles[name].items())), plan.jobs[name].nodes
         fitting = sum(node.get(kind, 0) >= count for node in nodes)
-        has = (
-            "are taken by others"
-            if fitting >= number
-            else f"are missing: the cluster has {counted(fitting, 'nodes')} of that size"
-        )
+        has = "are taken by others"
+        if fitting < number:
+            has = f"are missing: the cluster has {counted(fitting, 'nodes')} of that size"
         lines.append(f"{name} needs {counted(number, 'nodes')} with {count:g} {kind}s each, which {has}")
     free = ray.available_resources()
     kinds = sorted({kind for name in waiting for kind in bundles[name]})

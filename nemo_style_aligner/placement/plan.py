@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config.command_line import config_with
 from nemo_style_aligner.config.loading import ConfigError, check_config
-from nemo_style_aligner.config.schema import JOBS
+from nemo_style_aligner.config.schema import JOBS, fields_of_job
 from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
@@ -85,8 +85,7 @@ _SERVICES: Mapping[str, _Wiring] = {
     "serve_reward_function.py": _Wiring(("--port", "{port}", "--host", "{listen}"), _REWARD_KEYS),
 }
 _WITHOUT_CONFIG = ("serve_reward_function.py",)  # has options of its own, and one process
-# The queue of an actor, whose port nobody else needs to know: two plans may share a node.
-_ACTORS, _QUEUE = ("gpt_ppo_actor", "gpt_reinforce_actor", "gpt_rs_actor"), "trainer.ppo.batch_iterator.port=0"
+_QUEUE = "trainer.ppo.batch_iterator.port"  # of an actor, which nobody else needs to know: two plans may share a node
 _CONFIGS = {script[0]: name for name, job in JOBS.items() if (script := re.search(r"\w+\.py", job.title))}
 
 
@@ -114,7 +113,7 @@ class PlannedJob:
     @property
     def path(self) -> Path:
         """Of the script."""
-        return SCRIPTS / self.script if self._has_plain_name else Path(self.script).absolute()
+        return Path(self.script).absolute() if os.sep in self.script else SCRIPTS / self.script
 
     @property
     def config(self) -> str | None:
@@ -130,10 +129,6 @@ class PlannedJob:
     def wiring(self) -> _Wiring | None:
         """How a service that is known hands its address over."""
         return _SERVICES.get(self.script)
-
-    @property
-    def _has_plain_name(self) -> bool:
-        return os.sep not in self.script
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,13 +154,12 @@ class Plan:
         """The command line of a job after its script, with references to services (`fill`) left as they are."""
         job = self.jobs[name]
         given = [f"{key}={_literal(value)}" for key, value in job.overrides.items()]
+        placed: list[str] = []
         if job.has_config:
-            placed = [f"trainer.num_nodes={job.nodes}", f"trainer.devices={job.devices}"]
+            placed += [f"trainer.num_nodes={job.nodes}", f"trainer.devices={job.devices}"]
             placed += [f"exp_manager.explicit_log_dir={_literal(str(self.log_dir(name)))}"]
-        else:
-            placed = []
-        if job.config in _ACTORS:
-            placed.append(_QUEUE)
+        if job.config is not None and _QUEUE in fields_of_job(job.config):
+            placed.append(f"{_QUEUE}=0")
         if job.wiring is not None:
             placed += _named(job.wiring.own, name)
         for service in self.services():
@@ -196,11 +190,8 @@ class Plan:
 
     def content(self) -> dict[str, Any]:
         """What `plan_of` makes this plan of: without defaults."""
-        jobs: dict[str, dict[str, Any]] = {}
-        for name, job in self.jobs.items():
-            fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-            plain = {key: _plain(value) for key, value in fields.items()}
-            jobs[name] = {key: value for key, value in plain.items() if value not in ({}, [], 1)}
+        fields = {name: dataclasses.asdict(job) for name, job in self.jobs.items()}
+        jobs = {n: {key: value for key, value in job.items() if value not in ({}, [], 1)} for n, job in fields.items()}
         return {"results_dir": str(self.results_dir), "jobs": jobs}
 
     def write(self, path: Path, comment: str = "") -> None:
@@ -408,10 +399,3 @@ def _literal(value: Any) -> str:
         quoted = re.sub(r"(\\*)'", r"\1\1\\'", value)
         return "'" + re.sub(r"(\\+)$", r"\1\1", quoted) + "'"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _plain(value: Any) -> Any:
-    """Mappings and sequences as YAML writes them."""
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

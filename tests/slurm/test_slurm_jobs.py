@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import requests
 import torch
+import yaml
 from cluster import TESTBED, Cluster, SlurmJob
 from conftest import Artefacts
 from job_processes import ROOT, stored_weights
@@ -270,6 +271,38 @@ def test_interrupted_ppo(
     assert ("got SIGTERM" if how == "requeue" else "got SIGUSR1") in job.output(), job.describe()
     if urgent is not None:
         assert "JobState=COMPLETED" in cluster.call("scontrol", "show", "job", str(urgent))
+    check_equal(job.results, undisturbed.results)
+
+
+def test_a_plan(cluster: Cluster, undisturbed: SlurmJob, artefacts: Artefacts, tmp_path: Path) -> None:
+    """The batch script that the launcher makes of a plan and submits: the same numbers as ppo.sbatch's."""
+    prompts = [str(artefacts.data(f"{kind}_prompts")) for kind in ("train", "test")]
+    own: dict[str, dict[str, object]] = {
+        "critic": {"pretrained_checkpoint.restore_from_path": str(artefacts.rm)},
+        "actor": {
+            "pretrained_checkpoint.restore_from_path": str(artefacts.sft),
+            "model.data.data_prefix": {"train": prompts[:1], "validation": prompts[1:], "test": prompts[1:]},
+        },
+    }
+    targets = ["actor"]
+    for override in PPO_OVERRIDES:
+        if override.startswith("--"):
+            targets = ["actor", "critic"] if override == "--both" else [override[2:]]
+            continue
+        key, value = override.split("=", 1)
+        for target in targets:
+            own[target][key] = yaml.safe_load(value.replace("1e-", "1.0e-"))
+    jobs = {
+        "critic": {"script": "serve_ppo_critic.py", "serves": "actor", "overrides": own["critic"]},
+        "actor": {"script": "train_gpt_ppo_actor.py", "nodes": 2, "overrides": own["actor"]},
+    }
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"results_dir": str(tmp_path / "ppo"), "jobs": jobs}))
+    command = ["-m", "nemo_style_aligner.placement.launch", str(plan), "--with", "slurm", "--sbatch=--time=60"]
+    number = int(cluster.call(sys.executable, *command).split()[-1])
+    job = SlurmJob(cluster, number, tmp_path / "ppo", tmp_path / "ppo" / f"slurm-{number}.log")
+    assert job.wait(TIMEOUT).name == "COMPLETED", job.describe()
+    assert "the critic is ready at n" in job.output() and "the actor has finished" in job.output()
     check_equal(job.results, undisturbed.results)
 
 
