@@ -33,7 +33,7 @@ from nemo_style_aligner.rl.reward_models import ModelRewards
 from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource, RewardSum
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.wording import size_of
+from nemo_style_aligner.wording import counted, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def announce_placement(cfg: DictConfig, policy: BaseModel, scorer: Scorer) -> No
     ranks = dist.get_world_size() + apart
     sizes = f"tensor {layout.tp_size} x pipeline {layout.pp_size} x data {layout.dp_size}"
     if dist.get_rank() == 0:
-        heading = f"placement={strategy_of(cfg)}: {ranks} ranks, {sizes}"
+        heading = f"placement={strategy_of(cfg)}: {counted(ranks, 'ranks')}, {sizes}"
         logger.info("%s", "\n".join([heading, *picture(roles, ranks)]))
     training = [role for role in roles if 0 in role.ranks]
     needed, there = _least(training), _memory()
@@ -111,7 +111,7 @@ def _least(roles: Sequence[Role]) -> float:
 def _memory() -> float:
     """Bytes of this rank's device, or of its share of this machine's memory."""
     if device().type == "cuda":
-        return torch.cuda.get_device_properties(device()).total_memory
+        return float(torch.cuda.get_device_properties(device()).total_memory)
     return available_memory() / ranks_on_this_machine()
 
 
