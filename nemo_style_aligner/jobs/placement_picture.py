@@ -22,6 +22,7 @@ from nemo_style_aligner.models.activation_memory import activation_bytes
 from nemo_style_aligner.models.frozen import placement_of
 from nemo_style_aligner.models.gpt import uses_distributed_optimizer
 from nemo_style_aligner.models.logprobs import chunk_bytes
+from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import current_layout, device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
@@ -75,15 +76,15 @@ def announce_placement(cfg: DictConfig, policy: BaseModel, scorer: Scorer) -> No
     if dist.get_rank() == 0:
         heading = f"placement={strategy_of(cfg)}: {counted(ranks, 'ranks')}, {sizes}"
         logger.info("%s", "\n".join([heading, *picture(roles, ranks)]))
-    training = [role for role in roles if 0 in role.ranks]
+    training = [role for role in roles if 0 in role.ranks and role.surely]
     needed, there = _least(training), _memory()
     if needed > there:
         raise ConfigError(
-            f"a rank that trains has {size_of(there)}, and needs {size_of(needed)} at least for "
-            f"{', '.join(f'{role.name} ({size_of(role.always)})' for role in training)} and the largest turn "
-            f"({size_of(max(role.in_turn for role in training))}): use more ranks with a larger "
-            "model.tensor_model_parallel_size, model.ppo.offload_adam_states=True, "
-            "trainer.ppo.reference_policy_placement=swap, or a job of its own for the critic (placement=interleave)"
+            f"a rank that trains has {size_of(there)} of memory, and needs {size_of(needed)} at once, without "
+            f"activations: {', '.join(f'{role.name} {size_of(role.surely)}' for role in training)}, less what is away "
+            "between turns. Use more ranks with a larger model.tensor_model_parallel_size, "
+            "model.ppo.offload_adam_states=True, trainer.ppo.reference_policy_placement=swap, or a job of its own for "
+            "the critic (placement=interleave)"
         )
 
 
@@ -122,9 +123,7 @@ def _roles(cfg: DictConfig, policy: BaseModel, scorer: Scorer) -> Iterator[Role]
     ppo, itemsize = cfg.trainer.ppo, policy.dtype.itemsize
     yield _trained("policy", cfg, policy.architecture, itemsize, swaps=False)
     if float(ppo.initial_policy_kl_penalty) > 0:
-        # With swap its weights take the place of the policy's.
-        swaps = _swaps(ppo.reference_policy_placement, policy.architecture, itemsize)
-        yield _frozen("reference", policy.architecture, itemsize, swaps=swaps, takes_place=swaps)
+        yield _reference(cfg, policy.architecture, itemsize)
     if isinstance(critic := scorer.values, LocalCritic):
         swaps = _swaps(critic.placement, critic.base.architecture, itemsize)
         yield _trained("critic", critic_config(cfg), critic.base.architecture, itemsize, swaps=swaps)
@@ -155,7 +154,9 @@ def _reward(name: str, source: RewardSource, itemsize: int) -> Role:
 def _trained(name: str, cfg: DictConfig, architecture: ModelArchitecture, itemsize: int, *, swaps: bool) -> Role:
     model, layout = Model(architecture, DEVICES["h100"], itemsize), _layout()  # rates do not matter here
     shards = layout if uses_distributed_optimizer(cfg.model) else dataclasses.replace(layout, dp=1)
-    weights, states = model.weights(layout), model.gradients(layout) + model.optimizer(shards)
+    moments = 0.0 if cfg.model.optim.name == "sgd" else model.optimizer(shards)
+    states = _trained_share(cfg, architecture) * (model.gradients(layout) + moments)
+    weights = model.weights(layout)
     tokens = cfg.model.max_tokens_per_micro_batch
     tokens = int(tokens or cfg.model.micro_batch_size * cfg.model.encoder_seq_length)
     activations = tokens * activation_bytes(
@@ -171,12 +172,25 @@ def _trained(name: str, cfg: DictConfig, architecture: ModelArchitecture, itemsi
     return Role(name, *_copies(), always, in_turn, weights + states, note)
 
 
-def _frozen(
-    name: str, architecture: ModelArchitecture, itemsize: int, *, swaps: bool, takes_place: bool = False
-) -> Role:
+def _trained_share(cfg: DictConfig, architecture: ModelArchitecture) -> float:
+    """Of a model's parameters; all, unless it has adapters."""
+    lora = LoraSettings.from_config(cfg.model)
+    return 1.0 if lora is None else lora.num_parameters(architecture) / architecture.num_parameters
+
+
+def _reference(cfg: DictConfig, architecture: ModelArchitecture, itemsize: int) -> Role:
+    """A second set of the weights that are trained."""
+    if _swaps(cfg.trainer.ppo.reference_policy_placement, architecture, itemsize):
+        return Role("reference", *_copies(), note="in the place of the policy's weights, in host memory between turns")
+    role = _frozen("reference", architecture, itemsize, swaps=False)
+    size = role.always * _trained_share(cfg, architecture)
+    return dataclasses.replace(role, always=size, surely=size)
+
+
+def _frozen(name: str, architecture: ModelArchitecture, itemsize: int, *, swaps: bool) -> Role:
     weights = Model(architecture, DEVICES["h100"], itemsize).weights(_layout())
     if swaps:
-        return Role(name, *_copies(), 0, 0 if takes_place else weights, note="in host memory between turns")
+        return Role(name, *_copies(), 0, weights, note="in host memory between turns")
     return Role(name, *_copies(), weights, 0, weights)
 
 
