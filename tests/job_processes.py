@@ -167,13 +167,18 @@ def stored_weights(archive: Path) -> dict[str, torch.Tensor]:
         with tarfile.open(archive) as tar:
             safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.2 has none
             tar.extractall(folder, **safely)
-        reader = FileSystemReader(next(Path(folder).rglob("model_weights")))
-        tensors = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        load(tensors, storage_reader=reader, no_dist=True)
+        return stored_tensors(next(Path(folder).rglob("model_weights")))
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a distributed checkpoint, by stored name."""
+    reader = FileSystemReader(folder)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 

@@ -33,6 +33,7 @@ from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, forward_batching
 from nemo_style_aligner.jobs.job_view import as_served
 from nemo_style_aligner.jobs.rl_setup import build_actor
+from nemo_style_aligner.jobs.scoring_setup import build_local_critic
 from nemo_style_aligner.jobs.service_setup import build_critic_service
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -48,6 +49,7 @@ from nemo_style_aligner.rl.sample import Rollouts, Sample
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.services.reward_client import SequencesToScore
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.training.run_control import RunControl
@@ -93,6 +95,11 @@ class Layout:
             return f"{self.algorithm}_reference"
         return "tied_reference" if self.tied else "reference" if self.updates == 2 else "one_update"
 
+
+OF_CRITIC = (
+    *("micro_batch_size", "max_tokens_per_micro_batch", "global_batch_size", "make_vocab_size_divisible_by"),
+    *("activations_checkpoint_granularity", "optim", "keep_activations"),
+)
 
 GROUP = 4
 GROUP_ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -341,12 +348,13 @@ def ppo_step(folder: Path, layout: Layout) -> None:
         trainer.train_policy(experience)
         learnt = broadcast_object(experience.value_batch())
         critic_loss = service.train(learnt.tokens, learnt.returns, learnt.values, learnt.mask)
+    ours_of_critic = _critic_in_job(actor_cfg, critic_cfg, base, rollouts, experience)
     if layout.keep != "never" and layout.updates == 1 and layout.recompute != "full":
         is_all_kept = layout.room is None
         told = f"{layout.name}: training has computed {passes} forward passes of policy and critic"
         assert all((count == 0) == is_all_kept for count in passes), told
 
-    tensors = _tensors(experience) | {"rewards": rewards, "rewards in the job": ours}
+    tensors = _tensors(experience) | {"rewards": rewards, "rewards in the job": ours} | ours_of_critic
     for prefix, model in (("policy.", trainer.actor.model), ("critic.", service.critic.model)):
         tensors |= {prefix + name: tensor.clone() for name, tensor in export_weights(model)}
     trainer.metrics.close()
@@ -420,6 +428,31 @@ def _rewards_in_job(cfg: DictConfig, archive: Path, batch: Sequences) -> torch.T
     source.score_together()
     scored = [(sample.sample_id, reward) for sample, reward in zip(own, future.result(0), strict=True)]
     return Scores.gathered(NUM_SAMPLES, scored).rewards.float()
+
+
+def _critic_in_job(
+    cfg: DictConfig, critic_cfg: DictConfig, policy: BaseModel, rollouts: Rollouts, experience: Experience
+) -> dict[str, torch.Tensor]:
+    """What a critic in the actor's job, with the settings of the service, makes of the same samples; on rank 0."""
+    cfg.critic = {
+        "pretrained_checkpoint": {"restore_from_path": critic_cfg.pretrained_checkpoint.restore_from_path},
+        "model": {key: critic_cfg.model[key] for key in OF_CRITIC},
+    }
+    sequences = SequencesToScore(WIDTH, policy.architecture.vocab_size, policy.tokenizer.fingerprint())
+    critic, _ = build_local_critic(cfg, policy, sequences)
+    trained = critic.load()
+    rows = rollouts.on_first_rank(critic.values_of(rollouts), rollouts.response_lengths)
+    critic.give_back_memory()  # as where something comes between
+    values = critic.values_of(rollouts)
+    metrics = critic.start_training(experience).result()
+    critic.start_save()  # whose weights are read after it
+    weights = {f"critic.{name}": tensor.clone() for name, tensor in export_weights(trained.model)}
+    again = rollouts.on_first_rank(values, rollouts.response_lengths)
+    if rows is None or again is None:
+        return {}
+    assert all(map(torch.equal, rows, again))
+    found = weights | {"values": torch.cat(list(rows)), "loss": torch.tensor(metrics["critic_loss"])}
+    return {f"critic in the job: {name}": tensor for name, tensor in found.items()}
 
 
 def _requests(batch: Sequences) -> list[tuple[slice, int]]:

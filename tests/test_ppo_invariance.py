@@ -76,12 +76,24 @@ def test_a_reward_model_gives_the_same_rewards_in_the_job(result: Callable[[str]
     torch.testing.assert_close(tensors["rewards in the job"], tensors["rewards"], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("layout", [x for x in FP32 if x.algorithm == "ppo"], ids=lambda layout: layout.name)
+def test_a_critic_in_the_job_gives_and_learns_the_same(result: Callable[[str], Result], layout: Any) -> None:
+    """As the critic's job does: values, loss and weights, whether or not its weights leave the device between turns."""
+    tensors, metrics = result(layout.name)
+    ours = "critic in the job: "
+    here = {name.removeprefix(ours): x for name, x in tensors.items() if name.startswith(ours)}
+    torch.testing.assert_close(here.pop("values"), tensors["values"], rtol=0, atol=5e-6)
+    assert abs(here.pop("loss").item() - metrics["critic_loss"]) < 1e-5
+    there = {name: x for name, x in tensors.items() if name.startswith("critic.")}
+    assert len(there) > 5 and largest_difference(here, there) < 2e-5
+
+
 @pytest.mark.parametrize("layout", FP32, ids=lambda layout: layout.name)
 def test_fp32_layouts_agree(result: Callable[[str], Result], layout: Any) -> None:
     """Log-probs, values, rewards, advantages, losses, gradient norms, new weights of policy and critic."""
     tensors, metrics = result(layout.name)
     expected_tensors, expected_metrics = result(layout.reference)
-    models = ("policy.", "critic.") if layout.algorithm == "ppo" else ("policy.",)
+    models = ("policy.", "critic.", "critic in") if layout.algorithm == "ppo" else ("policy.",)
     experience = {k: v for k, v in tensors.items() if not k.startswith(models)}
     assert largest_difference(experience, {k: expected_tensors[k] for k in experience}) < 5e-6
     for prefix in models:

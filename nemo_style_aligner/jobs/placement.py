@@ -87,7 +87,7 @@ def of_critic(text: str) -> str:
     def renamed(found: re.Match[str]) -> str:
         return found[0] if found[0] in _SHARED else f"critic.{found[0]}"
 
-    return re.sub(r"(?<![\w/.-])(?:pretrained_checkpoint|model|trainer)(?:\.\w+)+", renamed, text)
+    return re.sub(r"(?<![\w/.=-])(?:pretrained_checkpoint|model|trainer)(?:\.\w+)+", renamed, text)
 
 
 def placement_problems(view: JobView) -> Iterator[str]:

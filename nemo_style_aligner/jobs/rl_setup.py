@@ -20,6 +20,7 @@ from nemo_style_aligner.jobs.job_setup import (
     start_watchdog,
     training_batching,
 )
+from nemo_style_aligner.jobs.placement_picture import announce_placement
 from nemo_style_aligner.jobs.run_settings import critic_of_run
 from nemo_style_aligner.jobs.scoring_setup import build_scorer
 from nemo_style_aligner.launch import roles
@@ -94,6 +95,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     scorer = build_scorer(cfg, run, estimator, base, sequences)  # the secret may be missing: before weights are read
     if isinstance(scorer.rewards, RewardSum):
         scorer.rewards.check(train_prompts.lines() | ({} if val_prompts is None else val_prompts.lines()))
+    announce_placement(cfg, base, scorer)
     if isinstance(scorer.values, LocalCritic):
         load_local_critic(cfg, run, scorer.values)
     scorer.load_models()  # first: while weights arrive, the policy's optimizer takes no memory

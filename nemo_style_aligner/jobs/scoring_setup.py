@@ -17,7 +17,6 @@ from nemo_style_aligner.jobs.job_view import as_served
 from nemo_style_aligner.jobs.placement import CRITIC_ARCHIVE, critic_config, has_critic_here
 from nemo_style_aligner.launch.ending import fail_job
 from nemo_style_aligner.models.critic import Critic
-from nemo_style_aligner.models.frozen import choose_placement
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.rl.estimators import Estimator
@@ -132,18 +131,14 @@ def build_local_critic(
         require_reward_head(base.path)
     _require_fit(policy, base, sequences, f"{CRITIC_ARCHIVE}={path}")
     head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
-    placement = cfg.trainer.ppo.reference_policy_placement
 
     def build() -> Critic:
         return make_critic(critic_cfg, base.load(head=head, needs_head=is_combined), head, None)
 
-    def swaps(critic: Critic) -> bool:
-        return (choose_placement(critic.model) if placement == "auto" else placement) == "swap"
-
+    critic = LocalCritic(base, build, cfg.trainer.ppo.reference_policy_placement)
     if not is_combined:
-        return LocalCritic(build, swaps), None
-    rewards = ModelRewards(base, head, forward_batching(critic_cfg.model), critic_cfg.model.rm_placement)
-    return LocalCritic(build, swaps), rewards
+        return critic, None
+    return critic, ModelRewards(base, head, forward_batching(critic_cfg.model), critic_cfg.model.rm_placement)
 
 
 def _reward_service(cfg: DictConfig) -> RewardSource:

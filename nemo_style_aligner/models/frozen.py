@@ -18,17 +18,19 @@ _RESIDENT_SHARE = 1 / 16  # of a device's memory that `auto` spends on a second 
 
 
 def choose_placement(model: MegatronModel) -> Placement:
-    """``resident`` or ``swap`` for a second set of ``model``'s weights; the same on every rank.
+    """What ``auto`` means for a second set of ``model``'s weights; the same on every rank."""
+    size, layout = model.architecture.num_parameters * model.config.params_dtype.itemsize, model.layout
+    return placement_of(size // (layout.tp_size * layout.pp_size))
+
+
+def placement_of(weights: int) -> Placement:
+    """``resident`` or ``swap`` for weights that take so many bytes on a rank.
 
     On a CPU always ``resident``: swapping keeps two more copies in the same memory. On a GPU ``resident`` where the
-    weights of a rank take at most a sixteenth of its memory.
+    weights take at most a sixteenth of its memory.
     """
     if device().type == "cpu":
         return "resident"
-    layout = model.layout
-    weights = (
-        model.architecture.num_parameters * model.config.params_dtype.itemsize // (layout.tp_size * layout.pp_size)
-    )
     memory = torch.cuda.get_device_properties(device()).total_memory
     return "resident" if weights <= memory * _RESIDENT_SHARE else "swap"
 

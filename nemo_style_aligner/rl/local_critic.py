@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
+from nemo_style_aligner.config.schema import Placement
 from nemo_style_aligner.models.critic import Critic, applied_updates
+from nemo_style_aligner.models.frozen import choose_placement
 from nemo_style_aligner.models.offload import WeightOffload
+from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.rl.experience import Experience
 from nemo_style_aligner.rl.rollouts.collector import deal
 from nemo_style_aligner.rl.sample import Rollouts, Sample
@@ -36,21 +39,24 @@ class LocalCritic:
     trained, they may be in host memory.
 
     Args:
-        build: loads the critic. Collective.
-        swaps: whether a critic's weights leave the device between its turns.
+        base: the archive that it begins with.
+        build: loads it. Collective.
+        placement: ``swap``: its weights leave the device between its turns; ``auto``: see `choose_placement`.
     """
 
     last_progress = -math.inf
 
-    def __init__(self, build: Callable[[], Critic], swaps: Callable[[Critic], bool]) -> None:
+    def __init__(self, base: BaseModel, build: Callable[[], Critic], placement: Placement) -> None:
+        self.base = base
+        self.placement = placement
         self._build = build
-        self._swaps = swaps
         self._weights: WeightOffload | None = None
 
     def load(self) -> Critic:
         """Load the critic. Collective."""
         self.critic = self._build()
-        if self._swaps(self.critic):
+        placement = choose_placement(self.critic.model) if self.placement == "auto" else self.placement
+        if placement == "swap":
             self._weights = WeightOffload(self.critic.model.module)
         return self.critic
 

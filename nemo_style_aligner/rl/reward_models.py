@@ -36,17 +36,17 @@ class ModelRewards:
     """
 
     def __init__(self, base: BaseModel, head: RewardHeadConfig, batching: MicroBatching, placement: Placement) -> None:
-        self._base = base
+        self.base = base
         self._head = head
         self._batching = batching
-        self._placement = placement
+        self.placement = placement
         self._frozen: FrozenModel | None = None
         self._waiting: list[tuple[Sequence[Sample], Rewards]] = []
 
     def load(self) -> None:
         """Load the weights. Collective. For the errors see `BaseModel.load`."""
-        model = self._base.load(head=self._head, trainable=False, needs_head=True)
-        self._frozen = FrozenModel(model, self._placement)
+        model = self.base.load(head=self._head, trainable=False, needs_head=True)
+        self._frozen = FrozenModel(model, self.placement)
 
     def problem_of(self, line: Mapping[str, Any]) -> str | None:
         """See `RewardSource.problem_of`: it scores responses to any prompt."""
@@ -79,7 +79,7 @@ class ModelRewards:
             return []
         ids, lengths = every[every[:, 0].argsort()].t().contiguous()
         places = torch.searchsorted(ids, facts[:, 0].contiguous())
-        work = [self._base.architecture.forward_operations(length, 0) for length in lengths.tolist()]
+        work = [self.base.architecture.forward_operations(length, 0) for length in lengths.tolist()]
         layout = current_layout()
         share = torch.tensor(sorted(shares(work, layout.dp_size)[layout.dp_rank]), dtype=torch.int64)
         tokens = torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int32)
@@ -100,7 +100,7 @@ class ModelRewards:
     def _reward(self, value: float, sample: Sample) -> Reward:
         if math.isfinite(value):
             return Reward(value)
-        return Reward.failed(f"the reward model {self._base.path} gave {value} for {sample}")
+        return Reward.failed(f"the reward model {self.base.path} gave {value} for {sample}")
 
     def close(self) -> None:
         """See `RewardSource.close`."""

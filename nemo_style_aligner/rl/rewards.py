@@ -118,6 +118,11 @@ class RemoteRewards:
     def __init__(self, client: RewardClient) -> None:
         self._client = client
 
+    @property
+    def url(self) -> str:
+        """Of the service."""
+        return self._client.base_url
+
     def problem_of(self, line: Mapping[str, Any]) -> str | None:
         """See `RewardSource.problem_of`: only the service knows."""
         return None
