@@ -102,8 +102,8 @@ METRICS = (
            LEARNS, goal="down"),
     Metric("train_optim/loss", "Policy's loss", "", "What an update minimises. Its height says little: it begins anew "
            "with each step's samples.", STABLE),
-    Metric("*/preference_loss", "Preference loss", "", "The part of the loss that ranks good over bad responses.", LEARNS,
-           goal="down"),
+    Metric("*/preference_loss", "Preference loss", "", "The part of the loss that ranks good over bad responses.",
+           LEARNS, goal="down"),
     Metric("*/sft_loss", "SFT loss", "nats", "Cross-entropy of the good responses, before its weight.", LEARNS),
     Metric("*/rewards_margin", "Margin", "", "Reward of the better less that of the worse responses.", LEARNS,
            goal="up"),
@@ -111,8 +111,8 @@ METRICS = (
     Metric("*/loss", "Loss", "nats", "What training minimises: nats per learnt token (SFT) or per pair (reward "
            "models); squared error per label or token (regression, critics).", LEARNS, goal="down"),
     Metric("*/accuracy", "Pairs ranked right", "share", "Comparisons in which the better response has the higher "
-           "reward; 0.5 is guessing.", LEARNS, low=0.55, below="better responses are told from worse ones hardly better "
-           "than by a coin: are the comparisons consistent, and is the learning rate high enough?", goal="up"),
+           "reward; 0.5 is guessing.", LEARNS, low=0.55, below="better responses are told from worse ones hardly "
+           "better than by a coin: are the comparisons consistent, and is the learning rate high enough?", goal="up"),
     Metric("*_rollouts/best_rewards", "Reward of the best", "", "Mean over the responses that top_n_rollouts chose.",
            LEARNS, goal="up"),
     Metric("*/rewards_chosen_mean", "Reward of the better", "", "Mean reward of the preferred responses.", LEARNS),
