@@ -64,8 +64,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive_int, default=2)
     parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
-    if args.steps < 2 or args.pairs % args.micro_batch:
-        parser.error("--steps: at least 2; --pairs: a multiple of --micro-batch")
+    if args.steps < 2:
+        parser.error(f"--steps {args.steps}: give at least 2, of which the first is not timed")
+    if args.pairs % args.micro_batch:
+        parser.error(f"--pairs {args.pairs}: give a multiple of --micro-batch {args.micro_batch}")
     return args
 
 

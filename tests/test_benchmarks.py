@@ -96,6 +96,7 @@ REFUSED = [  # an option with a bad value, after what makes it bad if it is not 
     "ppo_step.py --micro-batch 0",
     "grpo_step.py --group 1",
     "grpo_step.py --kl -1",
+    "dpo_step.py --nemo a --hf b --trl-python c --steps 1",
     "ppo_step.py --warm-up -1",
     "generation.py --workloads foo",
     "generation.py --ragged-lengths 50 8",
