@@ -128,6 +128,30 @@ def test_what_a_run_has_written_is_text(tmp_path: Path) -> None:
     assert "{{ 7*7 }}" in text and any(name in chart["title"] for chart in page.charts)
 
 
+@pytest.mark.parametrize("per_prompt", [1, 3])
+def test_samples_are_shown_token_by_token(run: Path, tmp_path: Path, per_prompt: int) -> None:
+    log_dir = shutil.copytree(run, tmp_path / "actor")
+    logger = MetricsLogger(log_dir)
+    for step in (7, 8):
+        for sample in range(6):
+            record = {
+                "step": step,
+                "sample": sample,
+                "group": sample // per_prompt,
+                "prompt": f"p{sample // per_prompt}",
+            }
+            numbers = {"reward": sample or "nan", "old_logprobs": [-1.0, -2.0], "advantages": [0.5, -1.0]}
+            texts = {"response": "12", "pieces": ["1", f"<b>{step}"], "ended": sample != 5}
+            logger.log_samples([{**record, **numbers, **texts, "reference_logprobs": [-1.5, "nan"]}])
+    logger.close()
+    text = write_report(tmp_path / "r.html", "Demo", {"PPO": log_dir}).read_text()
+    page = Page(text)
+    assert "Token by token" in page.headings and "b" in page.tags and "&lt;b&gt;8</i>" in text and "<b>8" not in text
+    shown = re.findall(r'"reward">reward ([^<]*)<', text.split("Token by token")[1].split("<h3>")[0])
+    assert shown == (["5", "4", "1", "3", "2"] if per_prompt == 1 else ["2", "5", "3"])
+    assert 'class="a+ k+" style="--a:35%;--k:18%">1</i>' in text and "advantage \N{MINUS SIGN}1, KL" in text
+
+
 def test_what_is_no_run_is_named(run: Path, tmp_path: Path) -> None:
     assert list(find_runs(run)) == ["actor"] and find_runs(run.parent) == {"actor": run}
     with pytest.raises(NoRunError, match=r"holds none: give the job's exp_manager\.explicit_log_dir"):

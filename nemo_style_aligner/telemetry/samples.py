@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 _SHOWN = 12  # prompts side by side
 _SHOWN_TOKENS = 64  # samples with their tokens
+_WORST = -1e30  # finite, so that differences are numbers
 _READ_BYTES = 2**25  # from the end of the file of samples
 
 
@@ -135,9 +136,24 @@ def recorded(log_dir: Path) -> list[Shown]:
         if newest and record["step"] != next(iter(newest.values()))["step"]:
             newest = {}
         newest[record["sample"]] = record
-    ranked = sorted(newest.values(), key=lambda record: -(_number(record["reward"]) or -math.inf))
-    by_turns = [record for pair in zip(ranked, reversed(ranked), strict=True) for record in pair][: len(ranked)]
-    return [Shown(record["prompt"], [_recorded(record)]) for record in by_turns[:_SHOWN_TOKENS]]
+    ranked = sorted(newest.values(), key=_reward, reverse=True)
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for record in ranked:
+        groups.setdefault(record["group"], []).append(record)
+    if len(groups) < len(ranked):  # several responses to a prompt: the best and the worst, where they differ most
+        chosen = sorted(
+            ([group[0], group[-1]] for group in groups.values()), key=lambda pair: _reward(pair[1]) - _reward(pair[0])
+        )
+    else:
+        pairs = zip(ranked, reversed(ranked), strict=True)
+        chosen = [[record] for pair in pairs for record in pair][: len(ranked)]
+    return [Shown(of_prompt[0]["prompt"], list(map(_recorded, of_prompt))) for of_prompt in chosen[:_SHOWN_TOKENS]]
+
+
+def _reward(record: Mapping[str, Any]) -> float:
+    """The reward, the worst of all where it is not finite."""
+    reward = _number(record["reward"])
+    return _WORST if reward is None else reward
 
 
 def _recorded(record: Mapping[str, Any]) -> Answer:
@@ -182,7 +198,7 @@ def samples_of(run: RunView, comparison: Sequence[Shown]) -> Iterator[tuple[str,
     tokens = recorded(run.log_dir)
     yield (
         "Token by token",
-        "Samples of the last step, best and worst by turns. Colours are relative to a sample's strongest token.",
+        "Best and worst samples of the last step. Colours are relative to a sample's strongest token.",
         tokens,
     )
     side_by_side = comparison or validated(run.tables)

@@ -1,6 +1,7 @@
 // Asks the job every two seconds what it does, and fetches the page again when it has logged something.
 
 const NAMES = {
+  step: "Step", rollout_time: "Rollouts", offload: "Moving the optimizer", unload: "Freeing the engine",
   refit: "Refit", generate: "Generation", logprobs: "Log-probs", init_logprobs: "Log-probs, initial policy",
   critic_wait: "Waiting for scores", train_time: "Training", critic_train_wait: "Waiting for the critic",
   train_step_time: "A step", validation_time: "Validation", save_time: "Saving", save_wait: "Waiting for a save",
