@@ -74,6 +74,7 @@ def expected(folder: Path) -> Result:
         results[f"update {number}"] = {"loss": loss.item(), "grad_norm": norm.item()}
     with torch.no_grad():
         results |= {"logprobs": logprobs(), "weights": weights()}
+    results["adapters"] = {name: tensor.detach() for name, tensor in trained.items()}
     results["trained"] = sum(tensor.numel() for tensor in trained.values())
     return results
 
@@ -87,6 +88,9 @@ def test_updates_equal_an_independent_model_s_in_every_layout(folder: Path, expe
     torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=1e-4, atol=1e-5)
     for name, tensor in found["weights"].items():
         torch.testing.assert_close(tensor, expected["weights"][name], rtol=1e-4, atol=2e-5, msg=name)
+    assert found["adapters"].keys() == expected["adapters"].keys()
+    for name, tensor in found["adapters"].items():
+        torch.testing.assert_close(tensor, expected["adapters"][name], rtol=1e-4, atol=2e-5, msg=name)
     # Nothing but adapters has gradients: each rank's share, and what fills up a buffer.
     assert found["trained"] <= found["buffers"] <= found["trained"] + 64 * found["tensors"] + 1024
     share = expected["trained"] / (layout.tp * layout.pp)
