@@ -17,6 +17,7 @@ from ranks import fork_ranks
 from small_models import SHAPE, VOCAB, TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.checkpoints.sharded_tensors import Part
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
@@ -80,14 +81,21 @@ def batch() -> LanguageModelBatch:
 
 
 def adapters(model: MegatronModel) -> dict[str, torch.Tensor]:
-    """The whole adapters, of a model of one rank, by the names in Hugging Face's model."""
-    whole = {}
-    for adapter in model.adapters.values():
-        for part in (part for _, parts in adapter.parameter_parts() for part in parts):
-            name = part.key.removeprefix("model.adapter.")
-            box = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.data.shape, strict=True))
-            whole.setdefault(name, torch.full(part.shape, torch.nan))[box] = part.data
-    return whole
+    """The whole adapters as all ranks' checkpoints have them, by the names in Hugging Face's model.
+
+    An element that no part has is NaN, and one that several have is wrong.
+    """
+    mine = [part for _, parts in model.trained_parts() for part in parts if part.is_main]
+    everywhere: list[list[Part]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, mine)
+    whole: dict[str, torch.Tensor] = {}
+    counts: dict[str, torch.Tensor] = {}
+    for part in (part for parts in everywhere for part in parts):
+        name = part.key.removeprefix("model.adapter.")
+        box = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.data.shape, strict=True))
+        whole.setdefault(name, torch.full(part.shape, torch.nan))[box] = part.data
+        counts.setdefault(name, torch.zeros(part.shape))[box] += 1 / model.layout.dp_size
+    return {name: tensor * counts[name] for name, tensor in whole.items()}
 
 
 def train(folder: Path, layout: Layout) -> None:
@@ -114,6 +122,7 @@ def train(folder: Path, layout: Layout) -> None:
         model, data, torch.ones(9, 11).bool(), batching, lambda outputs, _: outputs, (11,), scoring=Scoring()
     )
     results["weights"] = {name: tensor.clone() for name, tensor in export_weights(model)}
+    results["adapters"] = adapters(model)
     results["trained"] = sum(parameter.numel() for parameter in model.trained_parameters())
     results["tensors"] = len(model.trained_parameters())
     results["buffers"] = sum(buffer.grad_data.numel() for buffer in model.module.buffers)  # type: ignore[union-attr, misc]

@@ -74,6 +74,7 @@ def expected(folder: Path) -> Result:
         results[f"update {number}"] = {"loss": loss.item(), "grad_norm": norm.item()}
     with torch.no_grad():
         results |= {"logprobs": logprobs(), "weights": weights()}
+    results["adapters"] = {name: tensor.detach() for name, tensor in trained.items()}
     results["trained"] = sum(tensor.numel() for tensor in trained.values())
     return results
 
@@ -87,6 +88,9 @@ def test_updates_equal_an_independent_model_s_in_every_layout(folder: Path, expe
     torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=1e-4, atol=1e-5)
     for name, tensor in found["weights"].items():
         torch.testing.assert_close(tensor, expected["weights"][name], rtol=1e-4, atol=2e-5, msg=name)
+    assert found["adapters"].keys() == expected["adapters"].keys()
+    for name, tensor in found["adapters"].items():
+        torch.testing.assert_close(tensor, expected["adapters"][name], rtol=1e-4, atol=2e-5, msg=name)
     # Nothing but adapters has gradients: each rank's share, and what fills up a buffer.
     assert found["trained"] <= found["buffers"] <= found["trained"] + 64 * found["tensors"] + 1024
     share = expected["trained"] / (layout.tp * layout.pp)
@@ -110,11 +114,13 @@ def test_the_reference_is_the_model_without_adapters_whatever_is_kept() -> None:
         for number in range(3):
             batch = policy_batch(ids)
             own = batch.columns["old_logprobs"] = actor.logprobs(batch, is_trained=True)
-            assert torch.equal(actor.reference_logprobs(batch), logprobs(plain, ids).flatten())
-            assert torch.equal(own, logprobs(plain, ids).flatten()) == (number == 0)
+            expected = logprobs(plain, ids).flatten()
+            torch.testing.assert_close(actor.reference_logprobs(batch), expected)
+            assert torch.allclose(own, expected, atol=1e-4) == (number == 0)
             actor.update(batch)
         weights.append(dict(export_weights(model)))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-4, atol=2e-5)
 
 
 def test_a_reward_model_beside_a_critic_with_adapters() -> None:
@@ -145,7 +151,7 @@ def test_merged_weights_give_what_the_adapters_give(dtype: torch.dtype) -> None:
         merged = build_model(architecture, {}, dtype, trainable=False)
         import_weights(merged, TensorSource(dict(export_weights(model))))
         gap = (logprobs(model, tokens()) - logprobs(merged, tokens())).abs()
-        assert gap.mean() < (1e-5 if dtype == torch.float32 else 0.05), architecture
+        assert gap.mean() < (1e-5 if dtype == torch.float32 else 0.1), architecture
         adapted = {name for adapter in model.adapters.values() for name in adapter.names}
         lent = {name for names in lendable_weights(model, 0, 1) for name in names}
         assert adapted and not {f"{name}.weight" for name in adapted} & lent
