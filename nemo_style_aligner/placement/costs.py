@@ -125,23 +125,18 @@ class Model:
         size = self.itemsize * self.architecture.hidden_size * tokens
         return self.device.all_reduce_seconds(size) if tp > 1 and tokens else 0.0
 
-    def forward(self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int | None = None) -> float:
+    def forward(self, layout: Layout, samples: Sequence[Sample], micro_batch: int) -> float:
         """Seconds of a pass over samples for log-probs or values; see `training`."""
-        return self._passes(layout, samples, micro_batch, update or len(samples), is_training=False)
+        return self._passes(layout, samples, micro_batch, len(samples), is_training=False)
 
-    def training(
-        self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int, *, kept: bool = False
-    ) -> float:
+    def training(self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int) -> float:
         """Seconds of training once on all samples.
 
         Args:
             micro_batch: tokens of each, at most.
             update: samples of each update; the ranks meet after each.
-            kept: the forward pass is there already (`models.kept_passes`).
         """
         seconds = self._passes(layout, samples, micro_batch, update, is_training=True)
-        if kept:
-            seconds -= self._passes(layout, samples, micro_batch, update, is_training=False)
         return seconds + math.ceil(len(samples) / update) * self.update(layout)
 
     def update(self, layout: Layout) -> float:
