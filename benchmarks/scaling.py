@@ -1,6 +1,6 @@
 """How long a step takes on clusters that are not here, as predicted, and how far off that was where others measured.
 
-    python benchmarks/scaling.py [--parts tutorial held-out design mechanisms limits queue] [--json FILE]
+    python benchmarks/scaling.py [--parts tutorial held-out two-jobs design mechanisms limits queue] [--json FILE]
 
 Nothing is timed: every figure comes from the planner's costs and its simulator, and is the same on every machine.
 docs/scaling.md explains the tables.
@@ -217,6 +217,20 @@ def plain_plan(run: Run, nodes: tuple[int, int], tp: int = 8) -> Candidate:
     return Candidate("interleave", nodes, actor, critic, 0, tp, min(256, -(-len(run.steps[0]) // engines)), 0, {})
 
 
+def two_jobs() -> Any:
+    """The tutorial's rows with one plan, whatever the planner would find."""
+    rows = []
+    for nodes in (row[:2] for row in TUTORIAL):
+        run = run_of("70b", 1024, TUTORIAL_LENGTHS)
+        seconds = predicted(run, Cluster(sum(nodes), 8, H100), plain_plan(run, nodes))
+        cells = [
+            seconds[name] for name in ("generate", "logprobs", "init_logprobs", "train", "critic_train_wait", "refit")
+        ]
+        rows.append((f"{nodes[0]}+{nodes[1]}", seconds["step"], *cells, f"{seconds['step'] / tail_bound(run):.2f}"))
+    header = ("nodes", "step", "generate", "log-probs", "initial", "train", "wait: critic", "refit", "of tail bound")
+    return show("Our design at the tutorial's rows: two jobs, TP 8 x PP 4, staleness 0", header, rows)
+
+
 def mechanisms() -> Any:
     rows = []
     for row in (TUTORIAL[0], TUTORIAL[3]):
@@ -302,6 +316,7 @@ def queue() -> Any:
 PARTS: dict[str, Callable[[], Any]] = {
     "tutorial": tutorial,
     "held-out": held_out,
+    "two-jobs": two_jobs,
     "design": design,
     "mechanisms": mechanisms,
     "limits": limits,
