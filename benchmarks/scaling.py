@@ -276,23 +276,19 @@ def mechanisms() -> Any:
 def limits() -> Any:
     """Phases of a step on more and more nodes: what stops shrinking."""
     rows = []
-    for nodes, rollouts, update in (
-        (96, 1024, 128),
-        (384, 1024, 128),
-        (1000, 1024, 128),
-        (1000, 16384, 128),
-        (1000, 16384, 2048),
-    ):
-        run = run_of("70b", rollouts, TUTORIAL_LENGTHS, 2, update)
-        best = fastest(run, (nodes, 0), 0, "interleave")
-        if best is not None:
-            seconds, plan = best
-            used = sum(plan.nodes)
-            rows.append((nodes, rollouts, update, used, seconds["step"], seconds["generate"], seconds["logprobs"] * 2,
-                         seconds["train"], seconds["critic_wait"] + seconds["critic_train_wait"],
-                         f"{rollouts / seconds['step']:.0f}"))  # fmt: skip
-    header = ("nodes", "responses", "update", "used", "step", "generate", "log-probs", "train", "critic", "responses/s")
-    return show("To 1,000 nodes of 8 H100: 70B, two jobs, staleness 0", header, rows)
+    cases = ((64, 1024, 128), (256, 1024, 128), (512, 1024, 128), (512, 16384, 128), (512, 16384, 2048))
+    for nodes, rollouts, update in cases:
+        run = run_of("70b", rollouts, TUTORIAL_LENGTHS, 1, update)
+        sizes = (nodes, nodes // 2)
+        seconds = predicted(run, Cluster(sum(sizes), 8, H100), plain_plan(run, sizes))
+        logprobs, waits = (
+            seconds["logprobs"] + seconds["init_logprobs"],
+            seconds["critic_wait"] + seconds["critic_train_wait"],
+        )
+        cells = (seconds["step"], seconds["generate"], logprobs, seconds["train"], waits)
+        rows.append((f"{sizes[0]}+{sizes[1]}", rollouts, update, *cells, f"{rollouts / seconds['step']:.0f}"))
+    header = ("nodes", "responses", "update", "step", "generate", "log-probs", "train", "critic", "responses/s")
+    return show("To 768 nodes of 8 H100: 70B, two jobs, TP 8 x PP 4, staleness 0", header, rows)
 
 
 def queue() -> Any:
