@@ -1,6 +1,6 @@
 """How long a step takes on clusters that are not here, as predicted, and how far off that was where others measured.
 
-    python benchmarks/scaling.py [--parts tutorial held-out design mechanisms limits queue] [--json FILE]
+    python benchmarks/scaling.py [--parts tutorial held-out two-jobs design mechanisms limits queue] [--json FILE]
 
 Nothing is timed: every figure comes from the planner's costs and its simulator, and is the same on every machine.
 docs/scaling.md explains the tables.
@@ -217,6 +217,20 @@ def plain_plan(run: Run, nodes: tuple[int, int], tp: int = 8) -> Candidate:
     return Candidate("interleave", nodes, actor, critic, 0, tp, min(256, -(-len(run.steps[0]) // engines)), 0, {})
 
 
+def two_jobs() -> Any:
+    """The tutorial's rows with one plan, whatever the planner would find."""
+    rows = []
+    for nodes in (row[:2] for row in TUTORIAL):
+        run = run_of("70b", 1024, TUTORIAL_LENGTHS)
+        seconds = predicted(run, Cluster(sum(nodes), 8, H100), plain_plan(run, nodes))
+        cells = [
+            seconds[name] for name in ("generate", "logprobs", "init_logprobs", "train", "critic_train_wait", "refit")
+        ]
+        rows.append((f"{nodes[0]}+{nodes[1]}", seconds["step"], *cells, f"{seconds['step'] / tail_bound(run):.2f}"))
+    header = ("nodes", "step", "generate", "log-probs", "initial", "train", "wait: critic", "refit", "of tail bound")
+    return show("Our design at the tutorial's rows: two jobs, TP 8 x PP 4, staleness 0", header, rows)
+
+
 def mechanisms() -> Any:
     rows = []
     for row in (TUTORIAL[0], TUTORIAL[3]):
@@ -262,23 +276,19 @@ def mechanisms() -> Any:
 def limits() -> Any:
     """Phases of a step on more and more nodes: what stops shrinking."""
     rows = []
-    for nodes, rollouts, update in (
-        (96, 1024, 128),
-        (384, 1024, 128),
-        (1000, 1024, 128),
-        (1000, 16384, 128),
-        (1000, 16384, 2048),
-    ):
-        run = run_of("70b", rollouts, TUTORIAL_LENGTHS, 2, update)
-        best = fastest(run, (nodes, 0), 0, "interleave")
-        if best is not None:
-            seconds, plan = best
-            used = sum(plan.nodes)
-            rows.append((nodes, rollouts, update, used, seconds["step"], seconds["generate"], seconds["logprobs"] * 2,
-                         seconds["train"], seconds["critic_wait"] + seconds["critic_train_wait"],
-                         f"{rollouts / seconds['step']:.0f}"))  # fmt: skip
-    header = ("nodes", "responses", "update", "used", "step", "generate", "log-probs", "train", "critic", "responses/s")
-    return show("To 1,000 nodes of 8 H100: 70B, two jobs, staleness 0", header, rows)
+    cases = ((64, 1024, 128), (256, 1024, 128), (512, 1024, 128), (512, 16384, 128), (512, 16384, 2048))
+    for nodes, rollouts, update in cases:
+        run = run_of("70b", rollouts, TUTORIAL_LENGTHS, 1, update)
+        sizes = (nodes, nodes // 2)
+        seconds = predicted(run, Cluster(sum(sizes), 8, H100), plain_plan(run, sizes))
+        logprobs, waits = (
+            seconds["logprobs"] + seconds["init_logprobs"],
+            seconds["critic_wait"] + seconds["critic_train_wait"],
+        )
+        cells = (seconds["step"], seconds["generate"], logprobs, seconds["train"], waits)
+        rows.append((f"{sizes[0]}+{sizes[1]}", rollouts, update, *cells, f"{rollouts / seconds['step']:.0f}"))
+    header = ("nodes", "responses", "update", "step", "generate", "log-probs", "train", "critic", "responses/s")
+    return show("To 768 nodes of 8 H100: 70B, two jobs, TP 8 x PP 4, staleness 0", header, rows)
 
 
 def queue() -> Any:
@@ -302,6 +312,7 @@ def queue() -> Any:
 PARTS: dict[str, Callable[[], Any]] = {
     "tutorial": tutorial,
     "held-out": held_out,
+    "two-jobs": two_jobs,
     "design": design,
     "mechanisms": mechanisms,
     "limits": limits,

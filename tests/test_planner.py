@@ -139,10 +139,8 @@ def test_more_ranks_take_less_time_but_not_in_proportion() -> None:
     model, steps = Model(MODELS["8b"], H100), draw_steps(Lengths(256), Lengths(330, 1.0, 2048), 256, 1, 1)[0]
     times = [model.training(Layout(1, 1, dp), steps, 8192, 128) for dp in (8, 16, 32)]
     assert times[0] > times[1] > times[2] > times[0] / 4
-    one_update = steps[:8]  # a sample for each rank: the second stage waits for it
-    assert model.forward(Layout(1, 2, 8), one_update, 8192) == pytest.approx(
-        model.forward(Layout(1, 1, 8), one_update, 8192)
-    )
+    few = steps[:8]  # a sample for each rank: stages wait for one another, and nothing is gained
+    assert model.forward(Layout(1, 2, 8), few, 8192) >= model.forward(Layout(1, 1, 8), few, 8192)
 
 
 def test_the_largest_share_is_that_of_longest_first() -> None:
@@ -164,17 +162,21 @@ def test_lengths_have_the_mean_that_is_asked_for(tmp_path: Path) -> None:
 SMALL = ["--cluster", "2x8xh100", "--rollouts", "256", "--steps", "1"]
 
 
-def test_the_fastest_plan_is_written_for_the_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("strategy", ["flatten", "interleave", "separate"])
+def test_the_fastest_plan_is_written_for_the_launcher(
+    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "plan.yaml"
-    main(["--model", "8b", *SMALL, "--strategies", "interleave", "--results-dir", str(tmp_path), "--write", str(file)])
+    main(["--model", "8b", *SMALL, "--strategies", strategy, "--results-dir", str(tmp_path), "--write", str(file)])
     said = capsys.readouterr().out
-    assert "interleave" in said and "of 84 GB" in said
+    assert strategy in said and "of 84 GB" in said
     plan = read_plan(file)
-    assert list(plan.jobs) == ["critic", "actor"]
+    assert list(plan.jobs) == (["actor"] if strategy == "flatten" else ["critic", "actor"])
     ranks = {name: job.nodes * job.devices for name, job in plan.jobs.items()}
     assert sum(ranks.values()) <= 16
     _check_keys(plan.jobs["actor"].overrides, "gpt_ppo_actor", ranks["actor"])
-    _check_keys(plan.jobs["critic"].overrides, "gpt_ppo_critic", ranks["critic"])
+    if "critic" in plan.jobs:
+        _check_keys(plan.jobs["critic"].overrides, "gpt_ppo_critic", ranks["critic"])
 
 
 def _check_keys(overrides: Mapping[str, object], job: str, ranks: int) -> None:

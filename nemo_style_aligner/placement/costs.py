@@ -23,6 +23,9 @@ MACHINE = 8
 PASSES_PER_STAGE = 4
 """Micro batches of an update for each pipeline stage, where there are samples enough."""
 
+SEND_SECONDS = 1e-5
+"""From one rank to another, beside what the bytes take."""
+
 LOGITS_BYTES = 768 << 20
 """Of a chunk of logits on a GPU, in bf16: docs/architecture.md, Memory."""
 
@@ -125,23 +128,18 @@ class Model:
         size = self.itemsize * self.architecture.hidden_size * tokens
         return self.device.all_reduce_seconds(size) if tp > 1 and tokens else 0.0
 
-    def forward(self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int | None = None) -> float:
+    def forward(self, layout: Layout, samples: Sequence[Sample], micro_batch: int) -> float:
         """Seconds of a pass over samples for log-probs or values; see `training`."""
-        return self._passes(layout, samples, micro_batch, update or len(samples), is_training=False)
+        return self._passes(layout, samples, micro_batch, len(samples), is_training=False)
 
-    def training(
-        self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int, *, kept: bool = False
-    ) -> float:
+    def training(self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int) -> float:
         """Seconds of training once on all samples.
 
         Args:
             micro_batch: tokens of each, at most.
             update: samples of each update; the ranks meet after each.
-            kept: the forward pass is there already (`models.kept_passes`).
         """
         seconds = self._passes(layout, samples, micro_batch, update, is_training=True)
-        if kept:
-            seconds -= self._passes(layout, samples, micro_batch, update, is_training=False)
         return seconds + math.ceil(len(samples) / update) * self.update(layout)
 
     def update(self, layout: Layout) -> float:
@@ -173,9 +171,17 @@ class Model:
             if layout.pp > 1:  # smaller ones, as far as samples go: fewer bubbles
                 passes = max(passes, min(math.ceil(len(part) / layout.dp), PASSES_PER_STAGE * layout.pp))
             sums = passes * self._all_reduce(layout.tp, tokens / passes) * 2 * a.num_layers / layout.pp
-            alone = factor * most / rate + (2 if is_training else 1) * sums
+            if layout.pp > 1:  # what a stage hands to the next
+                sums += passes * SEND_SECONDS + tokens * a.hidden_size * self.itemsize / d.network
+            alone = factor * most / rate * self._slowest_stage(layout, part) + (2 if is_training else 1) * sums
             seconds += alone * (1 + (layout.pp - 1) / passes)
         return seconds
+
+    def _slowest_stage(self, layout: Layout, samples: Sequence[Sample]) -> float:
+        """Work of a pipeline's last stage, which has the output layer, over that of its stages on average."""
+        layers = self.architecture.layer_parameters * sum(sample.tokens for sample in samples)
+        head = self.architecture.output_parameters * sum(sample.response for sample in samples)
+        return layout.pp * (layers / layout.pp + head) / (layers + head)
 
     def refit(self, layout: Layout, engine_tp: int, *, is_apart: bool = False) -> float:
         """Seconds to bring trained weights into the engines, bucket by bucket.

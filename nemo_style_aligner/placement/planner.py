@@ -36,6 +36,7 @@ from nemo_style_aligner.placement.candidates import (
 from nemo_style_aligner.placement.plan import Plan, PlannedJob
 from nemo_style_aligner.placement.rates import DEVICES, as_in_run, device_named, measured_here
 from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps, find_model
+from nemo_style_aligner.wording import counted
 
 Prediction = tuple[dict[str, float], Candidate]
 
@@ -206,11 +207,11 @@ def picture(plan: Candidate, cluster: Cluster) -> list[str]:
         lines.append(_line("that only generate", where, None, plan.engine_used, cluster))
     if plan.critic is not None:
         used = {} if plan.strategy == "flatten" else plan.critic.used
-        where = "on the same ranks" if plan.strategy == "flatten" else f"{plan.nodes[1]} nodes of its own"
+        where = "on the same ranks" if plan.strategy == "flatten" else f"{counted(plan.nodes[1], 'nodes')} of its own"
         lines.append(_line("critic", where, plan.critic, used, cluster))
-    lines.append(f"{plan.engines} engines of TP {plan.engine_tp}, {plan.slots} slots each")
+    lines.append(f"{counted(plan.engines, 'engines')} of TP {plan.engine_tp} with {counted(plan.slots, 'slots')}")
     if idle := cluster.nodes - sum(plan.nodes):
-        lines.append(f"{idle} nodes are not used: updates cannot be divided evenly over them")
+        lines.append(f"not used: {counted(idle, 'nodes')}, over which updates cannot be divided evenly")
     return lines
 
 

@@ -353,5 +353,5 @@ def _run(clock: Clock, job: Job, steps: Sequence[Sequence[Sample]], found: list[
             yield costs.train_critic
         spent("critic_train_wait", since)
         phases["step"] = clock.now - begun
-        phases["idle"] = 1 - this.busy / (engines.count * max(this.ended - this.begun, 1e-9))
+        phases["idle"] = max(0.0, 1 - this.busy / (engines.count * max(this.ended - this.begun, 1e-9)))
         found.append(phases)
