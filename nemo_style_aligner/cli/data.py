@@ -250,20 +250,26 @@ def _show_counts(dataset: TextDataset[Any], written: TextFormat, tokenizer: Toke
     from nemo_style_aligner.data.examples import has_end, texts_of
     from nemo_style_aligner.wording import unescaped
 
-    texts = list(itertools.chain.from_iterable(texts_of(dataset[i]) for i in range(len(dataset))))
-    lengths = sorted(len(text.token_ids) for text in texts)
-    total, number = sum(lengths), len(texts)
+    ends = tokenizer.end_strings(written.end_strings)
+    lengths: list[int] = []
+    learnt: int | None = None
+    with_bos = with_end = 0
+    for text in itertools.chain.from_iterable(texts_of(dataset[i]) for i in range(len(dataset))):
+        lengths.append(len(text.token_ids))
+        learnt = learnt if text.learnt is None else (learnt or 0) + sum(text.learnt)
+        with_bos += text.token_ids[0] == tokenizer.bos_id
+        with_end += has_end(text, tokenizer, ends)
+    lengths.sort()
+    total, number = sum(lengths), len(lengths)
     middle, most = statistics.median_low(lengths), lengths[math.ceil(0.95 * number) - 1]
     click.echo(f"--- all of the file: {number:,} texts, {total:,} tokens")
     click.echo(f"tokens of a text: {lengths[0]:,} to {lengths[-1]:,}, median {middle:,}, 95% have at most {most:,}")
-    if texts[0].learnt is not None:
-        learnt = sum(sum(text.learnt or ()) for text in texts)
+    if learnt is not None:
         click.echo(f"learnt: {learnt:,} tokens, {learnt / total:.1%}")
-    click.echo(f"begin with BOS: {sum(text.token_ids[0] == tokenizer.bos_id for text in texts):,} of {number:,}")
-    ends = tokenizer.end_strings(written.end_strings)
+    click.echo(f"begin with BOS: {with_bos:,} of {number:,}")
     sampling = OmegaConf.select(cfg, "model.ppo.sampling_params")
     if sampling is None:
-        click.echo(f"end where generation stops: {sum(has_end(t, tokenizer, ends) for t in texts):,} of {number:,}")
+        click.echo(f"end where generation stops: {with_end:,} of {number:,}")
     else:
         ends = tokenizer.end_strings([*ends, *map(unescaped, sampling.end_strings or ())])
     stops = [tokenizer.ids_to_text([i], keep_special=True) for i in tokenizer.stop_ids]

@@ -166,7 +166,7 @@ def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "vocab_size": tokenizer.vocab_size,
         "bos": spelt(tokenizer.bos_id),
         "begins_texts_with_bos": tokenizer.begins_with_bos(None, "add_bos"),
-        "ends_responses": [*map(spelt, tokenizer.stop_ids), *tokenizer.end_strings(())],
+        "ends_responses": list(dict.fromkeys([*map(spelt, tokenizer.stop_ids), *tokenizer.end_strings(())])),
         "chat_template": tokenizer.chat_template is not None,
         "text_format": tokenizer.format.to_config(),
     }
