@@ -316,6 +316,7 @@ def test_limits_and_a_graceful_stop(folder: Path, tmp_path: Path) -> None:
         assert job.wait(30) == 0, job.describe()
 
 
+@pytest.mark.long
 def test_checkpoints_that_cannot_be_served(folder: Path, tmp_path: Path) -> None:
     """One line that says what is missing, and status 2."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -330,36 +331,35 @@ def test_checkpoints_that_cannot_be_served(folder: Path, tmp_path: Path) -> None
     assert done.returncode == 2 and "lacks model.safetensors" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_chat_on_the_terminal(folder: Path, server: str, tmp_path: Path) -> None:
-    """Lines from a pipe, against the running server and on a checkpoint of its own."""
+def chat(model: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """`nsa chat` with lines from a pipe."""
+    command = [sys.executable, "-m", "nemo_style_aligner.cli", "chat", model, *GREEDY, *options]
     lines = "hello\n/system Be short.\nhello\n/reset\n/what\nhello\n"
-    key = tmp_path / "key"
-    key.write_text(KEY)
-    key.chmod(0o600)
-    said = []
-    for model, options in ((server, ["--api-key-file", str(key)]), (str(folder), ["--precision", "32"])):
-        command = [
-            sys.executable,
-            "-m",
-            "nemo_style_aligner.cli",
-            "chat",
-            model,
-            "--temperature",
-            "0",
-            "--max-tokens",
-            "9",
-        ]
-        done = subprocess.run(
-            [*command, *options], input=lines, env=environment(), capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
-    before, _, after = said[0].partition("/what is no command\n")
+    return subprocess.run(command, input=lines, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_chat_with_a_server(server: str, key_file: str) -> None:
+    done = chat(server, "--api-key-file", key_file)
+    before, _, after = done.stdout.partition("/what is no command\n")
     last = after.split("ends a response\n")[1]
-    assert said[0] == said[1] and last.strip() and before.endswith(last), "/reset keeps the system prompt alone"
-    wrong = subprocess.run([*command[:4], f"{server}/elsewhere"], capture_output=True, text=True, timeout=60, input="")
-    assert (wrong.returncode != 0 and "cannot be talked to" in wrong.stderr) or "answers 401" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
+    assert done.returncode == 0 and last.strip() and before.endswith(last), "/reset keeps the system prompt alone"
+    for url, said in ((server, "answers 401"), ("http://127.0.0.1:9/v1", "cannot be talked to")):
+        wrong = chat(url)
+        assert wrong.returncode == 2 and said in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.long
+def test_chat_with_a_checkpoint(folder: Path, server: str, key_file: str) -> None:
+    done = chat(str(folder), "--precision", "32")
+    assert done.returncode == 0 and done.stdout == chat(server, "--api-key-file", key_file).stdout, done.stderr
 
 
 LM_EVAL_TASK = """
@@ -464,4 +464,4 @@ def test_the_policy_during_training(tmp_path: Path, one_rank: None) -> None:
     of_version = dict(seen)
     assert len(of_version) > 2 and min(of_version) >= 0, seen
     assert all(scores == pytest.approx(of_version[version], abs=1e-5) for version, scores in seen)
-    assert len({tuple(scores) for scores in of_version.values()}) == len(of_version)
+    assert len({tuple(scores) for scores in of_version.values()}) > 2, "not all updates change weights: truncation"
