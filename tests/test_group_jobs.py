@@ -130,7 +130,11 @@ def grpo(folder: Path, reward_model: Path) -> tuple[str, ...]:
 def curves(folder: Path) -> Curves:
     """A job's numbers, apart from times and from how busy the engines were."""
     varying = ("timers/", "memory/", "generation/")
-    return {name: points for name, points in read_metrics(folder / "log").items() if not name.startswith(varying)}
+    return {
+        name: points
+        for name, points in read_metrics(folder / "log").items()
+        if not name.removeprefix("warm_up/").startswith(varying)
+    }
 
 
 def require_same_end(folder: Path, expected: Path) -> None:

@@ -82,9 +82,9 @@ class LocalCritic:
         batches = map(experience.value_minibatch, minibatches)
         reports = self.critic.updates(dict(zip(origins, batches, strict=True)))
         self.give_back_memory()
-        loss, applied = applied_updates(reports)
+        loss, _ = applied_updates(reports)
         last = {name: value for name, value in reports[-1].items() if name != "loss"}
-        return _Trained(last | {"critic_loss": loss, "updates": float(len(applied))})
+        return _Trained(last | {"critic_loss": loss})
 
     def _take_turn(self) -> None:
         if self._weights is not None:

@@ -179,6 +179,10 @@ METRICS = (
     Metric("*/init_logprobs", "Log-probs, initial policy", "s", "For the KL penalty.", TIME),
     Metric("*/critic_wait", "Waiting for scores", "s", "Rewards and values that are not there when log-probs are.",
            TIME),
+    Metric("timers/*values", "Values", "s", "Of a critic in this job; of one in another, bringing them to the ranks "
+           "that train on them.", TIME),
+    Metric("timers/*critic_train", "Training the critic", "s", "In this job; of one in another, sending it the batch.",
+           TIME),
     Metric("timers/*critic_train_wait", "Waiting for the critic", "s", "After the policy's updates.", TIME),
     Metric("timers/*train_time", "Training", "s", "The updates; in a critic job, those of one request.", TIME),
     Metric("timers/infer_time", "Scoring requests", "s", "Of a critic job.", TIME),
