@@ -34,7 +34,7 @@ RUN pip list --format=freeze | grep -iE '^(torch|torchvision|transformer.engine|
         "psutil>=5.9" "threadpoolctl>=3.5,<4" "einops>=0.8,<1" "tqdm>=4.66" "transformers>=5.18,<6" "tokenizers>=0.22" "sentencepiece>=0.2" \
         "jinja2>=3.1" "safetensors>=0.5" "gguf>=0.17,<1" "flask>=3.0,<4" \
         "prometheus_client>=0.20,<1" "pyyaml>=6.0.1" "hydra-core>=1.3,<1.4" "omegaconf>=2.3,<2.4" \
-        "tensorboard>=2.16.2" "packaging>=23" \
+        "tensorboard>=2.16.2" "packaging>=23" "click>=8.4,<9" \
         mpi4py wandb
 
 # ---- trtllm: TensorRT-LLM in an environment of its own --------------------------------------------

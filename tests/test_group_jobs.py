@@ -32,7 +32,7 @@ from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rl.estimators import ESTIMATORS
 from nemo_style_aligner.services.reward_client import SequencesToScore
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.telemetry.metrics import read_json_lines, read_metrics
 
 TIMEOUT = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -124,6 +124,8 @@ def grpo(folder: Path, reward_model: Path) -> tuple[str, ...]:
         "trainer.ppo.dynamic_sampling.max_rounds=3",
         "trainer.ppo.num_ppo_epochs=2",
         "trainer.ppo.max_steps=-1",
+        "trainer.ppo.save_samples=True",
+        "exp_manager.timeline=True",
     )
 
 
@@ -183,6 +185,19 @@ def done(
                 TIMEOUT,
             )
     return undisturbed
+
+
+def test_every_sample_is_kept_whole(done: Path) -> None:
+    found, records = curves(done), read_json_lines(done / "log" / "samples.jsonl")
+    for step, mean in found["train_rollouts/rewards"]:
+        of_step = [record for record in records if record["step"] == step]
+        assert [record["sample"] for record in of_step] == list(range(dict(found["train_rollouts/rollout_size"])[step]))
+        assert sum(record["reward"] for record in of_step) / len(of_step) == pytest.approx(mean, abs=1e-4)
+        for record in of_step:
+            lengths = {len(record[name]) for name in ("tokens", "pieces", "old_logprobs", "advantages")}
+            assert len(lengths) == 1
+    phases = [json.loads(line) for line in (done / "log" / "timeline" / "rank_0.jsonl").read_text().splitlines()]
+    assert sum(group[-1][0] == "step" for group in phases) == len(found["train_rollouts/rewards"])
 
 
 def test_parts_of_rewards_and_what_was_drawn_are_logged(artefacts: Artefacts, done: Path) -> None:

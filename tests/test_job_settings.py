@@ -62,10 +62,10 @@ HEAD = {
     "reward_model_type": "regression",
 }
 REGRESSION = {"num_attributes": 2, "attribute_weights": [0.25, 0.75]}
-OTHER_TESTS = {  # are of keys that all jobs have: layouts, models, the optimizer (`test_supervised_jobs`)
+OTHER_TESTS = {  # of keys of all jobs: layouts, models, adapters (`test_lora`), the optimizer (`test_supervised_jobs`)
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "encoder_seq_length",
     "max_position_embeddings", "seed", "optim", "activations_checkpoint_granularity", "activations_checkpoint_method",
-    "activations_checkpoint_num_layers", "hidden_dropout", "attention_dropout",
+    "activations_checkpoint_num_layers", "hidden_dropout", "attention_dropout", "peft",
 }  # fmt: skip
 
 
@@ -231,8 +231,8 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
         "explicit_log_dir": str(tmp_path), "name": "other", "create_wandb_logger": True, "wandb_logger_kwargs": wandb,
         "max_time_per_run": "00:00:01:30", "watchdog_minutes": 5, "checkpoint_callback_params": checkpoints, **resuming,
     }  # fmt: skip
-    # exp_dir: below. The log's keys are read as the job is launched, before there is a run.
-    assert cfg.exp_manager.keys() == {*manager, "exp_dir", "log_format", "log_level"}
+    # exp_dir: below. The log's keys are read as the job is launched, before there is a run. The page: `test_report`.
+    assert cfg.exp_manager.keys() == {*manager, "exp_dir", "log_format", "log_level", "timeline", "dashboard_port"}
     keys_below(cfg.exp_manager, manager)
     change(cfg.exp_manager, manager)
     change(cfg.model, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "seed": 7})
@@ -263,8 +263,9 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
     archive = tmp_path / "base.nemo"
     archive.mkdir()
     base: Any = SimpleNamespace(
-        path=archive, config=OmegaConf.create({}), architecture=shape, dtype=torch.bfloat16, tokenizer=tokenizer
-    )
+        path=archive, config=OmegaConf.create({}), architecture=shape, dtype=torch.bfloat16, tokenizer=tokenizer,
+        identity=lambda: "i",
+    )  # fmt: skip
     with caplog.at_level("INFO"):
         run = run_in(tmp_path / "run")
         register_model(load_defaults("gpt_sft"), run, base)

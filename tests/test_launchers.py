@@ -255,7 +255,9 @@ def curves(log_dir: Path) -> dict[str, dict[int, float]]:
     for line in (log_dir / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         for name, value in values.items():
-            if not name.startswith(("timers/", "memory/", "generation/", "step", "time")) and "_time" not in name:
+            if not name.startswith(("timers/", "memory/", "generation/", "step", "time")) and not any(
+                part in name for part in ("_time", "_wait")
+            ):
                 found.setdefault(name, {})[values["step"]] = value
     return found
 

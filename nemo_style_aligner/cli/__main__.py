@@ -2,4 +2,5 @@
 
 from nemo_style_aligner.cli.main import main
 
-main()
+if __name__ == "__main__":
+    main()
