@@ -95,6 +95,11 @@ class Layout:
             return f"{self.algorithm}_reference"
         return "tied_reference" if self.tied else "reference" if self.updates == 2 else "one_update"
 
+    @property
+    def has_critic_in_job(self) -> bool:
+        """Whether the same is also computed by a critic in the actor's job."""
+        return self.algorithm == "ppo" and self.precision == "32" and self.updates == 2
+
 
 OF_CRITIC = (
     *("micro_batch_size", "max_tokens_per_micro_batch", "global_batch_size", "make_vocab_size_divisible_by"),
@@ -348,7 +353,9 @@ def ppo_step(folder: Path, layout: Layout) -> None:
         trainer.train_policy(experience)
         learnt = broadcast_object(experience.value_batch())
         critic_loss = service.train(learnt.tokens, learnt.returns, learnt.values, learnt.mask)
-    ours_of_critic = _critic_in_job(actor_cfg, critic_cfg, base, rollouts, experience)
+    ours_of_critic = {}
+    if layout.has_critic_in_job:
+        ours_of_critic = _critic_in_job(actor_cfg, critic_cfg, base, rollouts, experience)
     if layout.keep != "never" and layout.updates == 1 and layout.recompute != "full":
         is_all_kept = layout.room is None
         told = f"{layout.name}: training has computed {passes} forward passes of policy and critic"
