@@ -180,6 +180,7 @@ def test_what_one_machine_cannot_do_is_refused(told: Callable[..., Path]) -> Non
     assert job.wait(30) == 2 and "jobs.trainer.nodes: 2: `--with local` has one node" in job.output()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not MPIRUN.exists(), reason="Open MPI is not installed: pip install -e '.[mpi]'")
 def test_printed_lines_run(artefacts: Artefacts, tmp_path: Path) -> None:
     """An SFT job of two ranks learns the same under mpirun's lines as under the launcher."""
