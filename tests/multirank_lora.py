@@ -7,6 +7,7 @@ updates, and the merged weights; and of the first layout also ``start.pt``, weig
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Layout:
     dp: int = 1
     rows: int = 4
     options: tuple[tuple[str, Any], ...] = ()
+    is_long: bool = False
 
     @property
     def world_size(self) -> int:
@@ -57,17 +59,17 @@ SP = ("sequence_parallel", True)
 FULL = ("activations_checkpoint_granularity", "full")
 LAYOUTS = (
     Layout("reference"),
-    Layout("one by one", rows=1),
+    Layout("one by one", rows=1, is_long=True),
     Layout("full recompute", options=(FULL,)),
     Layout("selective recompute", options=((FULL[0], "selective"),)),
-    Layout("tp2", tp=2),
+    Layout("tp2", tp=2, is_long=True),
     Layout("tp2, sequence parallel", tp=2, rows=1, options=(SP,)),
     Layout("pp2", pp=2, rows=1),
-    Layout("dp2", dp=2),
+    Layout("dp2", dp=2, is_long=True),
     Layout("dp2, fused_adam", dp=2, options=(("optim", OPTIM | {"name": "fused_adam"}),)),
-    Layout("tp4", tp=4, options=(FULL,)),
-    Layout("tp2 pp2, sequence parallel", tp=2, pp=2, options=(SP,)),
-    Layout("tp2 dp2", tp=2, dp=2, rows=1),
+    Layout("tp4", tp=4, options=(FULL,), is_long=True),
+    Layout("tp2 pp2, sequence parallel", tp=2, pp=2, options=(SP,), is_long=True),
+    Layout("tp2 dp2", tp=2, dp=2, rows=1, is_long=True),
 )
 
 
@@ -133,10 +135,10 @@ def train(folder: Path, layout: Layout) -> None:
 
 def run_layouts(folder: Path, world_size: int) -> None:
     for layout in LAYOUTS:
-        if layout.world_size == world_size:
+        if layout.world_size == world_size and (not layout.is_long or os.environ.get("TEST_LONG")):
             train(folder, layout)
 
 
 if __name__ == "__main__":
-    for size in (1, 2, 4):
+    for size in (1, 2, 4) if os.environ.get("TEST_LONG") else (1, 2):
         fork_ranks(size, lambda size=size: run_layouts(Path(sys.argv[1]), size))  # type: ignore[misc]
