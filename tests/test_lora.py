@@ -14,7 +14,7 @@ import torch
 import transformers
 from conftest import Artefacts
 from job_processes import ROOT, run, script, stored_weights
-from multirank_lora import ALPHA, ARCHITECTURE, LAYOUTS, LR, OPTIM, PEFT, RANK, UPDATES, batch
+from multirank_lora import ALPHA, ARCHITECTURE, DROPPING, LAYOUTS, LR, OPTIM, PEFT, RANK, UPDATES, batch
 from small_models import TensorSource
 from trained_models import ARCHITECTURES, logprobs, make_actor, policy_batch, tokens
 
@@ -90,6 +90,9 @@ def expected(folder: Path) -> Result:
 )
 def test_updates_equal_an_independent_model_s_in_every_layout(folder: Path, expected: Result, layout: Any) -> None:
     found = torch.load(folder / f"{layout.name}.pt")
+    if ("peft", DROPPING) in layout.options:  # other numbers, but the same on all ranks, which multirank_lora.py sees
+        assert all(found[key]["loss"] != expected[key]["loss"] for key in ("update 0", "update 1"))
+        return
     for number in range(UPDATES):
         for name, value in expected[f"update {number}"].items():
             assert found[f"update {number}"][name] == pytest.approx(value, rel=1e-5), (number, name)
@@ -109,7 +112,8 @@ def test_updates_equal_an_independent_model_s_in_every_layout(folder: Path, expe
 
 
 def test_the_reference_is_the_model_without_adapters_whatever_is_kept() -> None:
-    ids, plain = tokens(), build_model(ARCHITECTURE, {}, torch.float32, trainable=False)
+    # As many rows as passes with and without gradients compute together: products of others are rounded otherwise.
+    ids, plain = tokens(2), build_model(ARCHITECTURE, {}, torch.float32, trainable=False)
     options = {"optim": OPTIM, "peft": {**PEFT, "lora_tuning": PEFT["lora_tuning"] | {"row_init_method": "zero"}}}
     weights = []
     for keep in ("always", "never"):
@@ -123,12 +127,11 @@ def test_the_reference_is_the_model_without_adapters_whatever_is_kept() -> None:
             batch = policy_batch(ids)
             own = batch.columns["old_logprobs"] = actor.logprobs(batch, is_trained=True)
             expected = logprobs(plain, ids).flatten()
-            torch.testing.assert_close(actor.reference_logprobs(batch), expected)
-            assert torch.allclose(own, expected, atol=1e-4) == (number == 0)
+            assert torch.equal(actor.reference_logprobs(batch), expected)
+            assert torch.equal(own, expected) == (number == 0)
             actor.update(batch)
         weights.append(dict(export_weights(model)))
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-4, atol=2e-5)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_a_reward_model_beside_a_critic_with_adapters() -> None:
