@@ -51,8 +51,10 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "lora_bias": (False, None),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"), (None,)),
+    "monteclora_config": (None,),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others are beside a changed W
 }
 
