@@ -366,6 +366,13 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
             "trainer.ppo.max_epochs=0: must be 1 or more",
         ),
     ),
+    "best of n": (
+        "gpt_rs_actor", 1, "trainer.rs.normalize_advantages=True trainer.rs.top_n_rollouts=4",
+        (
+            "trainer.rs.top_n_rollouts=4: all responses would be imitated, bad ones too; lower the last",
+            "trainer.rs.normalize_advantages=True: its advantages are all 1, and whitened 0",
+        ),
+    ),
     "best step that is not validated": (
         "training_rm", 1,
         f"'model.data.data_prefix={{train: {DATA}, validation: {DATA}}}' trainer.rm.save_interval=5 "

@@ -58,6 +58,15 @@ def test_a_critic_in_the_job_has_the_keys_of_its_own_job(archive: Path, name: st
     assert problems(archive, placement=name, critic=critic) == []
 
 
+def test_adapters_that_the_reward_model_beside_it_would_lack_are_refused(archive: Path) -> None:
+    model = {"peft": {"peft_scheme": "lora", "restore_from_path": str(archive)}}
+    critic = {"pretrained_checkpoint": {"restore_from_path": str(archive)}, "model": model}
+    alone = critic | {"trainer": {"ppo": {"combine_rm_and_critic_server": False}}}
+    of_both, of_one = (problems(archive, placement="flatten", critic=given) for given in (critic, alone))
+    (found,) = [line for line in of_both if line not in of_one]
+    assert found.startswith("critic.model.peft.restore_from_path=") and "merge them into its archive" in found
+
+
 def test_all_that_is_wrong_with_it_is_said_at_once(archive: Path) -> None:
     path = {"restore_from_path": str(archive)}
     bad = {"betas": [0.9], "sched": {"name": "constant", "min_lr": 0.1}}

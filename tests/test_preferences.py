@@ -272,6 +272,20 @@ def test_a_pair_is_the_same_in_each_form(files: Path, tokenizer: Tokenizer, tmp_
     assert prefix.prompt_lengths == (5, 5)  # each has a token to learn
 
 
+def test_pairs_that_are_none_are_told(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pair = {"prompt": "Q a:", "chosen": " bc", "rejected": " de"}
+    pairs(tmp_path, tokenizer, pair, pair | {"chosen": "Q a: bc"})
+    assert not caplog.records
+    pairs(tmp_path, tokenizer, pair, pair | {"chosen": "Q a: bc", "rejected": "Q a: de"})
+    assert "in 1 of 2 pairs, both responses begin with the 'prompt', which is then in the text twice" in caplog.text
+    tokenizer.chat_template = CHATML
+    asked, other = [[{"role": "user", "content": c}] for c in "ab"]
+    answers = [{"role": "assistant", "content": c} for c in "cd"]
+    pairs(tmp_path, tokenizer, {"chosen": [*asked, answers[0]], "rejected": [*other, answers[1]]})
+    tokenizer.chat_template = None
+    assert "in 1 of 1 pairs, the chosen and the rejected response are to different prompts" in caplog.text
+
+
 def test_conversations_are_rendered_by_the_template(files: Path, tmp_path: Path) -> None:
     tokenizer = load_nemo_tokenizer(files / "base.nemo")
     tokenizer.chat_template = CHATML
@@ -334,6 +348,7 @@ def test_judged_lines_that_say_something_else_are_refused(
 
 
 def test_a_reward_that_is_no_number_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="'chosen_reward' should be a number"):
-        pairs(tmp_path, tokenizer, {"prompt": "a", "chosen": "b", "rejected": "c", "chosen_reward": "high"})
+    for reward, message in (("high", "a number"), (math.nan, "a finite number"), (math.inf, "a finite number")):
+        with pytest.raises(DataError, match=f"'chosen_reward' should be {message}"):
+            pairs(tmp_path, tokenizer, {"prompt": "a", "chosen": "b", "rejected": "c", "chosen_reward": reward})
     assert math.isfinite(pairs(tmp_path, tokenizer, {"prompt": "a", "chosen": "b", "rejected": "c"})[0].labels[0])

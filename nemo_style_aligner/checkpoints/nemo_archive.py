@@ -280,8 +280,7 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
     """
     logger.info("loading the weights of %s", path)
     with open_source(path) as source:
-        if problems := find_changes(source, _stored_checksums(source)):
-            raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it again")
+        require_undamaged(path, source)
         stored = stored_shapes(source, WEIGHTS)
         per_layer_keys = any(key.startswith(f"{MODEL_PREFIX}decoder.layers.0.") for key in stored)
         parts = model_parts(model.gpt, per_layer_keys=per_layer_keys)
@@ -300,6 +299,12 @@ def load_nemo_weights(path: Path, model: MegatronModel, *, needs_head: bool = Fa
             )
         optional, ignored = ((HEAD_PREFIX,), (_OUTPUT_LAYER,)) if head else ((), ())
         load_sharded_tensors(parts, source, WEIGHTS, optional=optional, ignored=ignored)
+
+
+def require_undamaged(path: Path, source: FileSource) -> None:
+    """Raise DamagedCheckpointError if an archive's files differ from their checksums."""
+    if problems := find_changes(source, _stored_checksums(source)):
+        raise DamagedCheckpointError(f"{path} is damaged: {'; '.join(problems)}. Copy it again")
 
 
 def stored_weights(path: Path) -> Index:

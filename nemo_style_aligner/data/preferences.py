@@ -54,7 +54,8 @@ class ComparisonEncoder(TextEncoder):
     Where a line does not tell where the responses begin, what both texts share is the prompt, but for the last token.
 
     Its settings are those of `TextEncoder`, ``append_eod`` and ``seq_length``. ``counts``: pairs, of which "equal", or
-    too "long", or "without prompt"; pairs "looked at" and "strangers" (`_count_strangers`).
+    too "long", "without prompt", with "other prompts" for either response, or with one that both have "repeated"; pairs
+    "looked at" and "strangers" (`_count_strangers`).
     """
 
     def encode(self, lines: Lines) -> Samples:
@@ -75,6 +76,8 @@ class ComparisonEncoder(TextEncoder):
             elif max(len(chosen), len(rejected)) > self.settings["seq_length"]:
                 counts["long"] += 1
             else:
+                counts["other prompts"] += chosen[:prompt] != rejected[:other_prompt]
+                counts["repeated"] += _repeats(pair[0]) and _repeats(pair[1])
                 if not (prompt and other_prompt):
                     counts["without prompt"] += 1
                     alike = itertools.takewhile(lambda ids: ids[0] == ids[1], zip(chosen, rejected, strict=False))
@@ -108,21 +111,36 @@ class PreferenceEncoder(ComparisonEncoder):
     def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
         """See `TextEncoder`."""
         super().report(counts, paths)
+        files = ", ".join(map(str, paths))
         if counts["without prompt"]:
             logger.info(
                 "%s: %d of %d pairs do not say where their responses begin (no 'prompt'): what both texts share, from "
                 "their beginning, is taken as the prompt, and not learnt",
-                ", ".join(map(str, paths)),
+                files,
                 counts["without prompt"],
                 counts["pairs"],
             )
+        for what, said in (
+            ("other prompts", "the chosen and the rejected response are to different prompts, which are not compared"),
+            ("repeated", "both responses begin with the 'prompt', which is then in the text twice"),
+        ):
+            if counts[what]:
+                warn_for_all_ranks(logger, "%s: in %d of %d pairs, %s", files, counts[what], counts["pairs"], said)
+
+
+def _repeats(text: ScoredText) -> bool:
+    """Whether a response begins with its prompt."""
+    return not text.is_chat and len(text.prompt) > 1 and text.response.startswith(text.prompt)
 
 
 def _given_reward(record: Record, key: str) -> float:
     """What the line says a response is worth; NaN if it does not."""
     if record.fields.get(key) is None:
         return math.nan
-    return float(record.require(key, (int, float), "a number"))
+    value = float(record.require(key, (int, float), "a number"))
+    if not math.isfinite(value):
+        record.fail(f"{key!r} should be a finite number, not {value}")
+    return value
 
 
 class JudgedEncoder(TextEncoder):

@@ -268,6 +268,9 @@ def _best_of_n(view: JobView) -> Iterator[str]:
         yield f"{view.show(BEST, GROUP)}: there are not so many responses to choose from; lower the former"
     if view.get(_ESTIMATOR) == "best_of_n" and (best is None or best == group):
         yield f"{view.show(_ESTIMATOR, GROUP, BEST)}: all responses would be imitated, bad ones too; lower the last"
+    whitens = "trainer.ppo.normalize_advantages"
+    if view.get(_ESTIMATOR) == "best_of_n" and view.get(whitens):
+        yield f"{view.show(_ESTIMATOR, whitens)}: its advantages are all 1, and whitened 0; set {whitens}=null"
 
 
 def _dynamic_sampling(view: JobView) -> Iterator[str]:

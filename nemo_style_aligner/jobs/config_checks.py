@@ -52,7 +52,14 @@ from nemo_style_aligner.jobs.path_checks import (
     resume_problems,
     secret_problems,
 )
-from nemo_style_aligner.jobs.placement import CRITIC_JOB, critic_config, has_critic_here, of_critic, placement_problems
+from nemo_style_aligner.jobs.placement import (
+    CRITIC_JOB,
+    critic_config,
+    has_critic_here,
+    has_reward_model_here,
+    of_critic,
+    placement_problems,
+)
 from nemo_style_aligner.models.adapter_files import adapter_kind
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -392,6 +399,12 @@ def _critic_here(view: JobView) -> Iterator[str]:
     except ConfigError as error:
         yield from str(error).splitlines()
         return
+    start = "critic.model.peft.restore_from_path"
+    if view.get(start) and has_reward_model_here(view.cfg):
+        yield (
+            f"{view.show(start)}: the reward model beside this critic would be without these adapters; merge them into "
+            f"its archive (nsa convert), or set critic.trainer.ppo.combine_rm_and_critic_server=False"
+        )
     yield from map(of_critic, find_problems(CRITIC_JOB, critic, view.training_ranks, view.rank, _OF_MODELS))
 
 

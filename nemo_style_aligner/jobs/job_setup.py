@@ -35,6 +35,7 @@ from nemo_style_aligner.jobs.run_settings import (
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.ending import abort_job, failures
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE, STOPPED_EARLY, write_requeue_file
+from nemo_style_aligner.models.adapter_files import BASE_FINGERPRINT
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.lora import LoraSettings
@@ -322,12 +323,15 @@ def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
     config: Any = OmegaConf.to_container(base.config, resolve=True)
     portable = portable_config(config, base.architecture, cfg.trainer, base.path)
     lora = LoraSettings.from_config(config)
+    identity = on_first_rank(base.identity)
+    if lora is not None:
+        config["peft"][BASE_FINGERPRINT] = cfg.model.peft[BASE_FINGERPRINT] = identity.partition("+")[0]
     is_adapter = lora is not None and config["peft"]["archive"] == "adapter"
     if is_adapter:
         portable |= {"peft": config["peft"], "seed": config["seed"]}
     run.checkpoints.nemo = NemoExport(portable, base.tokenizer, is_adapter)
     _announce_checkpoints(run, base)
-    began_with = on_first_rank(lambda: base_of_run(base.path, base.identity(), base.tokenizer))
+    began_with = on_first_rank(lambda: base_of_run(base.path, identity, base.tokenizer))
     run.checkpoints.run_settings = {**(run.checkpoints.run_settings or {}), **began_with}
     logger.info(
         "%s: %.1f M parameters, %s, %s", base.path, base.architecture.num_parameters / 1e6, base.dtype, run.layout

@@ -89,7 +89,7 @@ def _starting_point(
     batching = MicroBatching(2 * int(method.log_prob_forward_micro_batch_size), cfg.model.max_tokens_per_micro_batch, 2)
     if method.reference_logprobs_dir is None:
         return task, model, frozen_policy(model, base, method.reference_policy_placement), batching
-    described = {"model": on_first_rank(base.identity), "dtype": str(base.dtype)}
+    described = {"model": on_first_rank(base.identity), "shape": str(base.architecture), "dtype": str(base.dtype)}
     if model.adapters:
         described["adapters"] = str(LoraSettings.from_config(base.config))
     folder = Path(method.reference_logprobs_dir).expanduser()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -97,7 +96,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
         scorer.rewards.check(train_prompts.lines() | ({} if val_prompts is None else val_prompts.lines()))
     announce_placement(cfg, base, scorer)
     if isinstance(scorer.values, LocalCritic):
-        load_local_critic(cfg, run, scorer.values)
+        load_local_critic(run, scorer.values)
     scorer.load_models()  # first: while weights arrive, the policy's optimizer takes no memory
     actor = build_actor(cfg, base, base.load(), settings)
     ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
@@ -130,12 +129,11 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     return trainer
 
 
-def load_local_critic(cfg: DictConfig, run: Run, local: LocalCritic) -> None:
+def load_local_critic(run: Run, local: LocalCritic) -> None:
     """Load the critic in this job, and have the checkpoints keep it. Collective."""
     critic = local.load()
     run.checkpoints.beside = {"critic": (critic.model, critic.optimizer)}
-    archive = Path(str(cfg.critic.pretrained_checkpoint.restore_from_path)).expanduser()
-    began_with = on_first_rank(lambda: critic_of_run(archive))
+    began_with = on_first_rank(lambda: critic_of_run(local.base.path, local.base.identity()))
     run.checkpoints.run_settings = {**(run.checkpoints.run_settings or {}), **began_with}
     critic.optimizer.schedule.warn_if_nothing_decays()
 

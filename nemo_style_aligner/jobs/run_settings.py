@@ -9,7 +9,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.checkpoints.manifest import describe_file
-from nemo_style_aligner.checkpoints.nemo_archive import archive_identity
 from nemo_style_aligner.config.schema import may_change
 from nemo_style_aligner.data.datasets import data_source, load_data_prefix
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -64,9 +63,9 @@ def base_of_run(path: Path, identity: str, tokenizer: Tokenizer) -> dict[str, st
     return {_BASE: str(path), _IDENTITY: identity, _TOKENIZER: tokenizer.fingerprint()}
 
 
-def critic_of_run(path: Path) -> dict[str, str]:
-    """What a run's settings keep of a critic that is trained in its job. Not collective."""
-    return {_CRITIC: str(path), _CRITIC_IDENTITY: archive_identity(path)[:16]}
+def critic_of_run(path: Path, identity: str) -> dict[str, str]:
+    """What a run's settings keep of a critic that is trained in its job."""
+    return {_CRITIC: str(path), _CRITIC_IDENTITY: identity}
 
 
 def why_another_critic(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from nemo_style_aligner.checkpoints.directory import STATE, is_training_checkpoint, present_name
 from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, describe_file, find_damage
-from nemo_style_aligner.checkpoints.nemo_archive import WEIGHTS, archive_identity, load_nemo_config
+from nemo_style_aligner.checkpoints.nemo_archive import WEIGHTS, archive_identity, load_nemo_config, require_undamaged
 from nemo_style_aligner.checkpoints.sharded_tensors import (
     ADAPTER_PREFIX,
     HEAD_PREFIX,
@@ -27,12 +28,18 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     stored_shapes,
 )
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.models.lora import LoraSettings, fill
+from nemo_style_aligner.models.lora import A_WEIGHT, B_WEIGHT, LoraSettings, fill
 from nemo_style_aligner.parsing import parse_yaml, read_json
+from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.wording import some_of
 
+logger = logging.getLogger(__name__)
+
 PEFT_CONFIG, _PEFT_WEIGHTS, _PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+BASE_FINGERPRINT = "base_fingerprint"
+"""Key of ``model.peft`` in the files of a job with adapters: the `archive_identity` of their base, its first digits."""
+
 _SCORE = "score."  # what PEFT's files have of a classifier's head
 # Of PEFT's settings, those under which an adapter is not W x + alpha / rank * B A x with one alpha and rank.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -44,6 +51,11 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    **dict.fromkeys(("layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"), (None,)),
+    "monteclora_config": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others are beside a changed W
 }
 
 
@@ -67,6 +79,20 @@ class AdapterKind:
         """What an archive's config needs to say of the reward head that the files have."""
         names = ("reward_model_type", "regression", "use_avg_pool", "force_head_dtype", "reward_standardization")
         return {name: self.model[name] for name in names if self.model.get(name) is not None}
+
+    def warn_of_other_base(self, base: Path) -> None:
+        """Warn if the files say that the adapters were trained beside another archive than ``base``."""
+        then = (self.model.get("peft") or {}).get(BASE_FINGERPRINT)
+        if then is not None and then != (now := archive_identity(base)[:16]):
+            warn_for_all_ranks(
+                logger,
+                "the adapters of %s were trained beside an archive with the fingerprint %s; that of %s is %s: is it "
+                "the same model?",
+                self.path,
+                then,
+                base,
+                now,
+            )
 
     def problem(self, lora: LoraSettings) -> str | None:
         """Why a job's adapters cannot begin with these; None: they can."""
@@ -139,6 +165,8 @@ def read_adapter(kind: AdapterKind) -> dict[str, torch.Tensor]:
         if problems := find_damage(kind.path):
             raise CheckpointMismatchError(f"{kind.path} is damaged: {'; '.join(problems)}")
     with open_source(kind.path) as source:
+        if folder == WEIGHTS:
+            require_undamaged(kind.path, source)
         shapes = stored_shapes(source, folder)
         tensors = {key: torch.empty(shapes[key]) for key in shapes if key.startswith((ADAPTER_PREFIX, HEAD_PREFIX))}
         if not any(key.startswith(ADAPTER_PREFIX) for key in tensors):
@@ -160,7 +188,7 @@ def _read_peft(path: Path) -> dict[str, torch.Tensor]:
         name = stored_name.removeprefix(_PEFT_PREFIX)
         if name.startswith(_SCORE):
             tensors[HEAD_PREFIX + name.removeprefix(_SCORE)] = tensor
-        elif name.endswith((".lora_A.weight", ".lora_B.weight")):
+        elif name.endswith((A_WEIGHT, B_WEIGHT)):
             tensors[ADAPTER_PREFIX + name] = tensor
         else:
             raise ValueError(
@@ -173,7 +201,7 @@ def _read_peft(path: Path) -> dict[str, torch.Tensor]:
 def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:
     """Fill a model's adapters, and its reward head if the files have one. Collective.
 
-    A matrix whose adapter is not in PEFT's files keeps the first values of its own, under which it is as without.
+    A matrix whose adapter is not in PEFT's files has one that adds nothing.
 
     Raises:
         CheckpointMismatchError: there are adapters for which the model has no place, or of other shapes.
@@ -199,6 +227,9 @@ def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:
             )
     with torch.no_grad():
         fill([part for part in parts if part.key in tensors], lambda part: tensors[part.key])
+        for part in parts:
+            if part.key.startswith(ADAPTER_PREFIX) and part.key.endswith(B_WEIGHT) and part.key not in tensors:
+                part.data.zero_()
 
 
 def _everywhere(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -39,7 +39,7 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_to
 from nemo_style_aligner.data.tokenizer_export import save_as_trained
 from nemo_style_aligner.launch.ending import abort_job, install_excepthook, shutdown
 from nemo_style_aligner.launch.initialization import initialize
-from nemo_style_aligner.models.adapter_files import adapter_kind, load_adapter, read_adapter, write_peft
+from nemo_style_aligner.models.adapter_files import AdapterKind, adapter_kind, load_adapter, read_adapter, write_peft
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.lora import LoraSettings, add_adapters
@@ -236,6 +236,7 @@ def checkpoint_to_nemo(
         architecture.require_weights(tensors, checkpoint)
     model = build_model(architecture, {}, dtype or job.dtype, head=head, trainable=False, initialize=False)
     if lora is not None:
+        AdapterKind(checkpoint, lora.rank, lora.alpha, config).warn_of_other_base(job.base)
         load_nemo_weights(job.base, model)
         model.adapters = add_adapters(model.gpt, architecture, model.layout, lora)
     restore_model(checkpoint, model)
@@ -255,7 +256,10 @@ def adapter_to_nemo(adapter: Path, output: Path, dtype: torch.dtype, *, base: Pa
         ValueError: adapters of a kind that is not supported.
     """
     kind, config = adapter_kind(adapter), read_base_config(str(base), "--base")[1]
-    load_nemo_tokenizer(base)
+    kind.warn_of_other_base(base)
+    tokenizer = load_nemo_tokenizer(base)
+    if TEXT_FORMAT in kind.model:  # of the texts that the adapters were trained on
+        tokenizer.format = TextFormat.from_config(kind.model[TEXT_FORMAT], str(kind.path))
     architecture = ModelArchitecture.from_nemo_config(config)
     on_first_rank(lambda: make_place(output))
     head = RewardHeadConfig.from_model_config(config | kind.head) if "reward_model_type" in config | kind.head else None
@@ -265,7 +269,7 @@ def adapter_to_nemo(adapter: Path, output: Path, dtype: torch.dtype, *, base: Pa
     model.adapters = add_adapters(model.gpt, architecture, model.layout, lora)
     load_adapter(kind, model)
     history = [*config.get(HISTORY, ()), f"merged with {adapter.absolute()}"]
-    save_nemo(output, model, config | kind.head | {HISTORY: history}, load_nemo_tokenizer(base))
+    save_nemo(output, model, config | kind.head | {HISTORY: history}, tokenizer)
     return architecture
 
 

@@ -65,7 +65,7 @@ class FrozenWeights:
         if placement == "auto":
             placement = choose_placement(model)
         self._model = model
-        self._beside: list[_Beside] = []
+        self._beside: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._second: MegatronModel | None = None
         self._frozen: dict[str, torch.Tensor] = {}
         self._stash: dict[str, torch.Tensor] = {}
@@ -73,7 +73,7 @@ class FrozenWeights:
         self.is_in_place = False
         self._is_stashed = False  # whether the stash has the model's own weights as they are now
         if model.adapters:
-            self._beside = [_Beside(parameter) for parameter in model.trained_parameters()]
+            self._beside = {parameter: parameter.detach().clone() for parameter in model.trained_parameters()}
         elif placement == "resident":
             self._second = build()
             source = dict(model.named_parameters())
@@ -135,25 +135,14 @@ class FrozenWeights:
             self._is_stashed = False
 
     def _exchange(self) -> None:
-        for beside in self._beside:
-            beside.exchange()
+        for parameter, other in self._beside.items():
+            # Without copies: kept activations still know the values that the parameter has now.
+            self._beside[parameter], parameter.data = parameter.data, other
         self.is_in_place = not self.is_in_place
 
     def _load(self, weights: dict[str, torch.Tensor]) -> None:
         # In place: the parameters are views into megatron's contiguous buffers.
         _copy(weights, dict(self._model.named_parameters()))
-
-
-class _Beside:
-    """A parameter's values of now, kept beside those that it goes on to have."""
-
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
-        self._parameter = parameter
-        self._other = parameter.detach().clone()
-
-    def exchange(self) -> None:
-        """Let the parameter have the other values, where they are: kept activations still know its own."""
-        self._parameter.data, self._other = self._other, self._parameter.data
 
 
 class FrozenModel:

@@ -48,6 +48,9 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 }
 """NeMo's names of linear layers, and of groups of them, and the modules of a transformer layer that they mean."""
 
+A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
+"""How PEFT's names of an adapter's two matrices end."""
+
 _INITS: Mapping[str, Callable[..., torch.Tensor]] = {
     "xavier": torch.nn.init.xavier_normal_,
     "kaiming": lambda weight, generator: torch.nn.init.kaiming_uniform_(weight, math.sqrt(5), generator=generator),
@@ -190,7 +193,7 @@ class Adapter(torch.nn.Module):
         def first(part: Part) -> torch.Tensor:
             if part.key not in whole:
                 generator = torch.Generator().manual_seed(derive_seed(lora.seed, part.key))
-                init = _INITS[lora.init_a if part.key.endswith(_A) else lora.init_b]
+                init = _INITS[lora.init_a if part.key.endswith(A_WEIGHT) else lora.init_b]
                 whole[part.key] = init(torch.empty(part.shape), generator=generator)
             return whole[part.key]
 
@@ -203,7 +206,7 @@ class Adapter(torch.nn.Module):
         rank, is_row, is_first = self.rank, self._is_row_parallel, self._tp_rank == 0
         of_a = [
             Part(
-                ADAPTER_PREFIX + name + _A,
+                ADAPTER_PREFIX + name + A_WEIGHT,
                 (rank, shape[1]),
                 (0, self._tp_rank * self.a.shape[1] if is_row else 0),
                 self.a.detach()[i * rank : (i + 1) * rank],
@@ -212,11 +215,11 @@ class Adapter(torch.nn.Module):
             for i, (name, shape) in enumerate(zip(self.names, shapes, strict=True))
         ]
         if is_row:
-            whole = Part(ADAPTER_PREFIX + self.names[0] + _B, (shapes[0][0], rank), (0, 0), self.b.detach(), is_first)
-            return [(self.a, of_a), (self.b, [whole])]
+            key, b = ADAPTER_PREFIX + self.names[0] + B_WEIGHT, self.b.detach()
+            return [(self.a, of_a), (self.b, [Part(key, (shapes[0][0], rank), (0, 0), b, is_first)])]
         of_b = [
             Part(
-                ADAPTER_PREFIX + self.names[piece.part] + _B,
+                ADAPTER_PREFIX + self.names[piece.part] + B_WEIGHT,
                 (shapes[piece.part][0], rank),
                 (piece.start, 0),
                 self.b.detach()[piece.offset : piece.offset + piece.length],
@@ -259,9 +262,6 @@ class Adapter(torch.nn.Module):
         """This rank's part of W + alpha / rank * B A, of W's dtype, in new memory; summed in fp32."""
         whole = torch.addmm(weight.float(), self._own_b().float(), self.a.float(), alpha=self.scale)
         return whole.to(weight.dtype)
-
-
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def fill(parts: list[Part], whole: Callable[[Part], torch.Tensor]) -> None:

@@ -81,7 +81,9 @@ class BaseModel:
         model = self.build(head=head, trainable=trainable)
         load_nemo_weights(self.path, model, needs_head=needs_head)
         if model.adapters and (adapter := self.config.peft.restore_from_path):
-            load_adapter(adapter_kind(Path(str(adapter))), model)
+            kind = adapter_kind(Path(str(adapter)))
+            kind.warn_of_other_base(self.path)
+            load_adapter(kind, model)
         return model
 
 

@@ -207,8 +207,11 @@ class RLTrainer(TrainingLoop):
     def _best(self, collected: Collected, count: int) -> tuple[Collected, dict[str, float]]:
         """The samples with the largest rewards of each group; the mean of all rewards, and of theirs. Collective."""
         with self.timer("critic_wait"):
-            rewards = collected.wait_for_rewards().rewards
+            scores = collected.wait_for_rewards()
+        rewards = scores.rewards
         best = GroupedSamples(groups=collected.groups, counts=rewards.isfinite()).best(rewards, count)
+        dropped = torch.ones(len(rewards), dtype=torch.bool).index_fill(0, torch.tensor(best), False)
+        self._report_missing(collected, scores, dropped)
         means = {"rewards": rewards.nanmean().item(), "best_rewards": rewards[best].nanmean().item()}
         return collected.only(best), means
 
@@ -218,9 +221,12 @@ class RLTrainer(TrainingLoop):
             scores = collected.wait_for_rewards()
         grouped = GroupedSamples(groups=collected.groups, counts=scores.rewards.isfinite())
         is_uniform = grouped.is_uniform(scores.rewards)
-        prompt_ids = torch.tensor([prompt.prompt_id for prompt in collected.prompts])
-        report_missing_rewards(scores, prompt_ids, is_uniform, self.settings.nonfinite)
+        self._report_missing(collected, scores, is_uniform)
         return (~is_uniform).nonzero()[:, 0].tolist(), is_uniform.nonzero()[:, 0].tolist()
+
+    def _report_missing(self, collected: Collected, scores: Scores, dropped: torch.Tensor) -> None:
+        prompt_ids = torch.tensor([prompt.prompt_id for prompt in collected.prompts])
+        report_missing_rewards(scores, prompt_ids, dropped, self.settings.nonfinite)
 
     def deal(self, collected: Collected) -> Rollouts:
         """Give each data-parallel rank its share, even in every update of the first pass over the samples."""
