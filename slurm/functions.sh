@@ -280,10 +280,10 @@ train() {
 # serve NAME HOST PORT: start a service, which the function start_NAME does, and look after it from now on.
 serve() {
     SERVICE_AT[$1]="$2 $3" SERVICE_RESTARTS[$1]=0 SERVICE_WAS_READY[$1]=
-    start_service "$1"
+    begin_service "$1"
 }
 
-start_service() {
+begin_service() { # no start_NAME: a plan's services have such names
     "start_$1"
     SERVICE_PROCESS[$1]=$STARTED SERVICE_STATE[$1]=starting
 }
@@ -336,5 +336,5 @@ replace() {
     fi
     SERVICE_RESTARTS[$1]=$((SERVICE_RESTARTS[$1] + 1))
     say "restart ${SERVICE_RESTARTS[$1]} of the $1, $CRITIC_RESTARTS at most"
-    start_service "$1"
+    begin_service "$1"
 }

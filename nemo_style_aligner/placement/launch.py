@@ -177,7 +177,9 @@ def on_this_machine(plan: Plan) -> Iterator[Start]:
 
 def _dealt_gpus(plan: Plan) -> dict[str, dict[str, str]]:
     """The variable that says which GPUs of this machine are a job's, where the jobs together need no more than all."""
-    gpus, wanting = visible_gpus(), {n: j.devices for n, j in plan.jobs.items() if "CUDA_VISIBLE_DEVICES" not in j.env}
+    named = {n: j.env["CUDA_VISIBLE_DEVICES"].split(",") for n, j in plan.jobs.items() if "CUDA_VISIBLE_DEVICES" in j.env}
+    gpus = [gpu for gpu in visible_gpus() if not any(gpu in given for given in named.values())]
+    wanting = {name: job.devices for name, job in plan.jobs.items() if name not in named}
     if sum(wanting.values()) > len(gpus):
         if gpus and len(wanting) > 1:
             ranks = counted(sum(wanting.values()), "ranks")

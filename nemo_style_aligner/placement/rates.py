@@ -88,7 +88,7 @@ def device_named(name: str) -> Device:
     """
     if name not in DEVICES:
         raise UserError(
-            f"no rates of {name!r}: give one of {', '.join(DEVICES)}, or measure this machine's (--measure)"
+            f"no rates of {name!r}: give one of {', '.join(DEVICES)}, or `here`, which measures this machine"
         )
     return DEVICES[name]
 
