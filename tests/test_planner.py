@@ -108,7 +108,7 @@ def test_scores_of_the_next_round_wait_for_a_critic_that_trains() -> None:
 
 
 def test_equal_arguments_give_equal_times_and_a_thousand_engines_take_seconds() -> None:
-    model = Model(MODELS["8b"], H100)
+    model = Model(MODELS["8b"], device=H100)
     engines = Engines(1000, 16, lambda b, kv: model.decode(1, b, kv), lambda tokens: model.prefill(1, tokens))
     steps = draw_steps(Lengths(100), Lengths(330, 1.0, 2048), 8000, 8, 2)
     assert simulate(Job(engines, nothing), steps) == simulate(Job(engines, nothing), steps)
@@ -119,24 +119,24 @@ def test_equal_arguments_give_equal_times_and_a_thousand_engines_take_seconds() 
 
 def test_decode_steps_are_those_that_were_measured() -> None:
     """Kernels of NVIDIA's tables put together for 70B on 8 H100, and this project's engine with 8B on one H200."""
-    model = Model(MODELS["70b"], H100)
+    model = Model(MODELS["70b"], device=H100)
     measured = {1: 9.9, 8: 10.42, 16: 10.75, 32: 12.25, 64: 14.48, 128: 17.5, 256: 23.28}
     for batch, milliseconds in measured.items():
         assert 1e3 * model.decode(8, batch, 800 * batch) == pytest.approx(milliseconds, rel=0.10)
-    assert 1e3 * Model(MODELS["8b"], H200).decode(1, 1, 256) == pytest.approx(4.85, rel=0.05)
+    assert 1e3 * Model(MODELS["8b"], device=H200).decode(1, 1, 256) == pytest.approx(4.85, rel=0.05)
 
 
 def test_parameters_of_ranks_add_up_to_the_model() -> None:
     a = MODELS["70b"]
     assert a.num_parameters == pytest.approx(70.6e9, rel=0.01)
-    model = Model(a, H100)
+    model = Model(a, device=H100)
     assert model.weights(Layout()) == pytest.approx(2 * a.num_parameters)
     assert model.weights(Layout(8, 1)) * 8 == pytest.approx(2 * a.num_parameters)
     assert model.optimizer(Layout(8, 1, 4)) == pytest.approx(12 * a.num_parameters / 32)
 
 
 def test_more_ranks_take_less_time_but_not_in_proportion() -> None:
-    model, steps = Model(MODELS["8b"], H100), draw_steps(Lengths(256), Lengths(330, 1.0, 2048), 256, 1, 1)[0]
+    model, steps = Model(MODELS["8b"], device=H100), draw_steps(Lengths(256), Lengths(330, 1.0, 2048), 256, 1, 1)[0]
     times = [model.training(Layout(1, 1, dp), steps, 8192, 128) for dp in (8, 16, 32)]
     assert times[0] > times[1] > times[2] > times[0] / 4
     few = steps[:8]  # a sample for each rank: stages wait for one another, and nothing is gained
@@ -249,7 +249,7 @@ def test_it_starts_as_a_module_and_reads_a_model_of_a_folder(tmp_path: Path) -> 
 def test_rates_as_in_a_run(tmp_path: Path) -> None:
     """Metrics that a device of known rates would have logged give its rates back."""
     a = ModelArchitecture(4, 128, 256, 4, 2, 1000)
-    model = Model(a, H100)
+    model = Model(a, device=H100)
     work = 64 * a.forward_operations(30, 20)
     seconds = {
         "logprobs": work / H100.products / 0.5,

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Layout, Model, Sample
+from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Layout, Model, Sample, Sizes
 from nemo_style_aligner.placement.rates import Device
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
 from nemo_style_aligner.placement.workload import mean_context
@@ -32,6 +32,11 @@ class Cluster:
     nodes: int
     devices: int
     device: Device
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that models get."""
+        return self.device.memory - self.device.reserved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +63,24 @@ class Run:
     group: int = 1
     micro_batch: int = 8192
     itemsize: int = 2
+
+    def sizes(self, shape: ModelArchitecture) -> Sizes:
+        """The bytes of one of its models."""
+        return Sizes(shape, self.itemsize)
+
+    def model(self, shape: ModelArchitecture, device: Device) -> Model:
+        """The bytes and seconds of one of its models."""
+        return Model(shape, self.itemsize, device=device)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(sample.tokens for step in self.steps for sample in step)
+
+    @property
+    def held_tokens(self) -> float:
+        """Tokens of the cache that a slot needs on average, with a reserve."""
+        return _KV_RESERVE * statistics.fmean(map(mean_context, self.steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,41 +152,36 @@ class Candidate:
         return (self.generating or self.actor.layout.ranks) // self.engine_tp
 
 
-def predicted(run: Run, cluster: Cluster, plan: Candidate, *, slowness: tuple[float, ...] = ()) -> dict[str, float]:
+def predicted(run: Run, cluster: Cluster, plan: Candidate) -> dict[str, float]:
     """Mean seconds of a step and its phases; with staleness, of the steps after the first."""
-    found = simulate(simulated_job(run, cluster, plan, slowness=slowness), run.steps)
+    found = simulate(simulated_job(run, cluster, plan), run.steps)
     counted = found[1:-1] if plan.staleness and len(found) > 2 else found
     names = dict.fromkeys(name for phases in counted for name in phases)
     return {name: statistics.fmean(phases.get(name, 0.0) for phases in counted) for name in names}
 
 
-def simulated_job(run: Run, cluster: Cluster, plan: Candidate, *, slowness: tuple[float, ...] = ()) -> Job:
+def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
     """A plan as the simulator wants it."""
-    policy = Model(run.policy, cluster.device, run.itemsize)
+    policy = run.model(run.policy, cluster.device)
     engines = Engines(
         plan.engines,
         plan.slots,
         decode=lambda batch, tokens: policy.decode(plan.engine_tp, batch, tokens),
         prefill=lambda tokens: policy.prefill(plan.engine_tp, tokens),
-        slowness=slowness,
         samples_per_prompt=run.group,
     )
     has_service = plan.critic is not None and plan.strategy != "flatten"
-
-    def score(samples: Sequence[Sample]) -> float:
-        return _score_seconds(run, cluster, plan, samples)
-
     return Job(
         engines,
         lambda samples: _step_costs(run, cluster, plan, samples),
-        score=score if has_service else None,
+        score=(lambda samples: _score_seconds(run, cluster, plan, samples)) if has_service else None,
         score_batch=scored_together(plan.critic.layout) if plan.critic else 1,
         staleness=plan.staleness,
     )
 
 
 def _score_seconds(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[Sample]) -> float:
-    models = [Model(shape, cluster.device, run.itemsize) for shape in (run.critic, run.reward) if shape is not None]
+    models = [run.model(shape, cluster.device) for shape in (run.critic, run.reward) if shape is not None]
     layout = (plan.critic or plan.actor).layout
     return sum(model.forward(layout, samples, run.micro_batch) for model in models)
 
@@ -183,7 +201,7 @@ def pass_tokens(run: Run, layout: Layout, samples: int) -> int:
 
 
 def _step_costs(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[Sample]) -> StepCosts:
-    policy, layout, saved = Model(run.policy, cluster.device, run.itemsize), plan.actor.layout, plan.actor.saved
+    policy, layout, saved = run.model(run.policy, cluster.device), plan.actor.layout, plan.actor.saved
     forward = policy.forward(layout, samples, run.micro_batch)
     refit = policy.refit(layout, plan.engine_tp, is_apart=plan.generating > 0)
     refit += policy.away(policy.weights(Layout(plan.engine_tp))) if saved.unload else 0.0
@@ -195,7 +213,7 @@ def _step_costs(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[S
         logprobs=forward,
         init_logprobs=forward + swapped if run.has_reference else 0.0,
         train=_training(run, policy, plan.actor, samples),
-        train_critic=_training(run, Model(run.critic, cluster.device, run.itemsize), plan.critic, samples)
+        train_critic=_training(run, run.model(run.critic, cluster.device), plan.critic, samples)
         if run.critic is not None and plan.critic is not None
         else 0.0,
     )
@@ -210,91 +228,73 @@ def _training(run: Run, model: Model, fit: Fit, samples: Sequence[Sample]) -> fl
 
 # ---- memory -------------------------------------------------------------------------------------
 
+Use = Callable[[Layout, Savings], tuple[dict[str, float], int]]
+"""Bytes of a rank by use, and the slots of its engine."""
 
-def trained(run: Run, cluster: Cluster, shape: ModelArchitecture, layout: Layout, saved: Savings) -> dict[str, float]:
-    """Bytes of a rank that trains a model, by use."""
-    model = Model(shape, cluster.device, run.itemsize)
+
+def _trained(run: Run, shape: ModelArchitecture, layout: Layout, saved: Savings) -> dict[str, float]:
+    """Bytes of a rank that trains a model."""
+    sizes = run.sizes(shape)
     return {
-        "weights": model.weights(layout),
-        "gradients": model.gradients(layout),
-        "Adam": model.optimizer(layout),
-        "activations": model.activations(layout, max(run.micro_batch, _longest(run)), saved.granularity),
+        "weights": sizes.weights(layout),
+        "gradients": sizes.gradients(layout),
+        "Adam": sizes.optimizer(layout),
+        "activations": sizes.activations(layout, max(run.micro_batch, run.longest), saved.granularity),
     }
 
 
-def _longest(run: Run) -> int:
-    return max(sample.tokens for step in run.steps for sample in step)
+def _in_turn(trained: Mapping[str, float], saved: Savings) -> float:
+    """Bytes of these that are there only while the model trains."""
+    return trained["activations"] + (trained["gradients"] + trained["Adam"] if saved.offload else 0.0)
 
 
-def _at_rest(used: Mapping[str, float], saved: Savings) -> float:
-    """Bytes of `trained` while the model does not train."""
-    return used["weights"] + (0.0 if saved.offload else used["gradients"] + used["Adam"])
-
-
-def _frozen(run: Run, cluster: Cluster, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
+def _frozen(run: Run, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
     """Bytes of a model that is not trained, while another one trains."""
-    return 0.0 if shape is None or saved.swap else Model(shape, cluster.device, run.itemsize).weights(layout)
+    return 0.0 if shape is None or saved.swap else run.sizes(shape).weights(layout)
 
 
-def held_tokens(run: Run) -> float:
-    """Tokens of the cache that a slot needs on average, with a reserve."""
-    return _KV_RESERVE * statistics.fmean(map(mean_context, run.steps))
-
-
-def _held(run: Run, cluster: Cluster, engine_tp: int) -> float:
-    """Bytes of keys and values that a slot needs on each rank of its engine."""
-    return held_tokens(run) * Model(run.policy, cluster.device, run.itemsize).kv_bytes(engine_tp)
-
-
-def _slots(run: Run, cluster: Cluster, engine_tp: int, engines: int, free: float) -> int:
+def _slots(run: Run, engine_tp: int, engines: int, free: float) -> int:
     """Responses that an engine with so many free bytes on each rank can generate at the same time."""
-    held = _held(run, cluster, engine_tp)
-    if free < max(held, _longest(run) * Model(run.policy, cluster.device, run.itemsize).kv_bytes(engine_tp)):
+    of_token = run.sizes(run.policy).kv_bytes(engine_tp)
+    if free < max(run.held_tokens, run.longest) * of_token:
         return 0
-    wanted = -(-len(run.steps[0]) // engines)
+    wanted, held = -(-len(run.steps[0]) // engines), run.held_tokens * of_token
     return next(slots for slots in SLOTS if (slots <= wanted and slots * held <= free) or slots == 1)
 
 
-def _critic_use(run: Run, cluster: Cluster, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
-    """Bytes of a rank of the critic job."""
+def _critic_use(run: Run, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
+    """`Use` of a rank of the critic job."""
     assert run.critic is not None
-    used = trained(run, cluster, run.critic, layout, saved)
-    return used | {"reward model": _frozen(run, cluster, run.reward, layout, saved)}, _ENOUGH_SLOTS
+    used = _trained(run, run.critic, layout, saved)
+    return used | {"reward model": _frozen(run, run.reward, layout, saved)}, _ENOUGH_SLOTS
 
 
 def _actor_use(
-    run: Run, cluster: Cluster, layout: Layout, saved: Savings, engine_tp: int | None, has_critic: bool
+    run: Run, room: float, layout: Layout, saved: Savings, engine_tp: int | None, has_critic: bool
 ) -> tuple[dict[str, float], int]:
-    """Bytes of an actor's rank in training, and the slots of its engine.
+    """`Use` of an actor's rank in training.
 
     Args:
+        room: bytes of a device.
         engine_tp: None: engines are elsewhere.
         has_critic: it is on the same ranks, in the same layout; either trains while the other rests.
     """
-    used = trained(run, cluster, run.policy, layout, saved)
-    used["initial policy"] = _frozen(run, cluster, run.policy if run.has_reference else None, layout, saved)
+    trained = _trained(run, run.policy, layout, saved)
+    used = trained | {"initial policy": _frozen(run, run.policy if run.has_reference else None, layout, saved)}
     if has_critic and run.critic is not None:
-        value = trained(run, cluster, run.critic, layout, saved)
-        active = sum(value.values()) - _at_rest(value, saved)
-        more = active - (
-            used["gradients"] + used["Adam"] + used["activations"] if saved.offload else used["activations"]
-        )
-        used["critic"] = _at_rest(value, saved) + max(0.0, more)
-        used["reward model"] = _frozen(run, cluster, run.reward, layout, saved)
+        value = _trained(run, run.critic, layout, saved)
+        more = max(0.0, _in_turn(value, saved) - _in_turn(trained, saved))
+        used["critic"] = sum(value.values()) - _in_turn(value, saved) + more
+        used["reward model"] = _frozen(run, run.reward, layout, saved)
     if engine_tp is None:
         return used, _ENOUGH_SLOTS
-    policy = Model(run.policy, cluster.device, run.itemsize)
-    engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else policy.weights(Layout(engine_tp))
-    total = sum(used.values())
-    beside = total - used["weights"] - used["gradients"] - used["Adam"] - used["activations"] + _at_rest(used, saved)
-    free = cluster.device.memory - cluster.device.reserved - engine - (beside if saved.unload else max(beside, total))
-    slots = _slots(run, cluster, engine_tp, layout.ranks // engine_tp, free)
+    sizes = run.sizes(run.policy)
+    engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else sizes.weights(Layout(engine_tp))
+    beside = sum(used.values()) - (_in_turn(trained, saved) if saved.unload else 0.0)
+    slots = _slots(run, engine_tp, layout.ranks // engine_tp, room - engine - beside)
     if not saved.unload:
-        used["engine"] = engine + slots * _held(run, cluster, engine_tp)
+        used["engine"] = engine + slots * run.held_tokens * sizes.kv_bytes(engine_tp)
     return used, slots
-
-
-Use = Callable[[Layout, Savings], tuple[dict[str, float], int]]
 
 
 def _fitting(run: Run, cluster: Cluster, shape: ModelArchitecture, ranks: int, who: str, use: Use) -> list[Fit]:
@@ -309,9 +309,8 @@ def _fitting(run: Run, cluster: Cluster, shape: ModelArchitecture, ranks: int, w
         best: Fit | None = None
         for saved in LADDER:
             used, slots = use(layout, saved)
-            total = sum(used.values()) + cluster.device.reserved
-            if total > cluster.device.memory or not slots:
-                short.append((total, _shortage(who, layout, used, cluster.device, slots)))
+            if (total := sum(used.values())) > cluster.room or not slots:
+                short.append((total, _shortage(who, layout, used, cluster, slots)))
             elif best is None or slots > best.slots:
                 best = Fit(layout, saved, slots, used)
                 if slots >= _ENOUGH_SLOTS:
@@ -323,12 +322,12 @@ def _fitting(run: Run, cluster: Cluster, shape: ModelArchitecture, ranks: int, w
     return found
 
 
-def _shortage(who: str, layout: Layout, used: Mapping[str, float], device: Device, slots: int) -> str:
-    total = sum(used.values()) + device.reserved
+def _shortage(who: str, layout: Layout, used: Mapping[str, float], cluster: Cluster, slots: int) -> str:
+    total, memory = sum(used.values()) + cluster.device.reserved, cluster.device.memory
     parts = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in used.items() if size >= 5e8)
-    if total <= device.memory and not slots:
-        return f"{who}, {layout}: a rank has no room for the engine beside {parts} GB, of {device.memory / 1e9:.0f}"
-    return f"{who}, {layout}: a rank needs {total / 1e9:.0f} GB of {device.memory / 1e9:.0f} ({parts})"
+    if total <= memory and not slots:
+        return f"{who}, {layout}: a rank has no room for the engine beside {parts} GB, of {memory / 1e9:.0f}"
+    return f"{who}, {layout}: a rank needs {total / 1e9:.0f} GB of {memory / 1e9:.0f} ({parts})"
 
 
 # ---- which there are ----------------------------------------------------------------------------
@@ -403,14 +402,14 @@ def _of_split(
     engine_tp: int,
     staleness: Sequence[int],
 ) -> list[Candidate]:
-    policy, critic = Model(run.policy, cluster.device, run.itemsize), None
+    policy, critic = run.model(run.policy, cluster.device), None
     if critic_nodes and run.critic is not None:
-        value = Model(run.critic, cluster.device, run.itemsize)
-        use: Use = functools.partial(_critic_use, run, cluster)
+        value = run.model(run.critic, cluster.device)
+        use: Use = functools.partial(_critic_use, run)
         fits = _fitting(run, cluster, run.critic, critic_nodes * cluster.devices, "critic", use)
         critic = min(fits, key=lambda fit: _training(run, value, fit, run.steps[0]))
     tp = None if generating else engine_tp
-    use = functools.partial(_actor_use, run, cluster, engine_tp=tp, has_critic=strategy == "flatten")
+    use = functools.partial(_actor_use, run, cluster.room, engine_tp=tp, has_critic=strategy == "flatten")
     fits = _fitting(run, cluster, run.policy, nodes * cluster.devices - generating, "actor", use)
 
     def seconds(fit: Fit) -> float:
@@ -424,10 +423,9 @@ def _of_split(
     slots, used = actor.slots, dict[str, float]()
     if generating:
         used["weights"] = policy.weights(Layout(engine_tp))
-        free = cluster.device.memory - cluster.device.reserved - used["weights"]
-        slots = _slots(run, cluster, engine_tp, generating // engine_tp, free)
+        slots = _slots(run, engine_tp, generating // engine_tp, cluster.room - used["weights"])
         if not slots:
-            raise DoesNotFitError(_shortage("a rank that generates", Layout(engine_tp), used, cluster.device, 0))
-        used["keys and values"] = slots * _held(run, cluster, engine_tp)
+            raise DoesNotFitError(_shortage("a rank that generates", Layout(engine_tp), used, cluster, 0))
+        used["keys and values"] = slots * run.held_tokens * policy.kv_bytes(engine_tp)
     plan = Candidate(strategy, (nodes, critic_nodes), actor, critic, generating, engine_tp, slots, 0, used)
     return [dataclasses.replace(plan, staleness=age) for age in (staleness if generating else (0,))]

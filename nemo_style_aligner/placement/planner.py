@@ -20,7 +20,6 @@ from nemo_style_aligner.placement.candidates import (
     Fit,
     Run,
     candidates,
-    held_tokens,
     pass_tokens,
     predicted,
     scored_together,
@@ -64,7 +63,9 @@ def _cluster(options: SimpleNamespace, run: Run) -> Cluster:
     parts = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(\w+)", options.cluster.lower())
     if parts is None:
         raise UserError(f"--cluster {options.cluster}: give nodes, devices of each and their type, such as 12x8xh100")
-    device = measured_here() if parts[3] == "here" else device_named(parts[3])
+    device = measured_here(run.itemsize) if parts[3] == "here" else device_named(parts[3])
+    if run.itemsize == 4 and parts[3] != "here" and not options.as_in:
+        raise UserError("--precision 32: the tables have rates of bf16 alone; give --as-in, or `here` as the type")
     if options.as_in:
         device = as_in_run(device, options.as_in, run.policy, options.as_in_ranks, run.itemsize)
     return Cluster(int(parts[1]), int(parts[2]), device)
@@ -224,8 +225,7 @@ class PlannedKeys:
     def __init__(self, run: Run, plan: Candidate) -> None:
         self._run = run
         self._plan = plan
-        longest = max(sample.tokens for step in run.steps for sample in step)
-        self._length = -(-longest // 64) * 64
+        self._length = -(-run.longest // 64) * 64
 
     def actor(self, options: SimpleNamespace) -> dict[str, Any]:
         """The actor's, with those of flatten's critic."""
@@ -241,7 +241,7 @@ class PlannedKeys:
             "trainer.ppo.trt_llm.unload_engine_train": saved.unload,
             "trainer.ppo.generation.tensor_parallel_size": plan.engine_tp,
             "trainer.ppo.generation.num_slots": plan.slots,
-            "trainer.ppo.generation.kv_cache_tokens": max(self._length, round(plan.slots * held_tokens(run))),
+            "trainer.ppo.generation.kv_cache_tokens": max(self._length, round(plan.slots * run.held_tokens)),
         }
         if plan.generating:
             keys |= {"trainer.ppo.rollout_devices": plan.generating, "trainer.ppo.staleness": plan.staleness}
