@@ -183,6 +183,7 @@ def test_the_fastest_plan_is_written_for_the_launcher(
     ranks = {name: job.nodes * job.devices for name, job in plan.jobs.items()}
     assert sum(ranks.values()) <= 16
     _check_keys(plan.jobs["actor"].overrides, "gpt_ppo_actor", ranks["actor"])
+    assert plan.jobs["actor"].overrides["model.ppo.length_params.max_length"] == 2048  # whatever has been drawn
     if "critic" in plan.jobs:
         _check_keys(plan.jobs["critic"].overrides, "gpt_ppo_critic", ranks["critic"])
 
@@ -225,6 +226,10 @@ def test_what_does_not_fit_is_told_with_bytes(capsys: pytest.CaptureFixture[str]
         (["--model", "8b", "--cluster", "1x8xh100", "--lengths", "long"], "lengths 'long'"),
         (["--model", "8b", "--cluster", "1x8xh100", "--lengths", "lognormal:mean=900,sigma=1,max=512"], "the mean"),
         (["--model", "8b", "--cluster", "1x8xh100", "--rollouts", "100"], "--rollouts 100"),
+        (
+            ["--model", "8b", "--cluster", "1x8xh100", "--precision", "32"],
+            "--precision 32: the tables have rates of bf16",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

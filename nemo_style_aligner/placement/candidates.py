@@ -52,6 +52,7 @@ class Run:
         group: responses to a prompt.
         micro_batch: tokens of a pass, at most (``max_tokens_per_micro_batch``).
         itemsize: bytes of a weight.
+        most: the longest prompt and response that there may be; None: those of ``steps``.
     """
 
     policy: ModelArchitecture
@@ -63,6 +64,7 @@ class Run:
     group: int = 1
     micro_batch: int = 8192
     itemsize: int = 2
+    most: Sample | None = None
 
     def sizes(self, shape: ModelArchitecture) -> Sizes:
         """The bytes of one of its models."""
@@ -73,9 +75,10 @@ class Run:
         return Model(shape, self.itemsize, device=device)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sample."""
-        return max(sample.tokens for step in self.steps for sample in step)
+    def longest(self) -> Sample:
+        """The longest prompt and response."""
+        drawn = [sample for step in self.steps for sample in step]
+        return self.most or Sample(max(s.prompt for s in drawn), max(s.response for s in drawn))
 
     @property
     def held_tokens(self) -> float:
@@ -239,7 +242,7 @@ def _trained(run: Run, shape: ModelArchitecture, layout: Layout, saved: Savings)
         "weights": sizes.weights(layout),
         "gradients": sizes.gradients(layout),
         "Adam": sizes.optimizer(layout),
-        "activations": sizes.activations(layout, max(run.micro_batch, run.longest), saved.granularity),
+        "activations": sizes.activations(layout, max(run.micro_batch, run.longest.tokens), saved.granularity),
     }
 
 
@@ -256,7 +259,7 @@ def _frozen(run: Run, shape: ModelArchitecture | None, layout: Layout, saved: Sa
 def _slots(run: Run, engine_tp: int, engines: int, free: float) -> int:
     """Responses that an engine with so many free bytes on each rank can generate at the same time."""
     of_token = run.sizes(run.policy).kv_bytes(engine_tp)
-    if free < max(run.held_tokens, run.longest) * of_token:
+    if free < max(run.held_tokens, run.longest.tokens) * of_token:
         return 0
     wanted, held = -(-len(run.steps[0]) // engines), run.held_tokens * of_token
     return next(slots for slots in SLOTS if (slots <= wanted and slots * held <= free) or slots == 1)

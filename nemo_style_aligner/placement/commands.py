@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -31,7 +32,11 @@ Examples:
   nsa launch plan.yaml --with mpirun --hosts n1,n2,n3 | bash
 """
 
-_positive = click.IntRange(min=1)
+LENGTHS = "lognormal:mean=330,sigma=1,max=2048"
+
+_positive, _path = click.IntRange(min=1), click.Path(path_type=Path)
+_folder = click.Path(exists=True, file_okay=False, path_type=Path)
+_strategy = click.Choice(("flatten", "interleave", "separate"))
 _IN_VAIN = {"restarts": "local, ray, slurm", "wait_minutes": "ray", "hosts": "mpirun", "sbatch": "slurm"}
 
 
@@ -42,52 +47,26 @@ def _output(context: click.Context, parameter: click.Parameter, value: Path | No
 
 
 @click.command(epilog=_PLAN_EXAMPLES, context_settings={"show_default": True})
-@click.option(
-    "--model",
-    required=True,
-    help="The policy: 1b, 7b, 8b, 14b, 32b, 70b, 405b, a .nemo archive, or a Hugging Face folder.",
-)
+@click.option("--model", required=True, help="The policy: 1b, 7b ... 405b, a .nemo archive, or a Hugging Face folder.")
 @click.option("--critic-model", metavar="MODEL", help="Critic and reward model.  [default: as the policy]")
+@click.option("--cluster", required=True, metavar="NxDxTYPE", help="Nodes x devices x type, such as 12x8xh100.")
 @click.option(
-    "--cluster",
-    required=True,
-    metavar="NODESxDEVICESxTYPE",
-    help="Such as 12x8xh100; also h200, h20, a100, or here: measured on this machine.",
-)
-@click.option(
-    "--estimator",
-    type=click.Choice(("gae", "grpo")),
-    default="gae",
-    help="gae: with critic and reward model; grpo: with neither.",
+    "--estimator", type=click.Choice(("gae", "grpo")), default="gae", help="grpo: no critic, no reward model."
 )
 @click.option("--rollouts", type=_positive, default=512, help="Responses per step.")
 @click.option("--group", type=_positive, default=1, help="Responses to each prompt.")
 @click.option("--global-batch-size", type=_positive, default=128, help="Responses per update.")
 @click.option("--prompts", default="256", metavar="LENGTHS", help="Tokens of prompts, as --lengths.")
-@click.option(
-    "--lengths",
-    default="lognormal:mean=330,sigma=1,max=2048",
-    help="Tokens of responses: a number, lognormal:mean=M,sigma=S,max=N, or a JSONL file of lengths.",
-)
+@click.option("--lengths", default=LENGTHS, help="Tokens of responses: a number, such a text, or a file of lengths.")
 @click.option("--precision", type=click.Choice(("bf16", "32")), default="bf16", help="Of training and generation.")
 @click.option("--micro-batch-tokens", type=_positive, default=8192, help="Of a pass, at most.")
-@click.option(
-    "--strategy",
-    "strategies",
-    multiple=True,
-    type=click.Choice(("flatten", "interleave", "separate")),
-    help="May be given several times.  [default: all]",
-)
-@click.option("--staleness", type=click.IntRange(0, 1), help="1 needs a lower learning rate.  [default: both]")
+@click.option("--strategy", "strategies", multiple=True, type=_strategy, help="To try; several times: several.")
+@click.option("--staleness", type=click.IntRange(0, 1), help="To try; 1 needs a lower learning rate.  [default: both]")
 @click.option("--steps", type=_positive, default=3, help="Steps to simulate.")
 @click.option("--seed", type=int, default=0, help="Of the lengths drawn.")
-@click.option(
-    "--as-in",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Take the passes' rates from this actor's run of the same model.",
-)
+@click.option("--as-in", type=_folder, metavar="LOG_DIR", help="Take rates from this actor's run of the same model.")
 @click.option("--as-in-ranks", type=_positive, default=1, help="Ranks of that run.")
-@click.option("--write", type=click.Path(path_type=Path), callback=_output, help="Write the fastest plan to this file.")
+@click.option("--write", type=_path, callback=_output, metavar="PLAN.yaml", help="Write the fastest plan.")
 @click.option("--results-dir", default="/results", help="Of the plan: where its jobs write.")
 @click.option("--json", is_flag=True, help="Print all plans as JSON.")
 def plan(**options: Any) -> None:
@@ -97,24 +76,20 @@ def plan(**options: Any) -> None:
     device's rates and lengths that are drawn: docs/scaling.md says how well that has been checked.
     """
 
-    def make() -> int:
+    with _ending():
         from nemo_style_aligner.placement.planner import make_plan
 
-        return make_plan(SimpleNamespace(**options))
-
-    _end(make)
+        make_plan(SimpleNamespace(**options))
 
 
 @click.command(epilog=_LAUNCH_EXAMPLES, context_settings={"show_default": True})
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=_path)
 @click.option("--with", "launcher", type=click.Choice(("local", "ray", "slurm", "mpirun")), default="local")
 @click.option("--dry-run", is_flag=True, help="Check the plan and print what would be started.")
 @click.option(
-    "--restarts",
-    type=click.IntRange(min=0),
-    help="How often jobs that failed are started again; slurm: a service that died.  [default: 0; slurm: 2]",
+    "--restarts", type=click.IntRange(min=0), help="Of jobs that failed (0); slurm: of a service that died (2)."
 )
-@click.option("--wait-minutes", type=float, help="ray: for the cluster to have what is needed.  [default: 30]")
+@click.option("--wait-minutes", type=float, help="ray: for the cluster to have what is needed (30).")
 @click.option("--hosts", metavar="HOST,...", help="mpirun: one for each node, in the order of the jobs.")
 @click.option("--sbatch", metavar="OPTIONS", help="slurm: sbatch's, for all components.")
 def launch(plan: Path, launcher: str, **options: Any) -> None:
@@ -130,21 +105,19 @@ def launch(plan: Path, launcher: str, **options: Any) -> None:
                 f"--{name.replace('_', '-')} has a meaning with {launchers} alone, not with {launcher}"
             )
 
-    def start() -> int:
+    with _ending():
         from nemo_style_aligner.placement.launch import launch_plan
 
-        return launch_plan(plan, launcher, **options)
-
-    _end(start)
+        sys.exit(launch_plan(plan, launcher, **options))
 
 
-def _end(action: Callable[[], int]) -> NoReturn:
-    """Do it and end with its status; a user's mistake is said in a line. Under a launcher, too, this is no rank."""
+@contextlib.contextmanager
+def _ending() -> Iterator[None]:
+    """Say a user's mistake in a line, and end with its status. This is no rank, whatever the environment says."""
     try:
-        status = action()
+        yield
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        status = error.exit_status
+        sys.exit(error.exit_status)
     except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
-    sys.exit(status)
+        sys.exit(128 + signal.SIGINT)

@@ -24,6 +24,7 @@ from nemo_style_aligner.placement.candidates import (
     predicted,
     scored_together,
 )
+from nemo_style_aligner.placement.costs import Sample
 from nemo_style_aligner.placement.plan import Plan, PlannedJob
 from nemo_style_aligner.placement.rates import as_in_run, device_named, measured_here
 from nemo_style_aligner.placement.workload import Lengths, draw_steps, find_model
@@ -32,8 +33,8 @@ from nemo_style_aligner.wording import counted
 Prediction = tuple[dict[str, float], Candidate]
 
 
-def make_plan(options: SimpleNamespace) -> int:
-    """Do what ``nsa plan`` has been asked for (`commands.plan`'s options); the exit status.
+def make_plan(options: SimpleNamespace) -> None:
+    """Do what ``nsa plan`` has been asked for, by `commands.plan`'s options.
 
     Raises:
         UserError: options that cannot be.
@@ -52,7 +53,6 @@ def make_plan(options: SimpleNamespace) -> int:
         plan.write(options.write, comment)
         launch = f"nsa launch {options.write} --with slurm"
         print(f"\nwrote {options.write}; with models and data filled in: {launch}", file=sys.stderr)
-    return 0
 
 
 def _staleness(options: SimpleNamespace) -> tuple[int, ...]:
@@ -80,11 +80,11 @@ def _run(options: SimpleNamespace) -> Run:
     policy = find_model(options.model)
     critic = find_model(options.critic_model or options.model) if options.estimator == "gae" else None
     count = options.steps + 2 * max(_staleness(options))  # the first and the last are not counted
-    lengths = (Lengths.parse(options.prompts), Lengths.parse(options.lengths))
-    steps = draw_steps(*lengths, options.rollouts, options.group, count, options.seed)
+    prompts, responses = Lengths.parse(options.prompts), Lengths.parse(options.lengths)
+    steps = draw_steps(prompts, responses, options.rollouts, options.group, count, options.seed)
     itemsize = 2 if options.precision == "bf16" else 4
     batch = (options.global_batch_size, options.group, options.micro_batch_tokens, itemsize)
-    return Run(policy, critic, critic, True, steps, *batch)
+    return Run(policy, critic, critic, True, steps, *batch, Sample(prompts.most, responses.most))
 
 
 def plans(
@@ -225,14 +225,14 @@ class PlannedKeys:
     def __init__(self, run: Run, plan: Candidate) -> None:
         self._run = run
         self._plan = plan
-        self._length = -(-run.longest // 64) * 64
+        self._length = -(-run.longest.tokens // 64) * 64
 
     def actor(self, options: SimpleNamespace) -> dict[str, Any]:
         """The actor's, with those of flatten's critic."""
         run, plan, saved = self._run, self._plan, self._plan.actor.saved
         keys = self._model(plan.actor.layout, saved.granularity) | {
             "model.ppo.num_rollout_samples": len(run.steps[0]) // run.group,
-            "model.ppo.length_params.max_length": max(sample.response for step in run.steps for sample in step),
+            "model.ppo.length_params.max_length": run.longest.response,
             "model.ppo.offload_adam_states": saved.offload,
             "trainer.ppo.estimator": options.estimator,
             "trainer.ppo.num_rollouts_per_prompt": run.group,
