@@ -12,6 +12,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Layout, Model, Sample, Sizes
@@ -229,121 +230,7 @@ def _training(run: Run, model: Model, fit: Fit, samples: Sequence[Sample]) -> fl
     return seconds + (2 * model.away(model.optimizer(fit.layout)) if fit.saved.offload else 0.0)
 
 
-# ---- memory -------------------------------------------------------------------------------------
-
-Use = Callable[[Layout, Savings], tuple[dict[str, float], int]]
-"""Bytes of a rank by use, and the slots of its engine."""
-
-
-def _trained(run: Run, shape: ModelArchitecture, layout: Layout, saved: Savings) -> dict[str, float]:
-    """Bytes of a rank that trains a model."""
-    sizes = run.sizes(shape)
-    return {
-        "weights": sizes.weights(layout),
-        "gradients": sizes.gradients(layout),
-        "Adam": sizes.optimizer(layout),
-        "activations": sizes.activations(layout, max(run.micro_batch, run.longest.tokens), saved.granularity),
-    }
-
-
-def _in_turn(trained: Mapping[str, float], saved: Savings) -> float:
-    """Bytes of these that are there only while the model trains."""
-    return trained["activations"] + (trained["gradients"] + trained["Adam"] if saved.offload else 0.0)
-
-
-def _frozen(run: Run, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
-    """Bytes of a model that is not trained, while another one trains."""
-    return 0.0 if shape is None or saved.swap else run.sizes(shape).weights(layout)
-
-
-def _slots(run: Run, engine_tp: int, engines: int, free: float) -> int:
-    """Responses that an engine with so many free bytes on each rank can generate at the same time."""
-    of_token = run.sizes(run.policy).kv_bytes(engine_tp)
-    if free < max(run.held_tokens, run.longest.tokens) * of_token:
-        return 0
-    wanted, held = -(-len(run.steps[0]) // engines), run.held_tokens * of_token
-    return next(slots for slots in SLOTS if (slots <= wanted and slots * held <= free) or slots == 1)
-
-
-def _critic_use(run: Run, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
-    """`Use` of a rank of the critic job."""
-    assert run.critic is not None
-    used = _trained(run, run.critic, layout, saved)
-    return used | {"reward model": _frozen(run, run.reward, layout, saved)}, _ENOUGH_SLOTS
-
-
-def _actor_use(
-    run: Run, room: float, layout: Layout, saved: Savings, engine_tp: int | None, has_critic: bool
-) -> tuple[dict[str, float], int]:
-    """`Use` of an actor's rank in training.
-
-    Args:
-        room: bytes of a device.
-        engine_tp: None: engines are elsewhere.
-        has_critic: it is on the same ranks, in the same layout; either trains while the other rests.
-    """
-    trained = _trained(run, run.policy, layout, saved)
-    used = trained | {"initial policy": _frozen(run, run.policy if run.has_reference else None, layout, saved)}
-    if has_critic and run.critic is not None:
-        value = _trained(run, run.critic, layout, saved)
-        more = max(0.0, _in_turn(value, saved) - _in_turn(trained, saved))
-        used["critic"] = sum(value.values()) - _in_turn(value, saved) + more
-        used["reward model"] = _frozen(run, run.reward, layout, saved)
-    if engine_tp is None:
-        return used, _ENOUGH_SLOTS
-    sizes = run.sizes(run.policy)
-    engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else sizes.weights(Layout(engine_tp))
-    beside = sum(used.values()) - (_in_turn(trained, saved) if saved.unload else 0.0)
-    slots = _slots(run, engine_tp, layout.ranks // engine_tp, room - engine - beside)
-    if not saved.unload:
-        used["engine"] = engine + slots * run.held_tokens * sizes.kv_bytes(engine_tp)
-    return used, slots
-
-
-def _fitting(run: Run, cluster: Cluster, shape: ModelArchitecture, ranks: int, who: str, use: Use) -> list[Fit]:
-    """Layouts over so many ranks that fit, each with as little given up as leaves enough slots.
-
-    Raises:
-        DoesNotFitError: none does; the message is about the one that lacks least.
-    """
-    found: list[Fit] = []
-    short: list[tuple[float, str]] = []
-    for layout in layouts(run, cluster, shape, ranks):
-        best: Fit | None = None
-        for saved in LADDER:
-            used, slots = use(layout, saved)
-            if (total := sum(used.values())) > cluster.room or not slots:
-                short.append((total, _shortage(who, layout, used, cluster, slots)))
-            elif best is None or slots > best.slots:
-                best = Fit(layout, saved, slots, used)
-                if slots >= _ENOUGH_SLOTS:
-                    break
-        found += [best] if best is not None else []
-    if not found:
-        needs = f"no layout of the {who} over {ranks} ranks divides updates of {run.update} samples, layers and heads"
-        raise DoesNotFitError(min(short)[1] if short else needs)
-    return found
-
-
-def _shortage(who: str, layout: Layout, used: Mapping[str, float], cluster: Cluster, slots: int) -> str:
-    total, memory = sum(used.values()) + cluster.device.reserved, cluster.device.memory
-    parts = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in used.items() if size >= 5e8)
-    if total <= memory and not slots:
-        return f"{who}, {layout}: a rank has no room for the engine beside {parts} GB, of {memory / 1e9:.0f}"
-    return f"{who}, {layout}: a rank needs {total / 1e9:.0f} GB of {memory / 1e9:.0f} ({parts})"
-
-
 # ---- which there are ----------------------------------------------------------------------------
-
-
-def layouts(run: Run, cluster: Cluster, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
-    """Layouts of a model over so many ranks: those that divide model, machines and updates."""
-    for tp in (1, 2, 4, 8):
-        for pp in (1, 2, 4, 8, 16):
-            if cluster.devices % tp or ranks % (tp * pp) or shape.layout_problems(tp, pp):
-                continue
-            if run.update % (ranks // (tp * pp)) == 0:
-                yield Layout(tp, pp, ranks // (tp * pp))
 
 
 def candidates(run: Run, cluster: Cluster, strategy: str, staleness: Sequence[int] = (0, 1)) -> list[Candidate]:
@@ -354,81 +241,201 @@ def candidates(run: Run, cluster: Cluster, strategy: str, staleness: Sequence[in
     """
     found: list[Candidate] = []
     reasons = ["it needs more machines, or more devices in each"]
-    for split in _splits(run, cluster, strategy):
+    search = _Search(run, cluster, strategy)
+    for split in search.splits():
         try:
-            found += _of_split(run, cluster, strategy, *split, staleness)
+            plan = search.fastest(split)
         except DoesNotFitError as reason:
             reasons.append(str(reason))
+        else:
+            found += [dataclasses.replace(plan, staleness=age) for age in (staleness if split.generating else (0,))]
     if not found:
         raise DoesNotFitError(reasons[-1])
     return found
 
 
-def _usable(run: Run, cluster: Cluster, shape: ModelArchitecture, nodes: int) -> int:
-    """The most of so many nodes over which the model can be laid out; 0: none."""
-    return next((n for n in range(nodes, 0, -1) if any(layouts(run, cluster, shape, n * cluster.devices))), 0)
+class _Split(NamedTuple):
+    """Nodes of actor and critic job, the actor's ranks that only generate, and the engines' tensor-parallel size."""
+
+    nodes: int
+    critic_nodes: int
+    generating: int
+    engine_tp: int
 
 
-def _splits(run: Run, cluster: Cluster, strategy: str) -> Iterator[tuple[int, int, int, int]]:
-    """Nodes of actor and critic, ranks that only generate, tensor-parallel size of the engines."""
-    critics = [0]
-    if run.critic is not None and strategy != "flatten":
-        shares = (1 / 8, 1 / 4, 1 / 3, 1 / 2)
-        critics = sorted({_usable(run, cluster, run.critic, max(1, round(cluster.nodes * s))) for s in shares} - {0})
-    for critic_nodes in critics:
-        nodes = cluster.nodes - critic_nodes
-        if strategy != "separate":
-            nodes = _usable(run, cluster, run.policy, nodes)
-        for generating in _set_apart(run, cluster, nodes) if strategy == "separate" else (0,):
-            for tp in (1, 2, 4, 8):
-                divides = cluster.devices % tp == 0 and (generating or nodes * cluster.devices) % tp == 0
-                if nodes and divides and not run.policy.layout_problems(tp, engine_key="engine"):
-                    yield nodes, critic_nodes, generating, tp
+_Use = Callable[[Layout, Savings], tuple[dict[str, float], int]]
+"""Bytes of a rank by use, and the slots of its engine."""
 
 
-def _set_apart(run: Run, cluster: Cluster, nodes: int) -> list[int]:
-    """How many of the actor's ranks could generate: about so many that training has an eighth to five eighths."""
-    ranks = nodes * cluster.devices
-    unit = cluster.devices if nodes > 1 else 1
-    possible = [n for n in range(unit, ranks, unit) if any(layouts(run, cluster, run.policy, n))]
-    wanted = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8)
-    return sorted({ranks - min(possible, key=lambda n: abs(n - ranks * share)) for share in wanted if possible})
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """Plans of a strategy, and what they take of a device's memory."""
 
+    run: Run
+    cluster: Cluster
+    strategy: str
 
-def _of_split(
-    run: Run,
-    cluster: Cluster,
-    strategy: str,
-    nodes: int,
-    critic_nodes: int,
-    generating: int,
-    engine_tp: int,
-    staleness: Sequence[int],
-) -> list[Candidate]:
-    policy, critic = run.model(run.policy, cluster.device), None
-    if critic_nodes and run.critic is not None:
-        value = run.model(run.critic, cluster.device)
-        use: Use = functools.partial(_critic_use, run)
-        fits = _fitting(run, cluster, run.critic, critic_nodes * cluster.devices, "critic", use)
-        critic = min(fits, key=lambda fit: _training(run, value, fit, run.steps[0]))
-    tp = None if generating else engine_tp
-    use = functools.partial(_actor_use, run, cluster.room, engine_tp=tp, has_critic=strategy == "flatten")
-    fits = _fitting(run, cluster, run.policy, nodes * cluster.devices - generating, "actor", use)
+    # ---- who is where -----------------------------------------------------------------------
 
-    def seconds(fit: Fit) -> float:
-        passes = 2 * policy.forward(fit.layout, run.steps[0], run.micro_batch)
-        return passes + _training(run, policy, fit, run.steps[0]) + policy.refit(fit.layout, engine_tp)
+    def splits(self) -> Iterator[_Split]:
+        """All that are tried."""
+        run, cluster, critics = self.run, self.cluster, [0]
+        if run.critic is not None and self.strategy != "flatten":
+            shares = (1 / 8, 1 / 4, 1 / 3, 1 / 2)
+            critics = sorted({self._usable(run.critic, max(1, round(cluster.nodes * s))) for s in shares} - {0})
+        for critic_nodes in critics:
+            nodes = cluster.nodes - critic_nodes
+            if self.strategy != "separate":
+                nodes = self._usable(run.policy, nodes)
+            for generating in self._set_apart(nodes) if self.strategy == "separate" else (0,):
+                for tp in (1, 2, 4, 8):
+                    divides = cluster.devices % tp == 0 and (generating or nodes * cluster.devices) % tp == 0
+                    if nodes and divides and not run.policy.layout_problems(tp, engine_key="engine"):
+                        yield _Split(nodes, critic_nodes, generating, tp)
 
-    most = max(fit.slots for fit in fits)
-    actor = min((fit for fit in fits if fit.slots >= min(most, _ENOUGH_SLOTS)), key=seconds)
-    if strategy == "flatten" and run.critic is not None:
-        critic = actor
-    slots, used = actor.slots, dict[str, float]()
-    if generating:
-        used["weights"] = policy.weights(Layout(engine_tp))
-        slots = _slots(run, engine_tp, generating // engine_tp, cluster.room - used["weights"])
+    def _layouts(self, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
+        """Layouts of a model over so many ranks: those that divide model, machines and updates."""
+        for tp in (1, 2, 4, 8):
+            for pp in (1, 2, 4, 8, 16):
+                if self.cluster.devices % tp or ranks % (tp * pp) or shape.layout_problems(tp, pp):
+                    continue
+                if self.run.update % (ranks // (tp * pp)) == 0:
+                    yield Layout(tp, pp, ranks // (tp * pp))
+
+    def _usable(self, shape: ModelArchitecture, nodes: int) -> int:
+        """The most of so many nodes over which the model can be laid out; 0: none."""
+        return next((n for n in range(nodes, 0, -1) if any(self._layouts(shape, n * self.cluster.devices))), 0)
+
+    def _set_apart(self, nodes: int) -> list[int]:
+        """How many of the actor's ranks could generate: about so many that training has an eighth to five eighths."""
+        ranks = nodes * self.cluster.devices
+        unit = self.cluster.devices if nodes > 1 else 1
+        possible = [n for n in range(unit, ranks, unit) if any(self._layouts(self.run.policy, n))]
+        wanted = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8)
+        return sorted({ranks - min(possible, key=lambda n: abs(n - ranks * share)) for share in wanted if possible})
+
+    def fastest(self, split: _Split) -> Candidate:
+        """The plan of a split with the layouts that take least time.
+
+        Raises:
+            DoesNotFitError: there is none.
+        """
+        run, devices, tp, critic = self.run, self.cluster.devices, split.engine_tp, None
+        policy, samples = run.model(run.policy, self.cluster.device), run.steps[0]
+        if split.critic_nodes and run.critic is not None:
+            value = run.model(run.critic, self.cluster.device)
+            fits = self._fitting(run.critic, split.critic_nodes * devices, "critic", self._critic_use)
+            critic = min(fits, key=lambda fit: _training(run, value, fit, samples))
+        use = functools.partial(self._actor_use, engine_tp=None if split.generating else tp)
+        fits = self._fitting(run.policy, split.nodes * devices - split.generating, "actor", use)
+
+        def seconds(fit: Fit) -> float:
+            passes = 2 * policy.forward(fit.layout, samples, run.micro_batch)
+            return passes + _training(run, policy, fit, samples) + policy.refit(fit.layout, tp)
+
+        most = max(fit.slots for fit in fits)
+        actor = min((fit for fit in fits if fit.slots >= min(most, _ENOUGH_SLOTS)), key=seconds)
+        if self.strategy == "flatten" and run.critic is not None:
+            critic = actor
+        slots, used = self._engine_apart(split) if split.generating else (actor.slots, {})
+        nodes = (split.nodes, split.critic_nodes)
+        return Candidate(self.strategy, nodes, actor, critic, split.generating, tp, slots, 0, used)
+
+    def _engine_apart(self, split: _Split) -> tuple[int, dict[str, float]]:
+        """Slots of an engine on ranks that only generate, and the bytes of each of these."""
+        sizes, tp = self.run.sizes(self.run.policy), split.engine_tp
+        used = {"weights": sizes.weights(Layout(tp))}
+        slots = self._slots(tp, split.generating // tp, self.cluster.room - used["weights"])
         if not slots:
-            raise DoesNotFitError(_shortage("a rank that generates", Layout(engine_tp), used, cluster, 0))
-        used["keys and values"] = slots * run.held_tokens * policy.kv_bytes(engine_tp)
-    plan = Candidate(strategy, (nodes, critic_nodes), actor, critic, generating, engine_tp, slots, 0, used)
-    return [dataclasses.replace(plan, staleness=age) for age in (staleness if generating else (0,))]
+            raise DoesNotFitError(self._shortage("a rank that generates", Layout(tp), used, 0))
+        return slots, used | {"keys and values": slots * self.run.held_tokens * sizes.kv_bytes(tp)}
+
+    # ---- memory -----------------------------------------------------------------------------
+
+    def _fitting(self, shape: ModelArchitecture, ranks: int, who: str, use: _Use) -> list[Fit]:
+        """Layouts over so many ranks that fit, each with as little given up as leaves enough slots.
+
+        Raises:
+            DoesNotFitError: none does; the message is about the one that lacks least.
+        """
+        found: list[Fit] = []
+        short: list[tuple[float, str]] = []
+        for layout in self._layouts(shape, ranks):
+            best: Fit | None = None
+            for saved in LADDER:
+                used, slots = use(layout, saved)
+                if (total := sum(used.values())) > self.cluster.room or not slots:
+                    short.append((total, self._shortage(who, layout, used, slots)))
+                elif best is None or slots > best.slots:
+                    best = Fit(layout, saved, slots, used)
+                    if slots >= _ENOUGH_SLOTS:
+                        break
+            found += [best] if best is not None else []
+        if not found:
+            update = self.run.update
+            needs = f"no layout of the {who} over {ranks} ranks divides updates of {update} samples, layers and heads"
+            raise DoesNotFitError(min(short)[1] if short else needs)
+        return found
+
+    def _shortage(self, who: str, layout: Layout, used: Mapping[str, float], slots: int) -> str:
+        device = self.cluster.device
+        total, memory = sum(used.values()) + device.reserved, device.memory
+        parts = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in used.items() if size >= 5e8)
+        if total <= memory and not slots:
+            return f"{who}, {layout}: a rank has no room for the engine beside {parts} GB, of {memory / 1e9:.0f}"
+        return f"{who}, {layout}: a rank needs {total / 1e9:.0f} GB of {memory / 1e9:.0f} ({parts})"
+
+    def _trained(self, shape: ModelArchitecture, layout: Layout, saved: Savings) -> dict[str, float]:
+        """Bytes of a rank that trains a model."""
+        sizes, tokens = self.run.sizes(shape), max(self.run.micro_batch, self.run.longest.tokens)
+        return {
+            "weights": sizes.weights(layout),
+            "gradients": sizes.gradients(layout),
+            "Adam": sizes.optimizer(layout),
+            "activations": sizes.activations(layout, tokens, saved.granularity),
+        }
+
+    def _frozen(self, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
+        """Bytes of a model that is not trained, while another one trains."""
+        return 0.0 if shape is None or saved.swap else self.run.sizes(shape).weights(layout)
+
+    def _slots(self, engine_tp: int, engines: int, free: float) -> int:
+        """Responses that an engine with so many free bytes on each rank can generate at the same time."""
+        run, of_token = self.run, self.run.sizes(self.run.policy).kv_bytes(engine_tp)
+        if free < max(run.held_tokens, run.longest.tokens) * of_token:
+            return 0
+        wanted, held = -(-len(run.steps[0]) // engines), run.held_tokens * of_token
+        return next(slots for slots in SLOTS if (slots <= wanted and slots * held <= free) or slots == 1)
+
+    def _critic_use(self, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
+        """`_Use` of a rank of the critic job."""
+        assert self.run.critic is not None
+        used = self._trained(self.run.critic, layout, saved)
+        return used | {"reward model": self._frozen(self.run.reward, layout, saved)}, _ENOUGH_SLOTS
+
+    def _actor_use(self, layout: Layout, saved: Savings, engine_tp: int | None) -> tuple[dict[str, float], int]:
+        """`_Use` of an actor's rank that trains; with flatten the critic is there, too: either rests meanwhile.
+
+        ``engine_tp``: None: engines are elsewhere.
+        """
+        run, sizes = self.run, self.run.sizes(self.run.policy)
+        trained = self._trained(run.policy, layout, saved)
+        used = trained | {"initial policy": self._frozen(run.policy if run.has_reference else None, layout, saved)}
+        if self.strategy == "flatten" and run.critic is not None:
+            value = self._trained(run.critic, layout, saved)
+            more = max(0.0, _in_turn(value, saved) - _in_turn(trained, saved))
+            used["critic"] = sum(value.values()) - _in_turn(value, saved) + more
+            used["reward model"] = self._frozen(run.reward, layout, saved)
+        if engine_tp is None:
+            return used, _ENOUGH_SLOTS
+        engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else sizes.weights(Layout(engine_tp))
+        beside = sum(used.values()) - (_in_turn(trained, saved) if saved.unload else 0.0)
+        slots = self._slots(engine_tp, layout.ranks // engine_tp, self.cluster.room - engine - beside)
+        if not saved.unload:
+            used["engine"] = engine + slots * run.held_tokens * sizes.kv_bytes(engine_tp)
+        return used, slots
+
+
+def _in_turn(trained: Mapping[str, float], saved: Savings) -> float:
+    """Bytes of these that are there only while the model trains."""
+    return trained["activations"] + (trained["gradients"] + trained["Adam"] if saved.offload else 0.0)
