@@ -268,11 +268,7 @@ finish() {
 # train NAME SCRIPT OVERRIDE...: a job of this one trainer, from start to finish.
 train() {
     start "$1" "" "${@:2}"
-    local training=$STARTED
-    stop_on_signals "$1" "$training"
-    while is_running "$training"; do pause; done
-    status_of "$training"
-    finish "$1" "$STATUS"
+    train_beside_services "$1" "$STARTED"
 }
 
 # ---- a trainer and the services that it asks ----------------------------------------------------
@@ -290,7 +286,7 @@ begin_service() { # no start_NAME: a plan's services have such names
 
 # train_beside_services NAME PROCESS: from the start of this trainer to the end of the job.
 train_beside_services() {
-    local service status seconds=$CRITIC_STOP_SECONDS
+    local service status seconds=${CRITIC_STOP_SECONDS-0}
     stop_on_signals "$1" "$2"
     while is_running "$2"; do
         for service in "${!SERVICE_AT[@]}"; do look_after "$service" "$1" "$2"; done
