@@ -65,7 +65,7 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> li
 
 def theirs(nodes: int, mean: float, micro_batch: int, factor: float, seed: int) -> float:
     """Seconds of a step of NeMo-Aligner's: micro batches from a queue, each until its longest response ends."""
-    model = Model(MODELS["70b"], H100)
+    model = Model(MODELS["70b"], device=H100)
     lengths = dataclasses.replace(TUTORIAL_LENGTHS, mean=mean)
     samples = draw_steps(PROMPTS, lengths, 1024, 1, 1, seed)[0]
     layout = Layout(8, 4, nodes // 4)
@@ -110,7 +110,7 @@ def tutorial() -> Any:
 
 def large(factor: float) -> tuple[str, float, float, str]:
     """Llama 3.1 405B without resharding: a token passes 21 stages of TP 8; DP 4, micro batches of 8."""
-    model = Model(MODELS["405b"], H100)
+    model = Model(MODELS["405b"], device=H100)
     samples = draw_steps(PROMPTS, Lengths(915.6, 1.0, 2048), 128, 1, 1)[0]
     layout = Layout(8, 21, 4)
     engines = Engines(
@@ -123,7 +123,7 @@ def large(factor: float) -> tuple[str, float, float, str]:
 
 def held_out() -> Any:
     """verl's phases on H20: the mean length is fitted to the update on 32 GPUs, all else is predicted."""
-    model = Model(MODELS["7b"], H20)
+    model = Model(MODELS["7b"], device=H20)
     most = 28 * 1024
 
     def samples(mean: float) -> list[Sample]:
@@ -166,7 +166,7 @@ def run_of(model: str, rollouts: int, lengths: Lengths, steps: int = 3, update: 
 
 def tail_bound(run: Run) -> float:
     """Seconds to decode the longest response of a step alone with TP 8, on average over the steps."""
-    model = Model(run.policy, H100)
+    model = Model(run.policy, device=H100)
     longest = [max(sample.response for sample in step) for step in run.steps]
     return statistics.fmean(n * model.decode(8, 1, 256 + n / 2) for n in longest)
 

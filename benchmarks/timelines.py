@@ -57,7 +57,7 @@ def main() -> None:
             measured, samples = run(each, models, folder, args.rounds)
             if device is None:
                 itemsize = 2 if computes_in_bf16() else 4
-                device = as_in_run(measured_here(), folder / "actor", models.architecture, 1, itemsize)
+                device = as_in_run(measured_here(itemsize), folder / "actor", models.architecture, 1, itemsize)
             said = predicted(models, device, samples)
             found.append({"point": ":".join(map(str, each)), "measured": measured, "predicted": said})
             report(found[-1])
@@ -88,7 +88,7 @@ def run(each: tuple[str, int, int], models: Models, folder: Path, rounds: int) -
 
 def predicted(models: Models, device: Device, samples: list[Sample]) -> dict[str, float]:
     """The same phases, from the planner's costs and its simulator."""
-    model, one = Model(models.architecture, device, 2 if computes_in_bf16() else 4), Layout()
+    model, one = Model(models.architecture, 2 if computes_in_bf16() else 4, device=device), Layout()
     forward = model.forward(one, samples, 10**9)
     train = model.training(one, samples, 10**9, len(samples) // 2)
     engines = Engines(

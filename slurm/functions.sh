@@ -268,11 +268,7 @@ finish() {
 # train NAME SCRIPT OVERRIDE...: a job of this one trainer, from start to finish.
 train() {
     start "$1" "" "${@:2}"
-    local training=$STARTED
-    stop_on_signals "$1" "$training"
-    while is_running "$training"; do pause; done
-    status_of "$training"
-    finish "$1" "$STATUS"
+    train_beside_services "$1" "$STARTED"
 }
 
 # ---- a trainer and the services that it asks ----------------------------------------------------
@@ -280,17 +276,17 @@ train() {
 # serve NAME HOST PORT: start a service, which the function start_NAME does, and look after it from now on.
 serve() {
     SERVICE_AT[$1]="$2 $3" SERVICE_RESTARTS[$1]=0 SERVICE_WAS_READY[$1]=
-    start_service "$1"
+    begin_service "$1"
 }
 
-start_service() {
+begin_service() { # no start_NAME: a plan's services have such names
     "start_$1"
     SERVICE_PROCESS[$1]=$STARTED SERVICE_STATE[$1]=starting
 }
 
 # train_beside_services NAME PROCESS: from the start of this trainer to the end of the job.
 train_beside_services() {
-    local service status seconds=$CRITIC_STOP_SECONDS
+    local service status seconds=${CRITIC_STOP_SECONDS-0}
     stop_on_signals "$1" "$2"
     while is_running "$2"; do
         for service in "${!SERVICE_AT[@]}"; do look_after "$service" "$1" "$2"; done
@@ -336,5 +332,5 @@ replace() {
     fi
     SERVICE_RESTARTS[$1]=$((SERVICE_RESTARTS[$1] + 1))
     say "restart ${SERVICE_RESTARTS[$1]} of the $1, $CRITIC_RESTARTS at most"
-    start_service "$1"
+    begin_service "$1"
 }

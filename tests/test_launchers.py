@@ -175,6 +175,12 @@ def test_nothing_outlives_the_launcher(told: Callable[..., Path], number: signal
     all_end(plan, pids)
 
 
+def test_gpus_that_the_plan_names_are_not_given_to_another_job(told: Callable[..., Path]) -> None:
+    plan = told("well", env={"CUDA_VISIBLE_DEVICES": "0"})
+    launch(plan, env={"CUDA_VISIBLE_DEVICES": "0,1"}).check(60)
+    assert [seen(plan, job)["env"]["CUDA_VISIBLE_DEVICES"] for job in ("trainer", "service")] == ["0", "1"]
+
+
 def test_what_one_machine_cannot_do_is_refused(told: Callable[..., Path]) -> None:
     job = launch(told("well", nodes=2))
     assert job.wait(30) == 2 and "jobs.trainer.nodes: 2: `--with local` has one node" in job.output()

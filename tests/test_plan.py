@@ -170,9 +170,22 @@ def test_mpirun_lines_name_hosts_and_addresses() -> None:
             mpirun_script(plan(**PAIR), hosts)
 
 
+def test_mpiruns_lines_end_services_after_the_trainer_whatever_their_names(tmp_path: Path) -> None:
+    """In mpirun's place: a trainer that fails, and a service that ends when it is asked to."""
+    jobs = {"status": PAIR["critic"], "actor": {**PAIR["actor"], "nodes": 1}}
+    pair = plan_of({"results_dir": str(tmp_path / "run"), "jobs": jobs})
+    lines = re.sub(r"^\S*mpirun ", f"{tmp_path}/mpirun ", mpirun_script(pair), flags=re.MULTILINE)
+    serve = f"trap 'touch {tmp_path}/asked; exit 0' USR1; sleep 60 & wait"
+    (tmp_path / "mpirun").write_text(f'#!/bin/bash\nif [[ "$*" == *serve* ]]; then {serve}; fi\nsleep 1; exit 3\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    done = subprocess.run(["bash", "-c", lines], env=environment(), capture_output=True, timeout=60)
+    assert done.returncode == 3 and (tmp_path / "asked").exists(), done.stderr
+
+
 def test_the_batch_script_has_a_component_for_each_job(tmp_path: Path) -> None:
-    """In a cluster's place: an srun and a scontrol that say what they were asked."""
-    pair = plan_of({"results_dir": str(tmp_path / "run"), "jobs": PAIR})
+    """In a cluster's place: an srun and a scontrol that say what they were asked. Any name will do for a service."""
+    jobs = {"service": PAIR["critic"], "actor": PAIR["actor"]}
+    pair = plan_of({"results_dir": str(tmp_path / "run"), "jobs": jobs})
     script = tmp_path / "job.sbatch"
     script.write_text(slurm_script(pair, Path("/plans/p.yaml"), "-A me --gpus-per-node=8"))
     headers = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
@@ -181,10 +194,10 @@ def test_the_batch_script_has_a_component_for_each_job(tmp_path: Path) -> None:
         assert {f"#SBATCH --nodes={size[0]}", f"#SBATCH --ntasks-per-node={size[1]}"} < {*group}
         assert "#SBATCH -A me --gpus-per-node=8" in group
     for name, code in {
-        "srun": 'printf "%s\\n" "$@" >"$RESULTS/$NAME"; [[ $NAME != critic ]] || { sleep 60 >/dev/null 2>&1 & wait; }',
+        "srun": 'printf "%s\\n" "$@" >"$RESULTS/$NAME"; [[ $NAME == actor ]] || { sleep 60 >/dev/null 2>&1 & wait; }',
         "scontrol": 'if [[ $2 == hostnames ]]; then echo "$3"; fi',
-        "squeue": 'echo "7.0 critic"',
-        "scancel": 'kill "$(pgrep -f "[s]run --job-name=critic")"',
+        "squeue": 'echo "7.0 service"',
+        "scancel": 'kill "$(pgrep -f "[s]run --job-name=service")"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\nRESULTS={tmp_path}/run\nNAME=${{1#*=}}\n{code}\n")
         (tmp_path / name).chmod(0o755)

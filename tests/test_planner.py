@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import check_config, load_defaults
+from nemo_style_aligner.placement.commands import plan as command
 from nemo_style_aligner.placement.costs import Layout, Model, Sample, largest_share
 from nemo_style_aligner.placement.plan import read_plan
-from nemo_style_aligner.placement.planner import main
 from nemo_style_aligner.placement.rates import DEVICES, as_in_run
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
 from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps
@@ -108,7 +108,7 @@ def test_scores_of_the_next_round_wait_for_a_critic_that_trains() -> None:
 
 
 def test_equal_arguments_give_equal_times_and_a_thousand_engines_take_seconds() -> None:
-    model = Model(MODELS["8b"], H100)
+    model = Model(MODELS["8b"], device=H100)
     engines = Engines(1000, 16, lambda b, kv: model.decode(1, b, kv), lambda tokens: model.prefill(1, tokens))
     steps = draw_steps(Lengths(100), Lengths(330, 1.0, 2048), 8000, 8, 2)
     assert simulate(Job(engines, nothing), steps) == simulate(Job(engines, nothing), steps)
@@ -119,24 +119,24 @@ def test_equal_arguments_give_equal_times_and_a_thousand_engines_take_seconds() 
 
 def test_decode_steps_are_those_that_were_measured() -> None:
     """Kernels of NVIDIA's tables put together for 70B on 8 H100, and this project's engine with 8B on one H200."""
-    model = Model(MODELS["70b"], H100)
+    model = Model(MODELS["70b"], device=H100)
     measured = {1: 9.9, 8: 10.42, 16: 10.75, 32: 12.25, 64: 14.48, 128: 17.5, 256: 23.28}
     for batch, milliseconds in measured.items():
         assert 1e3 * model.decode(8, batch, 800 * batch) == pytest.approx(milliseconds, rel=0.10)
-    assert 1e3 * Model(MODELS["8b"], H200).decode(1, 1, 256) == pytest.approx(4.85, rel=0.05)
+    assert 1e3 * Model(MODELS["8b"], device=H200).decode(1, 1, 256) == pytest.approx(4.85, rel=0.05)
 
 
 def test_parameters_of_ranks_add_up_to_the_model() -> None:
     a = MODELS["70b"]
     assert a.num_parameters == pytest.approx(70.6e9, rel=0.01)
-    model = Model(a, H100)
+    model = Model(a, device=H100)
     assert model.weights(Layout()) == pytest.approx(2 * a.num_parameters)
     assert model.weights(Layout(8, 1)) * 8 == pytest.approx(2 * a.num_parameters)
     assert model.optimizer(Layout(8, 1, 4)) == pytest.approx(12 * a.num_parameters / 32)
 
 
 def test_more_ranks_take_less_time_but_not_in_proportion() -> None:
-    model, steps = Model(MODELS["8b"], H100), draw_steps(Lengths(256), Lengths(330, 1.0, 2048), 256, 1, 1)[0]
+    model, steps = Model(MODELS["8b"], device=H100), draw_steps(Lengths(256), Lengths(330, 1.0, 2048), 256, 1, 1)[0]
     times = [model.training(Layout(1, 1, dp), steps, 8192, 128) for dp in (8, 16, 32)]
     assert times[0] > times[1] > times[2] > times[0] / 4
     few = steps[:8]  # a sample for each rank: stages wait for one another, and nothing is gained
@@ -159,6 +159,14 @@ def test_lengths_have_the_mean_that_is_asked_for(tmp_path: Path) -> None:
 
 # ---- the command line ---------------------------------------------------------------------------
 
+
+def main(arguments: list[str], status: int = 0) -> None:
+    """``nsa plan``, which ends with this status."""
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == status
+
+
 SMALL = ["--cluster", "2x8xh100", "--rollouts", "256", "--steps", "1"]
 
 
@@ -167,7 +175,7 @@ def test_the_fastest_plan_is_written_for_the_launcher(
     strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.yaml"
-    main(["--model", "8b", *SMALL, "--strategies", strategy, "--results-dir", str(tmp_path), "--write", str(file)])
+    main(["--model", "8b", *SMALL, "--strategy", strategy, "--results-dir", str(tmp_path), "--write", str(file)])
     said = capsys.readouterr().out
     assert strategy in said and "of 84 GB" in said
     plan = read_plan(file)
@@ -175,6 +183,7 @@ def test_the_fastest_plan_is_written_for_the_launcher(
     ranks = {name: job.nodes * job.devices for name, job in plan.jobs.items()}
     assert sum(ranks.values()) <= 16
     _check_keys(plan.jobs["actor"].overrides, "gpt_ppo_actor", ranks["actor"])
+    assert plan.jobs["actor"].overrides["model.ppo.length_params.max_length"] == 2048  # whatever has been drawn
     if "critic" in plan.jobs:
         _check_keys(plan.jobs["critic"].overrides, "gpt_ppo_critic", ranks["critic"])
 
@@ -217,12 +226,16 @@ def test_what_does_not_fit_is_told_with_bytes(capsys: pytest.CaptureFixture[str]
         (["--model", "8b", "--cluster", "1x8xh100", "--lengths", "long"], "lengths 'long'"),
         (["--model", "8b", "--cluster", "1x8xh100", "--lengths", "lognormal:mean=900,sigma=1,max=512"], "the mean"),
         (["--model", "8b", "--cluster", "1x8xh100", "--rollouts", "100"], "--rollouts 100"),
+        (
+            ["--model", "8b", "--cluster", "1x8xh100", "--precision", "32"],
+            "--precision 32: the tables have rates of bf16",
+        ),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], said: str) -> None:
-    with pytest.raises(SystemExit, match=r"^error: ") as caught:
-        main(arguments)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(arguments, status=2)
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and said in told and told.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -232,7 +245,7 @@ def test_it_starts_as_a_module_and_reads_a_model_of_a_folder(tmp_path: Path) -> 
               "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "nemo_style_aligner.placement.planner", "--model", str(tmp_path)]
-    command += ["--cluster", "1x2xh100", "--rollouts", "128", "--steps", "1", "--strategies", "flatten"]
+    command += ["--cluster", "1x2xh100", "--rollouts", "128", "--steps", "1", "--strategy", "flatten"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "flatten" in done.stdout
@@ -241,7 +254,7 @@ def test_it_starts_as_a_module_and_reads_a_model_of_a_folder(tmp_path: Path) -> 
 def test_rates_as_in_a_run(tmp_path: Path) -> None:
     """Metrics that a device of known rates would have logged give its rates back."""
     a = ModelArchitecture(4, 128, 256, 4, 2, 1000)
-    model = Model(a, H100)
+    model = Model(a, device=H100)
     work = 64 * a.forward_operations(30, 20)
     seconds = {
         "logprobs": work / H100.products / 0.5,

@@ -21,6 +21,8 @@ COMMANDS = {
     "report": "Write a page about a run: outcome, samples, charts.",
     "chat": "Talk to a checkpoint or a server.",
     "serve": "Serve a checkpoint behind an OpenAI-compatible API.",
+    "plan": "Plan a run on a cluster: what fits where, and how long a step takes.",
+    "launch": "Start a plan's jobs, on this machine or on a cluster.",
     "doctor": "Say what of this machine is usable, and what would make it more so.",
 }
 """Each command and what it does."""
@@ -32,6 +34,8 @@ Examples:
   nsa report results/actor
   nsa chat policy.nemo
   nsa serve policy.nemo --port 8000
+  nsa plan --model 8b --cluster 2x8xh100 --write plan.yaml
+  nsa launch plan.yaml --with slurm
 
 \b
 "nsa COMMAND --help" has examples of each. Models are trained with the scripts in examples/nlp/gpt.
@@ -63,7 +67,7 @@ class _Imported(click.Command):
 )
 @click.version_option(__version__, prog_name="nsa")
 def nsa() -> None:
-    """Look at, convert and try models and data of nemo_style_aligner."""
+    """Look at, convert and try models and data of nemo_style_aligner; plan and launch its jobs."""
 
 
 def main() -> None:

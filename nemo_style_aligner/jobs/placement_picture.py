@@ -26,8 +26,7 @@ from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import current_layout, device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
-from nemo_style_aligner.placement.costs import Layout, Model
-from nemo_style_aligner.placement.rates import DEVICES
+from nemo_style_aligner.placement.costs import Layout, Sizes
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.reward_models import ModelRewards
@@ -152,7 +151,7 @@ def _reward(name: str, source: RewardSource, itemsize: int) -> Role:
 
 
 def _trained(name: str, cfg: DictConfig, architecture: ModelArchitecture, itemsize: int, *, swaps: bool) -> Role:
-    model, layout = Model(architecture, DEVICES["h100"], itemsize), _layout()  # rates do not matter here
+    model, layout = Sizes(architecture, itemsize), _layout()
     shards = layout if uses_distributed_optimizer(cfg.model) else dataclasses.replace(layout, dp=1)
     moments = 0.0 if cfg.model.optim.name == "sgd" else model.optimizer(shards)
     states = _trained_share(cfg, architecture) * (model.gradients(layout) + moments)
@@ -188,7 +187,7 @@ def _reference(cfg: DictConfig, architecture: ModelArchitecture, itemsize: int) 
 
 
 def _frozen(name: str, architecture: ModelArchitecture, itemsize: int, *, swaps: bool) -> Role:
-    weights = Model(architecture, DEVICES["h100"], itemsize).weights(_layout())
+    weights = Sizes(architecture, itemsize).weights(_layout())
     if swaps:
         return Role(name, *_copies(), 0, weights, note="in host memory between turns")
     return Role(name, *_copies(), weights, 0, weights)
@@ -199,7 +198,7 @@ def _engine(cfg: DictConfig, architecture: ModelArchitecture, itemsize: int) -> 
     size = engine_size(ppo.generation.tensor_parallel_size, bool(ppo.trt_llm.reshard), layout.tp, layout.pp)
     first = dist.get_world_size() if apart else 0
     ranks = range(first, dist.get_world_size() + apart)
-    model = Model(architecture, DEVICES["h100"], itemsize)
+    model = Sizes(architecture, itemsize)
     longest = int(ppo.trt_llm.max_input_len) + int(cfg.model.ppo.length_params.max_length)
     slots = int(ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size)
     cache = int(ppo.generation.kv_cache_tokens or slots * longest) * model.kv_bytes(size)

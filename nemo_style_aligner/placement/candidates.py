@@ -12,9 +12,10 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Layout, Model, Sample
+from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Layout, Model, Sample, Sizes
 from nemo_style_aligner.placement.rates import Device
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
 from nemo_style_aligner.placement.workload import mean_context
@@ -33,6 +34,11 @@ class Cluster:
     devices: int
     device: Device
 
+    @property
+    def room(self) -> float:
+        """Bytes of a device that models get."""
+        return self.device.memory - self.device.reserved
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -47,6 +53,7 @@ class Run:
         group: responses to a prompt.
         micro_batch: tokens of a pass, at most (``max_tokens_per_micro_batch``).
         itemsize: bytes of a weight.
+        most: the longest prompt and response that there may be; None: those of ``steps``.
     """
 
     policy: ModelArchitecture
@@ -58,6 +65,26 @@ class Run:
     group: int = 1
     micro_batch: int = 8192
     itemsize: int = 2
+    most: Sample | None = None
+
+    def sizes(self, shape: ModelArchitecture) -> Sizes:
+        """The bytes of one of its models."""
+        return Sizes(shape, self.itemsize)
+
+    def model(self, shape: ModelArchitecture, device: Device) -> Model:
+        """The bytes and seconds of one of its models."""
+        return Model(shape, self.itemsize, device=device)
+
+    @property
+    def longest(self) -> Sample:
+        """The longest prompt and response."""
+        drawn = [sample for step in self.steps for sample in step]
+        return self.most or Sample(max(s.prompt for s in drawn), max(s.response for s in drawn))
+
+    @property
+    def held_tokens(self) -> float:
+        """Tokens of the cache that a slot needs on average, with a reserve."""
+        return _KV_RESERVE * statistics.fmean(map(mean_context, self.steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,41 +156,36 @@ class Candidate:
         return (self.generating or self.actor.layout.ranks) // self.engine_tp
 
 
-def predicted(run: Run, cluster: Cluster, plan: Candidate, *, slowness: tuple[float, ...] = ()) -> dict[str, float]:
+def predicted(run: Run, cluster: Cluster, plan: Candidate) -> dict[str, float]:
     """Mean seconds of a step and its phases; with staleness, of the steps after the first."""
-    found = simulate(simulated_job(run, cluster, plan, slowness=slowness), run.steps)
+    found = simulate(simulated_job(run, cluster, plan), run.steps)
     counted = found[1:-1] if plan.staleness and len(found) > 2 else found
     names = dict.fromkeys(name for phases in counted for name in phases)
     return {name: statistics.fmean(phases.get(name, 0.0) for phases in counted) for name in names}
 
 
-def simulated_job(run: Run, cluster: Cluster, plan: Candidate, *, slowness: tuple[float, ...] = ()) -> Job:
+def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
     """A plan as the simulator wants it."""
-    policy = Model(run.policy, cluster.device, run.itemsize)
+    policy = run.model(run.policy, cluster.device)
     engines = Engines(
         plan.engines,
         plan.slots,
         decode=lambda batch, tokens: policy.decode(plan.engine_tp, batch, tokens),
         prefill=lambda tokens: policy.prefill(plan.engine_tp, tokens),
-        slowness=slowness,
         samples_per_prompt=run.group,
     )
     has_service = plan.critic is not None and plan.strategy != "flatten"
-
-    def score(samples: Sequence[Sample]) -> float:
-        return _score_seconds(run, cluster, plan, samples)
-
     return Job(
         engines,
         lambda samples: _step_costs(run, cluster, plan, samples),
-        score=score if has_service else None,
+        score=(lambda samples: _score_seconds(run, cluster, plan, samples)) if has_service else None,
         score_batch=scored_together(plan.critic.layout) if plan.critic else 1,
         staleness=plan.staleness,
     )
 
 
 def _score_seconds(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[Sample]) -> float:
-    models = [Model(shape, cluster.device, run.itemsize) for shape in (run.critic, run.reward) if shape is not None]
+    models = [run.model(shape, cluster.device) for shape in (run.critic, run.reward) if shape is not None]
     layout = (plan.critic or plan.actor).layout
     return sum(model.forward(layout, samples, run.micro_batch) for model in models)
 
@@ -183,7 +205,7 @@ def pass_tokens(run: Run, layout: Layout, samples: int) -> int:
 
 
 def _step_costs(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[Sample]) -> StepCosts:
-    policy, layout, saved = Model(run.policy, cluster.device, run.itemsize), plan.actor.layout, plan.actor.saved
+    policy, layout, saved = run.model(run.policy, cluster.device), plan.actor.layout, plan.actor.saved
     forward = policy.forward(layout, samples, run.micro_batch)
     refit = policy.refit(layout, plan.engine_tp, is_apart=plan.generating > 0)
     refit += policy.away(policy.weights(Layout(plan.engine_tp))) if saved.unload else 0.0
@@ -195,7 +217,7 @@ def _step_costs(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[S
         logprobs=forward,
         init_logprobs=forward + swapped if run.has_reference else 0.0,
         train=_training(run, policy, plan.actor, samples),
-        train_critic=_training(run, Model(run.critic, cluster.device, run.itemsize), plan.critic, samples)
+        train_critic=_training(run, run.model(run.critic, cluster.device), plan.critic, samples)
         if run.critic is not None and plan.critic is not None
         else 0.0,
     )
@@ -208,140 +230,7 @@ def _training(run: Run, model: Model, fit: Fit, samples: Sequence[Sample]) -> fl
     return seconds + (2 * model.away(model.optimizer(fit.layout)) if fit.saved.offload else 0.0)
 
 
-# ---- memory -------------------------------------------------------------------------------------
-
-
-def trained(run: Run, cluster: Cluster, shape: ModelArchitecture, layout: Layout, saved: Savings) -> dict[str, float]:
-    """Bytes of a rank that trains a model, by use."""
-    model = Model(shape, cluster.device, run.itemsize)
-    return {
-        "weights": model.weights(layout),
-        "gradients": model.gradients(layout),
-        "Adam": model.optimizer(layout),
-        "activations": model.activations(layout, max(run.micro_batch, _longest(run)), saved.granularity),
-    }
-
-
-def _longest(run: Run) -> int:
-    return max(sample.tokens for step in run.steps for sample in step)
-
-
-def _at_rest(used: Mapping[str, float], saved: Savings) -> float:
-    """Bytes of `trained` while the model does not train."""
-    return used["weights"] + (0.0 if saved.offload else used["gradients"] + used["Adam"])
-
-
-def _frozen(run: Run, cluster: Cluster, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
-    """Bytes of a model that is not trained, while another one trains."""
-    return 0.0 if shape is None or saved.swap else Model(shape, cluster.device, run.itemsize).weights(layout)
-
-
-def held_tokens(run: Run) -> float:
-    """Tokens of the cache that a slot needs on average, with a reserve."""
-    return _KV_RESERVE * statistics.fmean(map(mean_context, run.steps))
-
-
-def _held(run: Run, cluster: Cluster, engine_tp: int) -> float:
-    """Bytes of keys and values that a slot needs on each rank of its engine."""
-    return held_tokens(run) * Model(run.policy, cluster.device, run.itemsize).kv_bytes(engine_tp)
-
-
-def _slots(run: Run, cluster: Cluster, engine_tp: int, engines: int, free: float) -> int:
-    """Responses that an engine with so many free bytes on each rank can generate at the same time."""
-    held = _held(run, cluster, engine_tp)
-    if free < max(held, _longest(run) * Model(run.policy, cluster.device, run.itemsize).kv_bytes(engine_tp)):
-        return 0
-    wanted = -(-len(run.steps[0]) // engines)
-    return next(slots for slots in SLOTS if (slots <= wanted and slots * held <= free) or slots == 1)
-
-
-def _critic_use(run: Run, cluster: Cluster, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
-    """Bytes of a rank of the critic job."""
-    assert run.critic is not None
-    used = trained(run, cluster, run.critic, layout, saved)
-    return used | {"reward model": _frozen(run, cluster, run.reward, layout, saved)}, _ENOUGH_SLOTS
-
-
-def _actor_use(
-    run: Run, cluster: Cluster, layout: Layout, saved: Savings, engine_tp: int | None, has_critic: bool
-) -> tuple[dict[str, float], int]:
-    """Bytes of an actor's rank in training, and the slots of its engine.
-
-    Args:
-        engine_tp: None: engines are elsewhere.
-        has_critic: it is on the same ranks, in the same layout; either trains while the other rests.
-    """
-    used = trained(run, cluster, run.policy, layout, saved)
-    used["initial policy"] = _frozen(run, cluster, run.policy if run.has_reference else None, layout, saved)
-    if has_critic and run.critic is not None:
-        value = trained(run, cluster, run.critic, layout, saved)
-        active = sum(value.values()) - _at_rest(value, saved)
-        more = active - (
-            used["gradients"] + used["Adam"] + used["activations"] if saved.offload else used["activations"]
-        )
-        used["critic"] = _at_rest(value, saved) + max(0.0, more)
-        used["reward model"] = _frozen(run, cluster, run.reward, layout, saved)
-    if engine_tp is None:
-        return used, _ENOUGH_SLOTS
-    policy = Model(run.policy, cluster.device, run.itemsize)
-    engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else policy.weights(Layout(engine_tp))
-    total = sum(used.values())
-    beside = total - used["weights"] - used["gradients"] - used["Adam"] - used["activations"] + _at_rest(used, saved)
-    free = cluster.device.memory - cluster.device.reserved - engine - (beside if saved.unload else max(beside, total))
-    slots = _slots(run, cluster, engine_tp, layout.ranks // engine_tp, free)
-    if not saved.unload:
-        used["engine"] = engine + slots * _held(run, cluster, engine_tp)
-    return used, slots
-
-
-Use = Callable[[Layout, Savings], tuple[dict[str, float], int]]
-
-
-def _fitting(run: Run, cluster: Cluster, shape: ModelArchitecture, ranks: int, who: str, use: Use) -> list[Fit]:
-    """Layouts over so many ranks that fit, each with as little given up as leaves enough slots.
-
-    Raises:
-        DoesNotFitError: none does; the message is about the one that lacks least.
-    """
-    found: list[Fit] = []
-    short: list[tuple[float, str]] = []
-    for layout in layouts(run, cluster, shape, ranks):
-        best: Fit | None = None
-        for saved in LADDER:
-            used, slots = use(layout, saved)
-            total = sum(used.values()) + cluster.device.reserved
-            if total > cluster.device.memory or not slots:
-                short.append((total, _shortage(who, layout, used, cluster.device, slots)))
-            elif best is None or slots > best.slots:
-                best = Fit(layout, saved, slots, used)
-                if slots >= _ENOUGH_SLOTS:
-                    break
-        found += [best] if best is not None else []
-    if not found:
-        needs = f"no layout of the {who} over {ranks} ranks divides updates of {run.update} samples, layers and heads"
-        raise DoesNotFitError(min(short)[1] if short else needs)
-    return found
-
-
-def _shortage(who: str, layout: Layout, used: Mapping[str, float], device: Device, slots: int) -> str:
-    total = sum(used.values()) + device.reserved
-    parts = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in used.items() if size >= 5e8)
-    if total <= device.memory and not slots:
-        return f"{who}, {layout}: a rank has no room for the engine beside {parts} GB, of {device.memory / 1e9:.0f}"
-    return f"{who}, {layout}: a rank needs {total / 1e9:.0f} GB of {device.memory / 1e9:.0f} ({parts})"
-
-
 # ---- which there are ----------------------------------------------------------------------------
-
-
-def layouts(run: Run, cluster: Cluster, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
-    """Layouts of a model over so many ranks: those that divide model, machines and updates."""
-    for tp in (1, 2, 4, 8):
-        for pp in (1, 2, 4, 8, 16):
-            if cluster.devices % tp or ranks % (tp * pp) or shape.layout_problems(tp, pp):
-                continue
-            if run.update % (ranks // (tp * pp)) == 0:
-                yield Layout(tp, pp, ranks // (tp * pp))
 
 
 def candidates(run: Run, cluster: Cluster, strategy: str, staleness: Sequence[int] = (0, 1)) -> list[Candidate]:
@@ -352,82 +241,201 @@ def candidates(run: Run, cluster: Cluster, strategy: str, staleness: Sequence[in
     """
     found: list[Candidate] = []
     reasons = ["it needs more machines, or more devices in each"]
-    for split in _splits(run, cluster, strategy):
+    search = _Search(run, cluster, strategy)
+    for split in search.splits():
         try:
-            found += _of_split(run, cluster, strategy, *split, staleness)
+            plan = search.fastest(split)
         except DoesNotFitError as reason:
             reasons.append(str(reason))
+        else:
+            found += [dataclasses.replace(plan, staleness=age) for age in (staleness if split.generating else (0,))]
     if not found:
         raise DoesNotFitError(reasons[-1])
     return found
 
 
-def _usable(run: Run, cluster: Cluster, shape: ModelArchitecture, nodes: int) -> int:
-    """The most of so many nodes over which the model can be laid out; 0: none."""
-    return next((n for n in range(nodes, 0, -1) if any(layouts(run, cluster, shape, n * cluster.devices))), 0)
+class _Split(NamedTuple):
+    """Nodes of actor and critic job, the actor's ranks that only generate, and the engines' tensor-parallel size."""
+
+    nodes: int
+    critic_nodes: int
+    generating: int
+    engine_tp: int
 
 
-def _splits(run: Run, cluster: Cluster, strategy: str) -> Iterator[tuple[int, int, int, int]]:
-    """Nodes of actor and critic, ranks that only generate, tensor-parallel size of the engines."""
-    critics = [0]
-    if run.critic is not None and strategy != "flatten":
-        shares = (1 / 8, 1 / 4, 1 / 3, 1 / 2)
-        critics = sorted({_usable(run, cluster, run.critic, max(1, round(cluster.nodes * s))) for s in shares} - {0})
-    for critic_nodes in critics:
-        nodes = cluster.nodes - critic_nodes
-        if strategy != "separate":
-            nodes = _usable(run, cluster, run.policy, nodes)
-        for generating in _set_apart(run, cluster, nodes) if strategy == "separate" else (0,):
-            for tp in (1, 2, 4, 8):
-                divides = cluster.devices % tp == 0 and (generating or nodes * cluster.devices) % tp == 0
-                if nodes and divides and not run.policy.layout_problems(tp, engine_key="engine"):
-                    yield nodes, critic_nodes, generating, tp
+_Use = Callable[[Layout, Savings], tuple[dict[str, float], int]]
+"""Bytes of a rank by use, and the slots of its engine."""
 
 
-def _set_apart(run: Run, cluster: Cluster, nodes: int) -> list[int]:
-    """How many of the actor's ranks could generate: about so many that training has an eighth to five eighths."""
-    ranks = nodes * cluster.devices
-    unit = cluster.devices if nodes > 1 else 1
-    possible = [n for n in range(unit, ranks, unit) if any(layouts(run, cluster, run.policy, n))]
-    wanted = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8)
-    return sorted({ranks - min(possible, key=lambda n: abs(n - ranks * share)) for share in wanted if possible})
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """Plans of a strategy, and what they take of a device's memory."""
 
+    run: Run
+    cluster: Cluster
+    strategy: str
 
-def _of_split(
-    run: Run,
-    cluster: Cluster,
-    strategy: str,
-    nodes: int,
-    critic_nodes: int,
-    generating: int,
-    engine_tp: int,
-    staleness: Sequence[int],
-) -> list[Candidate]:
-    policy, critic = Model(run.policy, cluster.device, run.itemsize), None
-    if critic_nodes and run.critic is not None:
-        value = Model(run.critic, cluster.device, run.itemsize)
-        use: Use = functools.partial(_critic_use, run, cluster)
-        fits = _fitting(run, cluster, run.critic, critic_nodes * cluster.devices, "critic", use)
-        critic = min(fits, key=lambda fit: _training(run, value, fit, run.steps[0]))
-    tp = None if generating else engine_tp
-    use = functools.partial(_actor_use, run, cluster, engine_tp=tp, has_critic=strategy == "flatten")
-    fits = _fitting(run, cluster, run.policy, nodes * cluster.devices - generating, "actor", use)
+    # ---- who is where -----------------------------------------------------------------------
 
-    def seconds(fit: Fit) -> float:
-        passes = 2 * policy.forward(fit.layout, run.steps[0], run.micro_batch)
-        return passes + _training(run, policy, fit, run.steps[0]) + policy.refit(fit.layout, engine_tp)
+    def splits(self) -> Iterator[_Split]:
+        """All that are tried."""
+        run, cluster, critics = self.run, self.cluster, [0]
+        if run.critic is not None and self.strategy != "flatten":
+            shares = (1 / 8, 1 / 4, 1 / 3, 1 / 2)
+            critics = sorted({self._usable(run.critic, max(1, round(cluster.nodes * s))) for s in shares} - {0})
+        for critic_nodes in critics:
+            nodes = cluster.nodes - critic_nodes
+            if self.strategy != "separate":
+                nodes = self._usable(run.policy, nodes)
+            for generating in self._set_apart(nodes) if self.strategy == "separate" else (0,):
+                for tp in (1, 2, 4, 8):
+                    divides = cluster.devices % tp == 0 and (generating or nodes * cluster.devices) % tp == 0
+                    if nodes and divides and not run.policy.layout_problems(tp, engine_key="engine"):
+                        yield _Split(nodes, critic_nodes, generating, tp)
 
-    most = max(fit.slots for fit in fits)
-    actor = min((fit for fit in fits if fit.slots >= min(most, _ENOUGH_SLOTS)), key=seconds)
-    if strategy == "flatten" and run.critic is not None:
-        critic = actor
-    slots, used = actor.slots, dict[str, float]()
-    if generating:
-        used["weights"] = policy.weights(Layout(engine_tp))
-        free = cluster.device.memory - cluster.device.reserved - used["weights"]
-        slots = _slots(run, cluster, engine_tp, generating // engine_tp, free)
+    def _layouts(self, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
+        """Layouts of a model over so many ranks: those that divide model, machines and updates."""
+        for tp in (1, 2, 4, 8):
+            for pp in (1, 2, 4, 8, 16):
+                if self.cluster.devices % tp or ranks % (tp * pp) or shape.layout_problems(tp, pp):
+                    continue
+                if self.run.update % (ranks // (tp * pp)) == 0:
+                    yield Layout(tp, pp, ranks // (tp * pp))
+
+    def _usable(self, shape: ModelArchitecture, nodes: int) -> int:
+        """The most of so many nodes over which the model can be laid out; 0: none."""
+        return next((n for n in range(nodes, 0, -1) if any(self._layouts(shape, n * self.cluster.devices))), 0)
+
+    def _set_apart(self, nodes: int) -> list[int]:
+        """How many of the actor's ranks could generate: about so many that training has an eighth to five eighths."""
+        ranks = nodes * self.cluster.devices
+        unit = self.cluster.devices if nodes > 1 else 1
+        possible = [n for n in range(unit, ranks, unit) if any(self._layouts(self.run.policy, n))]
+        wanted = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8)
+        return sorted({ranks - min(possible, key=lambda n: abs(n - ranks * share)) for share in wanted if possible})
+
+    def fastest(self, split: _Split) -> Candidate:
+        """The plan of a split with the layouts that take least time.
+
+        Raises:
+            DoesNotFitError: there is none.
+        """
+        run, devices, tp, critic = self.run, self.cluster.devices, split.engine_tp, None
+        policy, samples = run.model(run.policy, self.cluster.device), run.steps[0]
+        if split.critic_nodes and run.critic is not None:
+            value = run.model(run.critic, self.cluster.device)
+            fits = self._fitting(run.critic, split.critic_nodes * devices, "critic", self._critic_use)
+            critic = min(fits, key=lambda fit: _training(run, value, fit, samples))
+        use = functools.partial(self._actor_use, engine_tp=None if split.generating else tp)
+        fits = self._fitting(run.policy, split.nodes * devices - split.generating, "actor", use)
+
+        def seconds(fit: Fit) -> float:
+            passes = 2 * policy.forward(fit.layout, samples, run.micro_batch)
+            return passes + _training(run, policy, fit, samples) + policy.refit(fit.layout, tp)
+
+        most = max(fit.slots for fit in fits)
+        actor = min((fit for fit in fits if fit.slots >= min(most, _ENOUGH_SLOTS)), key=seconds)
+        if self.strategy == "flatten" and run.critic is not None:
+            critic = actor
+        slots, used = self._engine_apart(split) if split.generating else (actor.slots, {})
+        nodes = (split.nodes, split.critic_nodes)
+        return Candidate(self.strategy, nodes, actor, critic, split.generating, tp, slots, 0, used)
+
+    def _engine_apart(self, split: _Split) -> tuple[int, dict[str, float]]:
+        """Slots of an engine on ranks that only generate, and the bytes of each of these."""
+        sizes, tp = self.run.sizes(self.run.policy), split.engine_tp
+        used = {"weights": sizes.weights(Layout(tp))}
+        slots = self._slots(tp, split.generating // tp, self.cluster.room - used["weights"])
         if not slots:
-            raise DoesNotFitError(_shortage("a rank that generates", Layout(engine_tp), used, cluster.device, 0))
-        used["keys and values"] = slots * _held(run, cluster, engine_tp)
-    plan = Candidate(strategy, (nodes, critic_nodes), actor, critic, generating, engine_tp, slots, 0, used)
-    return [dataclasses.replace(plan, staleness=age) for age in (staleness if generating else (0,))]
+            raise DoesNotFitError(self._shortage("a rank that generates", Layout(tp), used, 0))
+        return slots, used | {"keys and values": slots * self.run.held_tokens * sizes.kv_bytes(tp)}
+
+    # ---- memory -----------------------------------------------------------------------------
+
+    def _fitting(self, shape: ModelArchitecture, ranks: int, who: str, use: _Use) -> list[Fit]:
+        """Layouts over so many ranks that fit, each with as little given up as leaves enough slots.
+
+        Raises:
+            DoesNotFitError: none does; the message is about the one that lacks least.
+        """
+        found: list[Fit] = []
+        short: list[tuple[float, str]] = []
+        for layout in self._layouts(shape, ranks):
+            best: Fit | None = None
+            for saved in LADDER:
+                used, slots = use(layout, saved)
+                if (total := sum(used.values())) > self.cluster.room or not slots:
+                    short.append((total, self._shortage(who, layout, used, slots)))
+                elif best is None or slots > best.slots:
+                    best = Fit(layout, saved, slots, used)
+                    if slots >= _ENOUGH_SLOTS:
+                        break
+            found += [best] if best is not None else []
+        if not found:
+            update = self.run.update
+            needs = f"no layout of the {who} over {ranks} ranks divides updates of {update} samples, layers and heads"
+            raise DoesNotFitError(min(short)[1] if short else needs)
+        return found
+
+    def _shortage(self, who: str, layout: Layout, used: Mapping[str, float], slots: int) -> str:
+        device = self.cluster.device
+        total, memory = sum(used.values()) + device.reserved, device.memory
+        parts = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in used.items() if size >= 5e8)
+        if total <= memory and not slots:
+            return f"{who}, {layout}: a rank has no room for the engine beside {parts} GB, of {memory / 1e9:.0f}"
+        return f"{who}, {layout}: a rank needs {total / 1e9:.0f} GB of {memory / 1e9:.0f} ({parts})"
+
+    def _trained(self, shape: ModelArchitecture, layout: Layout, saved: Savings) -> dict[str, float]:
+        """Bytes of a rank that trains a model."""
+        sizes, tokens = self.run.sizes(shape), max(self.run.micro_batch, self.run.longest.tokens)
+        return {
+            "weights": sizes.weights(layout),
+            "gradients": sizes.gradients(layout),
+            "Adam": sizes.optimizer(layout),
+            "activations": sizes.activations(layout, tokens, saved.granularity),
+        }
+
+    def _frozen(self, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
+        """Bytes of a model that is not trained, while another one trains."""
+        return 0.0 if shape is None or saved.swap else self.run.sizes(shape).weights(layout)
+
+    def _slots(self, engine_tp: int, engines: int, free: float) -> int:
+        """Responses that an engine with so many free bytes on each rank can generate at the same time."""
+        run, of_token = self.run, self.run.sizes(self.run.policy).kv_bytes(engine_tp)
+        if free < max(run.held_tokens, run.longest.tokens) * of_token:
+            return 0
+        wanted, held = -(-len(run.steps[0]) // engines), run.held_tokens * of_token
+        return next(slots for slots in SLOTS if (slots <= wanted and slots * held <= free) or slots == 1)
+
+    def _critic_use(self, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
+        """`_Use` of a rank of the critic job."""
+        assert self.run.critic is not None
+        used = self._trained(self.run.critic, layout, saved)
+        return used | {"reward model": self._frozen(self.run.reward, layout, saved)}, _ENOUGH_SLOTS
+
+    def _actor_use(self, layout: Layout, saved: Savings, engine_tp: int | None) -> tuple[dict[str, float], int]:
+        """`_Use` of an actor's rank that trains; with flatten the critic is there, too: either rests meanwhile.
+
+        ``engine_tp``: None: engines are elsewhere.
+        """
+        run, sizes = self.run, self.run.sizes(self.run.policy)
+        trained = self._trained(run.policy, layout, saved)
+        used = trained | {"initial policy": self._frozen(run.policy if run.has_reference else None, layout, saved)}
+        if self.strategy == "flatten" and run.critic is not None:
+            value = self._trained(run.critic, layout, saved)
+            more = max(0.0, _in_turn(value, saved) - _in_turn(trained, saved))
+            used["critic"] = sum(value.values()) - _in_turn(value, saved) + more
+            used["reward model"] = self._frozen(run.reward, layout, saved)
+        if engine_tp is None:
+            return used, _ENOUGH_SLOTS
+        engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else sizes.weights(Layout(engine_tp))
+        beside = sum(used.values()) - (_in_turn(trained, saved) if saved.unload else 0.0)
+        slots = self._slots(engine_tp, layout.ranks // engine_tp, self.cluster.room - engine - beside)
+        if not saved.unload:
+            used["engine"] = engine + slots * run.held_tokens * sizes.kv_bytes(engine_tp)
+        return used, slots
+
+
+def _in_turn(trained: Mapping[str, float], saved: Savings) -> float:
+    """Bytes of these that are there only while the model trains."""
+    return trained["activations"] + (trained["gradients"] + trained["Adam"] if saved.offload else 0.0)

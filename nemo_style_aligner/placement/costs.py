@@ -60,33 +60,30 @@ class Sample:
         return self.prompt + self.response
 
 
-def rank_parameters(a: ModelArchitecture, layout: Layout) -> float:
-    """Parameters of the rank that has most: of a pipeline, the stage with the embedding or the output layer."""
-    ends = a.output_parameters * (2 if layout.pp == 1 and not a.tied_embeddings else 1)
-    return (a.layer_parameters / layout.pp + ends) / layout.tp
-
-
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """A model on a device type, with ``itemsize`` bytes per weight: 2 in bf16, 4 in fp32."""
+class Sizes:
+    """A model's bytes, with ``itemsize`` bytes per weight: 2 in bf16, 4 in fp32."""
 
     architecture: ModelArchitecture
-    device: Device
     itemsize: int = 2
 
-    # ---- bytes ------------------------------------------------------------------------------
+    def parameters(self, layout: Layout) -> float:
+        """Parameters of the rank that has most: of a pipeline, the stage with the embedding or the output layer."""
+        a = self.architecture
+        ends = a.output_parameters * (2 if layout.pp == 1 and not a.tied_embeddings else 1)
+        return (a.layer_parameters / layout.pp + ends) / layout.tp
 
     def weights(self, layout: Layout) -> float:
         """Bytes of weights."""
-        return self.itemsize * rank_parameters(self.architecture, layout)
+        return self.itemsize * self.parameters(layout)
 
     def gradients(self, layout: Layout) -> float:
         """Bytes of fp32 gradients."""
-        return 4 * rank_parameters(self.architecture, layout)
+        return 4 * self.parameters(layout)
 
     def optimizer(self, layout: Layout) -> float:
         """Bytes of Adam's moments, and of fp32 main weights in bf16, divided over data-parallel ranks."""
-        return (8 if self.itemsize == 4 else 12) * rank_parameters(self.architecture, layout) / layout.dp
+        return (8 if self.itemsize == 4 else 12) * self.parameters(layout) / layout.dp
 
     def activations(self, layout: Layout, tokens: int, granularity: str | None = None) -> float:
         """Bytes kept for the backward pass of a micro batch, with sequence parallelism.
@@ -104,7 +101,12 @@ class Model:
         a = self.architecture
         return 2 * self.itemsize * a.num_layers * a.kv_channels * max(1, a.num_query_groups / tp)
 
-    # ---- seconds ----------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Model(Sizes):
+    """And its seconds, on a device type."""
+
+    device: Device = dataclasses.field(kw_only=True)
 
     def decode(self, tp: int, batch: int, kv_tokens: float) -> float:
         """Seconds of a pass that extends ``batch`` responses by a token, with ``kv_tokens`` before them in all."""
@@ -147,7 +149,7 @@ class Model:
 
         Within a machine first: what passes the network is divided over the machine's ranks.
         """
-        parameters, d = rank_parameters(self.architecture, layout), self.device
+        parameters, d = self.parameters(layout), self.device
         seconds = (3 * 12 + 4) * parameters / layout.dp / d.bandwidth  # reads and writes states, reads gradients
         sent, neighbours = (4 + self.itemsize) * parameters, min(layout.dp, max(1, MACHINE // layout.tp))
         if neighbours > 1:

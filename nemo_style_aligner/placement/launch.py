@@ -1,15 +1,7 @@
-"""Start the jobs of a plan, watch over them, and end them together (docs/launching.md).
-
-    python -m nemo_style_aligner.placement.launch plan.yaml --with local
-
-local: on this machine. ray: on a Ray cluster. slurm: writes a batch script and submits it. mpirun: prints a script.
-The jobs are the same entry scripts with the same settings whichever it is. Each writes to results_dir/NAME, and what
-it prints goes to output-NODE.log there.
-"""
+"""Start the jobs of a plan, watch over them, and end them together (docs/launching.md): ``nsa launch``."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -17,7 +9,6 @@ import logging
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -25,8 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.launch.ending import EXIT_INTERRUPTED
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE, ignore, taken
 from nemo_style_aligner.launch.supervisor import FORWARDED, POLL_SECONDS, Ranks
@@ -177,7 +166,11 @@ def on_this_machine(plan: Plan) -> Iterator[Start]:
 
 def _dealt_gpus(plan: Plan) -> dict[str, dict[str, str]]:
     """The variable that says which GPUs of this machine are a job's, where the jobs together need no more than all."""
-    gpus, wanting = visible_gpus(), {n: j.devices for n, j in plan.jobs.items() if "CUDA_VISIBLE_DEVICES" not in j.env}
+    named = {
+        n: j.env["CUDA_VISIBLE_DEVICES"].split(",") for n, j in plan.jobs.items() if "CUDA_VISIBLE_DEVICES" in j.env
+    }
+    gpus = [gpu for gpu in visible_gpus() if not any(gpu in given for given in named.values())]
+    wanting = {name: job.devices for name, job in plan.jobs.items() if name not in named}
     if sum(wanting.values()) > len(gpus):
         if gpus and len(wanting) > 1:
             ranks = counted(sum(wanting.values()), "ranks")
@@ -187,58 +180,46 @@ def _dealt_gpus(plan: Plan) -> dict[str, dict[str, str]]:
     return {n: {"CUDA_VISIBLE_DEVICES": ",".join(itertools.islice(dealt, count))} for n, count in wanting.items()}
 
 
-def main() -> int:
-    """The command line; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("plan", type=Path, help="the plan's file")
-    parser.add_argument("--with", dest="launcher", choices=("local", "ray", "slurm", "mpirun"), default="local")
-    parser.add_argument("--dry-run", action="store_true", help="check the plan and print what would be started")
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        help="local, ray: how often jobs that failed are started again (default: 0); slurm: a service that died (2)",
-    )
-    parser.add_argument("--wait-minutes", type=float, default=30.0, help="ray: for the cluster to have what is needed")
-    parser.add_argument("--hosts", type=lambda text: text.split(","), default=[], help="mpirun: HOST,... for each node")
-    parser.add_argument("--sbatch", default="", help='slurm: "-A ACCOUNT -p PARTITION ..."')
-    options = parser.parse_args()
+def launch_plan(
+    file: Path,
+    launcher: str,
+    *,
+    dry_run: bool,
+    restarts: int | None,
+    wait_minutes: float | None,
+    hosts: str | None,
+    sbatch: str | None,
+) -> int:
+    """Do what ``nsa launch`` has been asked for; the exit status. For errors see `read_plan` and the launchers."""
     configure_logging()
-    try:
-        return _launch(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-
-
-def _launch(options: argparse.Namespace) -> int:
-    plan = read_plan(options.plan)
+    plan = read_plan(file)
     check_configs(plan)
-    if options.launcher == "mpirun":
-        print(mpirun_script(plan, options.hosts), end="")
+    if launcher == "mpirun":
+        print(mpirun_script(plan, hosts.split(",") if hosts else ()), end="")
         return 0
-    if options.launcher == "slurm":
-        restarts = 2 if options.restarts is None else options.restarts
-        script = slurm_script(plan, options.plan.absolute(), options.sbatch, restarts)
-        if options.dry_run:
+    if launcher == "slurm":
+        script = slurm_script(plan, file.absolute(), sbatch or "", 2 if restarts is None else restarts)
+        if dry_run:
             print(script, end="")
-        return 0 if options.dry_run else submit(plan, script)
-    if options.dry_run:
+        return 0 if dry_run else submit(plan, script)
+    if dry_run:
         for name, job in plan.jobs.items():
             command = shlex.join([job.script, *plan.arguments(name)])
             print(f"{name}: {counted(job.nodes, 'nodes')} of {counted(job.devices, 'ranks')}: {command}")
         return 0
     plan.make_secret()
     place: Place = on_this_machine
-    if options.launcher == "ray":
+    if launcher == "ray":
         from nemo_style_aligner.placement.on_ray import on_ray
 
-        place = functools.partial(on_ray, wait_seconds=60.0 * options.wait_minutes)
-    status = run_plan(plan, place, options.restarts or 0)
+        minutes = 30.0 if wait_minutes is None else wait_minutes
+        place = functools.partial(on_ray, wait_seconds=60.0 * minutes)
+    status = run_plan(plan, place, restarts or 0)
     ignore()
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from nemo_style_aligner.placement import commands
+
+    commands.launch()

@@ -41,6 +41,7 @@ from nemo_style_aligner.wording import counted
 _logger = logging.getLogger(__name__)
 
 _START_SECONDS = 300.0  # for an agent to start: it imports Ray and this package
+_SIGNAL_SECONDS = 30.0  # for ranks that are being started, before they can be sent a signal
 _END_SECONDS = 45.0  # for an agent to end its ranks; it kills those that do not end
 _REQUEUE_SECONDS = 15.0  # for the other nodes' ranks to end, after some have stopped early
 _SAY_SECONDS = 30.0  # between two lines about what is missing
@@ -61,7 +62,7 @@ class _Agent:
 
     def __init__(self) -> None:
         self._ranks = Ranks()
-        self._is_ending = threading.Event()
+        self._is_started, self._is_ending = threading.Event(), threading.Event()
 
     def place(self) -> tuple[str, int]:
         """This node's address, and a port that is free."""
@@ -73,6 +74,7 @@ class _Agent:
         if not share.log_dir.parent.is_dir():
             raise NoRoomError(f"there is no {share.log_dir.parent} here: results_dir must be one folder on all nodes")
         self._ranks = start_ranks(arguments, env | dict(variables), share, cwd)
+        self._is_started.set()
         try:
             while (status := self._ranks.poll()) is None and not self._is_ending.wait(POLL_SECONDS):
                 pass
@@ -81,6 +83,7 @@ class _Agent:
         return 143 if status is None else status
 
     def send_signal(self, number: int) -> None:
+        self._is_started.wait(_SIGNAL_SECONDS)
         self._ranks.send_signal(number)
 
     def end(self) -> None:

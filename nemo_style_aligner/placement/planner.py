@@ -1,24 +1,16 @@
-"""Plan a run of reinforcement learning before it is paid for: which placements fit, and how long a step takes in each.
-
-    python -m nemo_style_aligner.placement.planner --model 70b --cluster 12x8xh100 --rollouts 1024 \
-        --lengths lognormal:mean=330,sigma=1,max=2048 --write plan.yaml
-
-Every number is predicted, from the model's shape, the device's rates and lengths that are drawn: docs/scaling.md says
-how well that has been checked.
-"""
+"""Plan a run of reinforcement learning before it is paid for: ``nsa plan`` (docs/scaling.md)."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from nemo_style_aligner.arguments import HelpFormatter, output_argument
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.placement.candidates import (
     STRATEGIES,
@@ -28,95 +20,58 @@ from nemo_style_aligner.placement.candidates import (
     Fit,
     Run,
     candidates,
-    held_tokens,
     pass_tokens,
     predicted,
     scored_together,
 )
+from nemo_style_aligner.placement.costs import Sample
 from nemo_style_aligner.placement.plan import Plan, PlannedJob
-from nemo_style_aligner.placement.rates import DEVICES, as_in_run, device_named, measured_here
-from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps, find_model
+from nemo_style_aligner.placement.rates import as_in_run, device_named, measured_here
+from nemo_style_aligner.placement.workload import Lengths, draw_steps, find_model
 from nemo_style_aligner.wording import counted
 
 Prediction = tuple[dict[str, float], Candidate]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """See the module."""
-    options = _parser().parse_args(arguments)
-    try:
-        run, cluster = _run(options), _cluster(options)
-        found, reasons = plans(run, cluster, options.strategies, options.staleness)
-        if options.json:
-            print(json.dumps(_as_json(found, reasons), indent=1))
-        else:
-            _report(run, cluster, found, reasons)
-        if options.write:
-            if not found:
-                raise UserError(f"nothing fits, so {options.write} is not written")
-            plan, comment = written_plan(run, cluster, options, found[0])
-            plan.write(options.write, comment)
-            launch = f"python -m nemo_style_aligner.placement.launch {options.write} --with slurm"
-            print(f"\nwrote {options.write}; with models and data filled in: {launch}", file=sys.stderr)
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from error
+def make_plan(options: SimpleNamespace) -> None:
+    """Do what ``nsa plan`` has been asked for, by `commands.plan`'s options.
+
+    Raises:
+        UserError: options that cannot be.
+    """
+    run = _run(options)
+    cluster = _cluster(options, run)
+    found, reasons = plans(run, cluster, options.strategies or STRATEGIES, _staleness(options))
+    if options.json:
+        print(json.dumps(_as_json(found, reasons), indent=1))
+    else:
+        _report(run, cluster, found, reasons)
+    if options.write:
+        if not found:
+            raise UserError(f"nothing fits, so {options.write} is not written")
+        plan, comment = written_plan(run, cluster, options, found[0])
+        plan.write(options.write, comment)
+        launch = f"nsa launch {options.write} --with slurm"
+        print(f"\nwrote {options.write}; with models and data filled in: {launch}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_style_aligner.placement.planner", description=__doc__, formatter_class=HelpFormatter
-    )
-    add = parser.add_argument
-    known = ", ".join(MODELS)
-    add("--model", required=True, help=f"the policy: {known}, a .nemo archive, or a Hugging Face folder")
-    add("--critic-model", metavar="MODEL", help="critic and reward model (default: as the policy)")
-    add(
-        "--cluster",
-        required=True,
-        metavar="NODESxDEVICESxTYPE",
-        help=f"such as 12x8xh100: {', '.join(DEVICES)}, or here",
-    )
-    add(
-        "--estimator",
-        choices=("gae", "grpo"),
-        default="gae",
-        help="gae: with critic and reward model; grpo: with neither",
-    )
-    add("--rollouts", type=int, default=512, help="responses per step")
-    add("--group", type=int, default=1, help="responses to each prompt")
-    add("--global-batch-size", type=int, default=128, help="responses per update")
-    add("--prompts", default="256", metavar="LENGTHS", help="tokens of prompts, as --lengths")
-    add("--lengths", default="lognormal:mean=330,sigma=1,max=2048",
-        help="tokens of responses: a number, lognormal:mean=M,sigma=S,max=N, or a JSONL file of lengths")  # fmt: skip
-    add("--precision", choices=("bf16", "32"), default="bf16", help="of training and generation")
-    add("--micro-batch-tokens", type=int, default=8192, help="of a pass, at most")
-    add("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
-    add("--staleness", nargs="+", type=int, choices=(0, 1), default=(0, 1), help="1 needs a lower learning rate")
-    add("--steps", type=int, default=3, help="steps to simulate")
-    add("--seed", type=int, default=0, help="of the lengths drawn")
-    add("--as-in", type=Path, metavar="LOG_DIR", help="take the passes' rates from this actor's run of the same model")
-    add("--as-in-ranks", type=int, default=1, metavar="N", help="ranks of that run")
-    add("--write", type=output_argument, metavar="PLAN.yaml", help="write the fastest plan")
-    add("--results-dir", default="/results", help="of the plan: where its jobs write")
-    add("--json", action="store_true", help="print all plans as JSON")
-    return parser
+def _staleness(options: SimpleNamespace) -> tuple[int, ...]:
+    return (0, 1) if options.staleness is None else (options.staleness,)
 
 
-def _cluster(options: argparse.Namespace) -> Cluster:
+def _cluster(options: SimpleNamespace, run: Run) -> Cluster:
     parts = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(\w+)", options.cluster.lower())
     if parts is None:
         raise UserError(f"--cluster {options.cluster}: give nodes, devices of each and their type, such as 12x8xh100")
-    device = measured_here() if parts[3] == "here" else device_named(parts[3])
+    device = measured_here(run.itemsize) if parts[3] == "here" else device_named(parts[3])
+    if run.itemsize == 4 and parts[3] != "here" and not options.as_in:
+        raise UserError("--precision 32: the tables have rates of bf16 alone; give --as-in, or `here` as the type")
     if options.as_in:
-        itemsize = 2 if options.precision == "bf16" else 4
-        device = as_in_run(device, options.as_in, find_model(options.model), options.as_in_ranks, itemsize)
+        device = as_in_run(device, options.as_in, run.policy, options.as_in_ranks, run.itemsize)
     return Cluster(int(parts[1]), int(parts[2]), device)
 
 
-def _run(options: argparse.Namespace) -> Run:
-    for name in ("rollouts", "group", "global_batch_size", "micro_batch_tokens", "steps"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: give 1 or more")
+def _run(options: SimpleNamespace) -> Run:
     if options.rollouts % options.global_batch_size or options.rollouts % options.group:
         raise UserError(
             f"--rollouts {options.rollouts} must be a multiple of --global-batch-size {options.global_batch_size} "
@@ -124,13 +79,12 @@ def _run(options: argparse.Namespace) -> Run:
         )
     policy = find_model(options.model)
     critic = find_model(options.critic_model or options.model) if options.estimator == "gae" else None
-    lengths = (Lengths.parse(options.prompts), Lengths.parse(options.lengths))
-    steps = draw_steps(
-        *lengths, options.rollouts, options.group, options.steps + 2 * max(options.staleness), options.seed
-    )
+    count = options.steps + 2 * max(_staleness(options))  # the first and the last are not counted
+    prompts, responses = Lengths.parse(options.prompts), Lengths.parse(options.lengths)
+    steps = draw_steps(prompts, responses, options.rollouts, options.group, count, options.seed)
     itemsize = 2 if options.precision == "bf16" else 4
     batch = (options.global_batch_size, options.group, options.micro_batch_tokens, itemsize)
-    return Run(policy, critic, critic, True, steps, *batch)
+    return Run(policy, critic, critic, True, steps, *batch, Sample(prompts.most, responses.most))
 
 
 def plans(
@@ -247,7 +201,7 @@ def _as_json(found: Sequence[Prediction], reasons: dict[str, str]) -> dict[str, 
 # ---- what is written ----------------------------------------------------------------------------
 
 
-def written_plan(run: Run, cluster: Cluster, options: argparse.Namespace, fastest: Prediction) -> tuple[Plan, str]:
+def written_plan(run: Run, cluster: Cluster, options: SimpleNamespace, fastest: Prediction) -> tuple[Plan, str]:
     """A plan for `placement.launch` and the comment at its top; paths of models and data are the user's to fill in."""
     phases, plan = fastest
     keys = PlannedKeys(run, plan)
@@ -257,10 +211,11 @@ def written_plan(run: Run, cluster: Cluster, options: argparse.Namespace, fastes
         critic = PlannedJob("serve_ppo_critic.py", nodes[1], devices, keys.critic(), serves=["actor"])
         jobs = {"critic": critic} | jobs
     lines = [f"Predicted: {phases['step']:.1f} seconds per step on {options.cluster} ({cluster.device.source})."]
-    lines += [
-        *picture(plan, cluster),
-        "Add pretrained_checkpoint.restore_from_path, and the actor's model.data.data_prefix.",
-    ]
+    lines += picture(plan, cluster)
+    archives = "pretrained_checkpoint.restore_from_path"
+    if plan.strategy == "flatten" and plan.critic is not None:
+        archives += f", critic.{archives}"
+    lines.append(f"Add {archives}, and the actor's model.data.data_prefix.")
     return Plan(Path(options.results_dir), jobs), "\n".join(lines)
 
 
@@ -270,15 +225,14 @@ class PlannedKeys:
     def __init__(self, run: Run, plan: Candidate) -> None:
         self._run = run
         self._plan = plan
-        longest = max(sample.tokens for step in run.steps for sample in step)
-        self._length = -(-longest // 64) * 64
+        self._length = -(-run.longest.tokens // 64) * 64
 
-    def actor(self, options: argparse.Namespace) -> dict[str, Any]:
+    def actor(self, options: SimpleNamespace) -> dict[str, Any]:
         """The actor's, with those of flatten's critic."""
         run, plan, saved = self._run, self._plan, self._plan.actor.saved
         keys = self._model(plan.actor.layout, saved.granularity) | {
             "model.ppo.num_rollout_samples": len(run.steps[0]) // run.group,
-            "model.ppo.length_params.max_length": max(sample.response for step in run.steps for sample in step),
+            "model.ppo.length_params.max_length": run.longest.response,
             "model.ppo.offload_adam_states": saved.offload,
             "trainer.ppo.estimator": options.estimator,
             "trainer.ppo.num_rollouts_per_prompt": run.group,
@@ -287,7 +241,7 @@ class PlannedKeys:
             "trainer.ppo.trt_llm.unload_engine_train": saved.unload,
             "trainer.ppo.generation.tensor_parallel_size": plan.engine_tp,
             "trainer.ppo.generation.num_slots": plan.slots,
-            "trainer.ppo.generation.kv_cache_tokens": max(self._length, round(plan.slots * held_tokens(run))),
+            "trainer.ppo.generation.kv_cache_tokens": max(self._length, round(plan.slots * run.held_tokens)),
         }
         if plan.generating:
             keys |= {"trainer.ppo.rollout_devices": plan.generating, "trainer.ppo.staleness": plan.staleness}
@@ -321,8 +275,11 @@ class PlannedKeys:
             "model.max_tokens_per_micro_batch": pass_tokens(self._run, layout, self._run.update),
             "model.encoder_seq_length": self._length,
             "model.activations_checkpoint_granularity": granularity,
+            "trainer.precision": "bf16" if self._run.itemsize == 2 else 32,
         }
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from nemo_style_aligner.placement import commands
+
+    commands.plan()

@@ -18,6 +18,7 @@ from nemo_style_aligner.placement.plan import REPOSITORY, Address, Plan, PlanErr
 from nemo_style_aligner.wording import counted
 
 _EVERYWHERE = "0.0.0.0"  # a service in a cluster listens on all addresses of its node, and asks for the secret
+_SERVICE_SECONDS = 90  # for a service's last requests, after the trainers have ended
 _SERVICE_PORTS = 2700  # from 30000 on, by the number of the Slurm job: jobs may share a node
 
 
@@ -53,10 +54,11 @@ def mpirun_script(plan: Plan, hosts: Sequence[str] = ()) -> str:
         "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
     ]
     lines += [_mpirun_line(plan, name, placed[name], addresses) for name in [*plan.services(), *plan.trainers()]]
-    lines += ["status=0", *(f'wait "${name}" || status=$?' for name in plan.trainers())]
-    # To mpirun SIGTERM means to kill the ranks; SIGUSR1 is handed on.
-    lines += [f'kill -USR1 "${name}"; wait "${name}"' for name in plan.services()]
-    return "\n".join([*lines, "exit $status", ""])
+    lines += ["STATUS=0", *(f'wait "${name}" || STATUS=$?' for name in plan.trainers())]
+    # To mpirun SIGTERM means to kill the ranks, at the end; SIGUSR1 is handed on.
+    lines += [f'kill -USR1 "${name}"' for name in plan.services()]
+    lines += [f'timeout {_SERVICE_SECONDS} tail --pid "${name}" -f /dev/null' for name in plan.services()]
+    return "\n".join([*lines, "exit $STATUS", ""])
 
 
 def _mpirun_line(plan: Plan, name: str, hosts: Sequence[str], addresses: Mapping[str, Address]) -> str:

@@ -88,19 +88,22 @@ def device_named(name: str) -> Device:
     """
     if name not in DEVICES:
         raise UserError(
-            f"no rates of {name!r}: give one of {', '.join(DEVICES)}, or measure this machine's (--measure)"
+            f"no rates of {name!r}: give one of {', '.join(DEVICES)}, or `here`, which measures this machine"
         )
     return DEVICES[name]
 
 
-def measured_here() -> Device:
-    """This machine's first GPU, or all cores as one device: large products, and reading far beyond the caches."""
+def measured_here(itemsize: int) -> Device:
+    """This machine's first GPU, or all cores as one device: large products, and reading far beyond the caches.
+
+    ``itemsize``: bytes of the numbers that a GPU multiplies, 2 or 4; a CPU's have 4.
+    """
     import torch
 
     from nemo_style_aligner.parallel.machine import available_memory
 
     is_gpu = torch.cuda.is_available()
-    where, dtype = ("cuda", torch.bfloat16) if is_gpu else ("cpu", torch.float32)
+    where, dtype = "cuda" if is_gpu else "cpu", torch.bfloat16 if is_gpu and itemsize == 2 else torch.float32
     numbers = torch.ones(2**27, device=where)
     matrix = torch.randn(2**13 if is_gpu else 2**10, 2**13 if is_gpu else 2**10, device=where).to(dtype)
     bandwidth = numbers.nbytes / _best(numbers.sum, is_gpu)
@@ -147,7 +150,7 @@ def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, ranks: i
     size = typical("train_rollouts/rollout_size")
     work = size * policy.forward_operations(round(prompt + response), round(response)) / ranks / device.products
     passes, slots = typical("generation/passes") / ranks, typical("generation/active_slots")
-    model = Model(policy, device, itemsize)
+    model = Model(policy, itemsize, device=device)
     expected = passes * model.decode(1, round(slots), slots * (prompt + response / 2))
     expected += model.prefill(1, typical("generation/prompt_tokens_computed") / ranks)
     return dataclasses.replace(

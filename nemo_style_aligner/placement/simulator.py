@@ -207,7 +207,6 @@ class Service:
     """
 
     def __init__(self, clock: Clock, score: Callable[[Sequence[Sample]], float], batch: int) -> None:
-        self.busy = 0.0
         self._clock = clock
         self._score = score
         self._batch = batch
@@ -237,9 +236,7 @@ class Service:
                 while self._waiting and self._waiting[0][0] is not None and len(asked) < self._batch:
                     asked.append(self._waiting.popleft())
             scored = [sample for sample, _, _ in asked if sample is not None]
-            seconds = self._score(scored) if scored else asked[0][1]
-            self.busy += seconds
-            yield seconds
+            yield self._score(scored) if scored else asked[0][1]
             for _, _, done in asked:
                 self._clock.set(done)
         self._is_working = False
