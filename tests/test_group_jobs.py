@@ -350,13 +350,14 @@ def test_a_reward_model_that_does_not_fit_is_refused_before_weights_are_loaded(
 def failing(flags: Callable[..., list[str]], tmp_path: Path) -> Callable[..., list[str]]:
     """A job whose function fails for some responses of the first step, and after that never returns; its last lines."""
 
-    def failing(policy: str) -> list[str]:
+    def failing(policy: str, *more: str) -> list[str]:
         arguments = flags(
             tmp_path,
             "trainer.ppo.estimator=rloo",
             f"trainer.ppo.rewards=[{{source: '{tmp_path}/rewards.py:troubled'}}]",
             "trainer.ppo.reward_functions.seconds=0.5",
             f"trainer.ppo.on_nonfinite={policy}",
+            *more,
         )
         job = Job(script("train_gpt_ppo_actor.py", *arguments), tmp_path / "job.log")
         try:
@@ -382,8 +383,9 @@ def test_samples_without_a_reward_are_left_out(failing: Callable[[str], list[str
     assert re.fullmatch(r"\[rank 0\] RewardError: 8 calls of .*rewards.py:troubled have not returned, .*", output[-1])
 
 
-def test_a_missing_reward_ends_the_job(failing: Callable[[str], list[str]], tmp_path: Path) -> None:
-    output = failing("stop")
+def test_a_missing_reward_ends_the_job(failing: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Also where the best responses alone are trained on, and others have a reward."""
+    output = failing("stop", "trainer.ppo.top_n_rollouts=2")
     assert output[-1].startswith("[rank 0] NonFiniteError: NaN or Inf in reward of samples [")
     require_reasons(output[-1])
     assert "train_optim/loss" not in curves(tmp_path)

@@ -207,8 +207,13 @@ class RLTrainer(TrainingLoop):
     def _best(self, collected: Collected, count: int) -> tuple[Collected, dict[str, float]]:
         """The samples with the largest rewards of each group; the mean of all rewards, and of theirs. Collective."""
         with self.timer("critic_wait"):
-            rewards = collected.wait_for_rewards().rewards
+            scores = collected.wait_for_rewards()
+        rewards = scores.rewards
         best = GroupedSamples(groups=collected.groups, counts=rewards.isfinite()).best(rewards, count)
+        dropped = torch.ones(len(rewards), dtype=torch.bool)
+        dropped[best] = False
+        prompt_ids = torch.tensor([prompt.prompt_id for prompt in collected.prompts])
+        report_missing_rewards(scores, prompt_ids, dropped, self.settings.nonfinite)
         means = {"rewards": rewards.nanmean().item(), "best_rewards": rewards[best].nanmean().item()}
         return collected.only(best), means
 
