@@ -67,7 +67,7 @@ def main() -> None:
 def measure(args: argparse.Namespace, model: Path) -> dict[str, dict[str, dict[str, float]]]:
     """For each number of clients and way to generate: tokens a second, and as a share of the bare engine's."""
     length, slots = args.prompt_tokens + args.response_tokens, max(args.clients)
-    engine = load_model(model, precision=args.precision, num_slots=slots, max_length=length).engine
+    engine, _ = load_model(model, precision=args.precision, num_slots=slots, max_length=length)
     sampling = SamplingParams(max_new_tokens=args.response_tokens, ignore_eos=True)
     times: dict[tuple[int, str], list[float]] = {}
     with serving(model, args.precision, slots, length) as port, multiprocessing.get_context("spawn").Pool(1) as pool:

@@ -22,7 +22,7 @@ from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.models.files import convert
+from nemo_style_aligner.models.files import convert, tokenizer_of
 from nemo_style_aligner.parallel.groups import single_process
 
 PAIR = {"input": "Q\x1b[2J", "output": "A", "source": "web"}
@@ -177,6 +177,15 @@ def test_convert_and_inspect(hugging_face: Path, tmp_path: Path) -> None:
     assert archive.read_bytes() == before
 
 
+def test_what_ends_responses_may_be_named_by_the_models_config(hugging_face: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(hugging_face, tmp_path / "old")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    stop_ids = (tokenizer_of(folder).eos_id, 5)
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": stop_ids}))
+    assert tokenizer_of(folder).stop_ids == stop_ids
+
+
 def test_what_is_no_model_is_named(hugging_face: Path, model: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "sft.nemo").touch()
@@ -191,6 +200,9 @@ def test_what_is_no_model_is_named(hugging_face: Path, model: Path, tmp_path: Pa
         ):
             with pytest.raises(UserError, match=re.escape(message)):
                 convert(source, tmp_path / "out", target_is_archive)
+        for option in ("base", "hyperparameters"):  # which would change nothing
+            with pytest.raises(UserError, match=f"--{option} is of .*: leave it out"):
+                convert(hugging_face, tmp_path / "out.nemo", True, **{option: model})
     for path in (tmp_path / "other", tmp_path / "run" / "checkpoints" / "sft.nemo"):
         with pytest.raises(UserError):
             said("inspect", path)

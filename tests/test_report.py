@@ -181,6 +181,8 @@ def test_phases_of_each_rank_become_a_trace(run: Path, tmp_path: Path) -> None:
     log_dir = shutil.copytree(run, tmp_path / "actor")
     with pytest.raises(NoTimelineError, match=r"exp_manager\.timeline=True"):
         write_trace(log_dir, tmp_path / "trace.json", 1, 3)
+    (log_dir / timeline.FOLDER).mkdir()
+    (log_dir / timeline.FOLDER / "rank_0.jsonl").write_text('[["step", 1')  # a run that was killed
     logger, timer = MetricsLogger(log_dir), ScopedTimer()
     try:
         for rank in (0, 1):
@@ -232,7 +234,10 @@ def test_the_dashboard_shows_what_is_new_to_who_knows_the_secret(dashboard: Dash
     make_run(dashboard.log_dir, [0.0, 1.0, 2.0])
     with activity.phase("step"), activity.phase("generate"), activity.counting("responses", lambda: (3, 8)):
         logging.getLogger("job").warning("<b>look</b>")
-        after = requests.get(f"{address}/state", auth=known, timeout=5).json()
+        after, deadline = before, time.monotonic() + 60
+        while after["version"] == before["version"] and time.monotonic() < deadline:
+            after = requests.get(f"{address}/state", auth=known, timeout=5).json()
+            time.sleep(0.02)
     assert after["version"] != before["version"] and after["phase"] == "step/generate"
     assert (
         after["counts"].startswith("3 of 8 responses") and "<b>look</b>" in after["log"][-1] and not after["stopping"]

@@ -28,9 +28,12 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
+from nemo_style_aligner.serving.checkpoint import load_model
 
 KEY = "sk-of-a-test"
 PROMPT = "What is 12 times 3?"
@@ -314,6 +317,19 @@ def test_limits_and_a_graceful_stop(folder: Path, tmp_path: Path) -> None:
         ends = [chunk.choices[0] for chunk in stream]
         assert ends[-1].finish_reason == "length" and text + "".join(end.text for end in ends)
         assert job.wait(30) == 0, job.describe()
+
+
+def test_what_cannot_be_served_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    cases: list[tuple[Path, dict[str, int], str]] = [
+        (tmp_path, {}, "is a tokenizer: make a .nemo archive of it first"),
+        (folder, {"kv_cache_tokens": 16}, "kv_cache_tokens=16 cannot hold one sequence of 256 tokens"),
+        (folder, {"max_length": MAX_LENGTH + 1}, "fewer than a maximum length of 257"),
+    ]
+    with single_process(1):
+        for path, options, message in cases:
+            with pytest.raises(UserError, match=message):
+                load_model(path, precision="32", num_slots=1, **options)
 
 
 @pytest.mark.long

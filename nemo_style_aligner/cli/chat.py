@@ -73,6 +73,7 @@ class Server:
         parts = urllib.parse.urlsplit(url)
         self._make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._place, self._path = parts.netloc, parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._url = f"{parts.scheme}://{self._place}{self._path}"
         self._fields = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         with self._ask("GET", "/models") as answer:
             self.model: str = json.loads(answer.read())["data"][0]["id"]
@@ -96,21 +97,19 @@ class Server:
 
     @contextlib.contextmanager
     def _ask(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
-        connection = self._make(self._place, timeout=_SECONDS)
         try:
-            connection.request(method, self._path + path, body, self._fields)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                text = answer.read().decode(errors="replace")
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    text = json.loads(text)["error"]["message"]
-                hint = " (the key: OPENAI_API_KEY, or --api-key-file)" if answer.status == 401 else ""
-                raise UserError(f"the server answers {answer.status}: {text[:1000]}{hint}")
-            yield answer
-        except (OSError, http.client.HTTPException, KeyError, IndexError, ValueError) as error:
-            raise UserError(f"http://{self._place}{self._path} cannot be talked to: {error or type(error)}") from error
-        finally:
-            connection.close()
+            with contextlib.closing(self._make(self._place, timeout=_SECONDS)) as connection:
+                connection.request(method, self._path + path, body, self._fields)
+                answer = connection.getresponse()
+                if answer.status != 200:
+                    text = answer.read().decode(errors="replace")
+                    with contextlib.suppress(ValueError, KeyError, TypeError):
+                        text = json.loads(text)["error"]["message"]
+                    hint = " (the key: OPENAI_API_KEY, or --api-key-file)" if answer.status == 401 else ""
+                    raise UserError(f"the server answers {answer.status}: {text[:1000]}{hint}")
+                yield answer
+        except (OSError, http.client.HTTPException, KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{self._url} cannot be talked to: {error or type(error).__name__}") from error
 
 
 class Chat:
@@ -185,9 +184,9 @@ def _served_here(checkpoint: Path, precision: str) -> Iterator[Server]:
 
     key = secrets.token_urlsafe()
     with single_process():
-        model = load_model(checkpoint, precision=precision, num_slots=1)
+        engine, tokenizer = load_model(checkpoint, precision=precision, num_slots=1)
         settings = ServingSettings(host="127.0.0.1", port=0, token=key)
-        served = ServedModel(model, model_name(checkpoint), settings)
+        served = ServedModel(engine, tokenizer, model_name(checkpoint), settings)
         try:
             yield Server(f"http://127.0.0.1:{served.server.port}/v1", key)
         finally:

@@ -7,8 +7,7 @@ import math
 import os
 import re
 import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +84,8 @@ def show(
     from nemo_style_aligner.telemetry.log_lines import configure_logging
 
     configure_logging(0)
-    in_color = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) if color is None else color
+    if color is not None or "NO_COLOR" in os.environ:  # else click looks whether it writes to a terminal
+        click.get_current_context().color = bool(color)
     first_line = parse_line(file, *next(read_lines(file)))
     first, job = first_line.fields, job or _job_of(first_line)
     on_one_line = job not in ("rm", "dpo") or _HAS_BOTH & first.keys() or "label" in first
@@ -96,7 +96,7 @@ def show(
     dataset, written = _dataset(job, cfg, tokenizer)
     click.echo(f"{file}: read as {_JOBS[job][1]} (--job {job})")
     for lines in chosen:
-        _show_lines(lines, dataset, tokenizer, tokens, in_color)
+        _show_lines(lines, dataset, tokenizer, tokens)
     _show_counts(dataset, written, tokenizer, cfg)
     _show_notes(_lines(file, 1, _LOOKED_AT, lines_of_example), dataset, tokenizer)
 
@@ -183,14 +183,11 @@ def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[TextDatas
 # ---- examples ----------------------------------------------------------------------------------
 
 
-def _show_lines(
-    lines: Lines, dataset: TextDataset[Any], tokenizer: Tokenizer, with_tokens: bool, in_color: bool
-) -> None:
+def _show_lines(lines: Lines, dataset: TextDataset[Any], tokenizer: Tokenizer, with_tokens: bool) -> None:
     """Print the examples of one line, or of the two lines of a pair."""
     from nemo_style_aligner.data.examples import shown, spelt, summary, texts_of
     from nemo_style_aligner.data.jsonl import DataError
 
-    paint = _paint if in_color else _plain
     place = f"{lines.path}:{'-'.join(str(number) for number, _ in lines.lines)}"
     items, counts = dataset.of_lines(lines)
     try:
@@ -200,12 +197,12 @@ def _show_lines(
             click.echo(f"--- left out: {error}")
     texts = [text for item in items for text in texts_of(item)]
     for text in texts:
-        _say(f"--- {place}: {text.name}, {summary(text, tokenizer)}", in_color, bold=True)
-        click.echo(shown(text, tokenizer, paint), color=in_color)
+        click.secho(f"--- {place}: {text.name}, {summary(text, tokenizer)}", bold=True)
+        click.echo(shown(text, tokenizer, _paint))
         if with_tokens:
-            _show_tokens(text, tokenizer, paint)
+            _show_tokens(text, tokenizer)
     for note in _notes(lines, texts, tokenizer):
-        _say(f"note: {spelt(note)}", in_color, fg="yellow")
+        click.secho(f"note: {spelt(note)}", fg="yellow")
 
 
 def _notes(lines: Lines, texts: Sequence[Example], tokenizer: Tokenizer) -> list[str]:
@@ -214,30 +211,22 @@ def _notes(lines: Lines, texts: Sequence[Example], tokenizer: Tokenizer) -> list
     return changes([record.fields for record in lines.records()], texts, tokenizer) if texts else []
 
 
-def _say(text: str, in_color: bool, **style: Any) -> None:
-    click.echo(click.style(text, **style) if in_color else text, color=in_color)
-
-
-def _plain(piece: Piece) -> str:
-    return piece.text
-
-
 def _paint(piece: Piece) -> str:
     color = "cyan" if piece.is_special else "green" if piece.is_learnt else None
     return click.style(piece.text, fg=color, bold=piece.is_learnt or None)
 
 
-def _show_tokens(text: Example, tokenizer: Tokenizer, paint: Callable[[Piece], str]) -> None:
+def _show_tokens(text: Example, tokenizer: Tokenizer) -> None:
     from nemo_style_aligner.data.examples import Piece
 
     special = {tokenizer.bos_id: "BOS", tokenizer.eos_id: "EOS"}
     learnt = text.learnt or [False] * len(text.token_ids)
     for place, (token, is_learnt) in enumerate(zip(text.token_ids, learnt, strict=True)):
-        token_text = repr(tokenizer.ids_to_text([token], keep_special=True))
+        token_text = repr(tokenizer.token_text(token))
         is_special = token in tokenizer.markup_ids
         kind = special.get(token, "special" if is_special else "")
-        piece = paint(Piece(token_text, is_learnt, is_special))
-        click.echo(f"{place:6} {token:8} {'learnt' if is_learnt else '':6} {kind:7} {piece}", color=paint is _paint)
+        piece = _paint(Piece(token_text, is_learnt, is_special))
+        click.echo(f"{place:6} {token:8} {'learnt' if is_learnt else '':6} {kind:7} {piece}")
 
 
 # ---- the whole file ----------------------------------------------------------------------------

@@ -55,8 +55,8 @@ def describe(path: Path) -> dict[str, Any]:
     kind = kind_of(path)
     read = {
         ".nemo archive": _archive,
-        "Hugging Face directory": _hugging_face,
-        "GGUF file": _gguf,
+        "Hugging Face directory": _foreign,
+        "GGUF file": _foreign,
         "training checkpoint": _checkpoint,
         "adapter": _adapter,
         "tokenizer": lambda _: {},
@@ -128,20 +128,13 @@ def _trained(config: Mapping[str, Any], stored: Index) -> dict[str, Any]:
     return described | ({"purpose": "critic"} if config.get(IS_CRITIC) else {}) | {"history": config.get(HISTORY, [])}
 
 
-def _hugging_face(path: Path) -> dict[str, Any]:
-    from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint
-    from nemo_style_aligner.weights.huggingface_config import read_architecture
-
-    architecture = read_architecture(path)
-    weights = HuggingFaceCheckpoint(path, architecture)
-    return _model(architecture, weights.dtypes(), weights.num_attributes)
-
-
-def _gguf(path: Path) -> dict[str, Any]:
+def _foreign(path: Path) -> dict[str, Any]:
     from nemo_style_aligner.weights.gguf import GGUFCheckpoint
+    from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint
 
-    weights = GGUFCheckpoint(path)
-    return _model(weights.architecture, weights.dtypes(), 0)
+    weights: HuggingFaceCheckpoint | GGUFCheckpoint
+    weights = HuggingFaceCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+    return _model(weights.architecture, weights.dtypes(), weights.num_attributes)
 
 
 def _model(architecture: ModelArchitecture, dtypes: Iterable[str], attributes: int) -> dict[str, Any]:

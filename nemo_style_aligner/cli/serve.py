@@ -74,10 +74,8 @@ def command(
     key = read_secret(api_key_file).value if api_key_file else None
     token = key or resolve_token(NONE if no_auth else AUTO, "--no-auth")
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
     with single_process():
-        model = load_model(
+        engine, tokenizer = load_model(
             checkpoint,
             precision=precision,
             num_slots=num_slots,
@@ -85,7 +83,8 @@ def command(
             kv_cache_tokens=kv_cache_tokens,
         )
         served = ServedModel(
-            model,
+            engine,
+            tokenizer,
             name or model_name(checkpoint),
             ServingSettings(
                 host=host,
@@ -95,6 +94,8 @@ def command(
                 max_outstanding=max_queued,
             ),
         )
+        for number in (signal.SIGTERM, signal.SIGINT):  # before, they end the process: there is nothing to finish
+            signal.signal(number, lambda *_: stopped.set())
         logger.info("ready: %s/v1", server_url(served.server.host, served.server.port))
         stopped.wait()
         logger.info("stopping: answers in progress have %g s", drain_seconds)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import hashlib
 import itertools
 import json
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +180,13 @@ class Tokenizer(ABC):
     @abstractmethod
     def ids_to_text(self, ids: Sequence[int], keep_special: bool = False) -> str:
         """Text of ``ids``, without special tokens unless they are to be kept."""
+
+    @functools.cached_property
+    def token_text(self) -> Callable[[int], str]:
+        """The text of a token, special or not, behind others: many tokenizers drop the space of a text's first."""
+        before = self.text_to_ids("a")
+        start = len(self.ids_to_text(before, keep_special=True))
+        return functools.cache(lambda token_id: self.ids_to_text([*before, token_id], keep_special=True)[start:])
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:

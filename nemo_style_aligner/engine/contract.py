@@ -162,6 +162,10 @@ class GenerationEngine(abc.ABC):
     Life cycle: `build` once; then, as often as wanted, `refit`, `generate`, and `unload` / `reload` in between to lend
     the memory to training. Calls in another order raise RuntimeError. Subclasses do the work, in the methods that begin
     with an underscore.
+
+    Attributes:
+        vocab_size: of the model.
+        max_sequence_length: the most tokens of a prompt plus its response.
     """
 
     def __init__(
@@ -201,10 +205,10 @@ class GenerationEngine(abc.ABC):
             raise ValueError(f"vocab_limit={limit} must lie in [1, {vocab_size}], the model's vocabulary")
         if not 0 <= eos_id < limit:
             raise ValueError(f"eos_id={eos_id} is outside the vocabulary of {limit}")
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._vocab_limit = limit
         self._num_slots = num_slots
-        self._max_sequence_length = max_sequence_length
+        self.max_sequence_length = max_sequence_length
         self._eos_id, self._more_eos_ids = eos_id, tuple(more_eos_ids)
         self._detokenize = detokenize
         self._token_to_id = token_to_id
@@ -354,7 +358,7 @@ class GenerationEngine(abc.ABC):
 
     def _check(self, request: GenerationRequest, sampling: SamplingParams) -> None:
         """Raise ValueError if this engine cannot serve the request."""
-        request.check(sampling, self._max_sequence_length, self._vocab_size)
+        request.check(sampling, self.max_sequence_length, self.vocab_size)
 
     def _diverged(self, request: GenerationRequest, num_tokens: int) -> NonFiniteError:
         """The error to raise when the logits after ``num_tokens`` response tokens are NaN or infinite."""

@@ -58,9 +58,9 @@ from nemo_style_aligner.weights.huggingface import (
     require_empty,
     write_checkpoint,
 )
-from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_family, read_architecture
+from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_family
 from nemo_style_aligner.weights.layout import check_shapes, hf_tensors, weight_layout
-from nemo_style_aligner.weights.stream import WeightSource, export_weights, import_weights
+from nemo_style_aligner.weights.stream import export_weights, import_weights
 
 logger = logging.getLogger(__name__)
 
@@ -102,16 +102,15 @@ def hf_to_nemo(input_dir: Path, output: Path, dtype: torch.dtype) -> ModelArchit
         FileNotFoundError: config, weights or tokenizer are missing.
         ValueError: a model or feature that is not supported, or weights that do not fit the config.
     """
-    architecture = read_architecture(input_dir)
-    source = HuggingFaceCheckpoint(input_dir, architecture)
+    source = HuggingFaceCheckpoint(input_dir)
     with temporary_folder(f"the tokenizer of {input_dir}") as folder:
         copy_tokenizer_files(input_dir, folder)
         try:
             _ = load_tokenizer(folder).stop_ids  # fails now rather than in the first job that uses the archive
         except TokenizerError as error:
             raise TokenizerError(str(error).replace(str(folder), str(input_dir))) from error
-        _import_and_save(input_dir, architecture, source, output, dtype, folder, source.num_attributes)
-    return architecture
+        _import_and_save(input_dir, source, output, dtype, folder)
+    return source.architecture
 
 
 def gguf_to_nemo(input_file: Path, output: Path, dtype: torch.dtype) -> ModelArchitecture:
@@ -125,7 +124,7 @@ def gguf_to_nemo(input_file: Path, output: Path, dtype: torch.dtype) -> ModelArc
     with temporary_folder(f"the tokenizer of {input_file}") as folder:
         source.save_tokenizer(folder)
         load_tokenizer(folder)
-        _import_and_save(input_file, source.architecture, source, output, dtype, folder)
+        _import_and_save(input_file, source, output, dtype, folder)
     return source.architecture
 
 
@@ -370,14 +369,9 @@ def _check_base(base: Path, architecture: ModelArchitecture) -> None:
 
 
 def _import_and_save(
-    origin: Path,
-    architecture: ModelArchitecture,
-    source: WeightSource,
-    output: Path,
-    dtype: torch.dtype,
-    tokenizer_dir: Path,
-    num_attributes: int = 0,
+    origin: Path, source: HuggingFaceCheckpoint | GGUFCheckpoint, output: Path, dtype: torch.dtype, tokenizer_dir: Path
 ) -> None:
+    architecture, num_attributes = source.architecture, source.num_attributes
     config = architecture.to_nemo_config() | {"encoder_seq_length": architecture.max_position_embeddings}
     config[HISTORY] = [f"converted from {origin.absolute()}"]
     head = None

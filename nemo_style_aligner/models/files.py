@@ -31,7 +31,7 @@ from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.temporary import temporary_folder
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
-from nemo_style_aligner.weights.huggingface import require_empty
+from nemo_style_aligner.weights.huggingface import copy_tokenizer_files, require_empty
 from nemo_style_aligner.wording import download_hint
 
 Kind = Literal[".nemo archive", "Hugging Face directory", "GGUF file", "training checkpoint", "adapter", "tokenizer"]
@@ -90,7 +90,12 @@ def tokenizer_of(path: Path) -> Tokenizer:
             return load_tokenizer(folder)
     if kind == "training checkpoint":
         return job_of(path).tokenizer()
-    return load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
+    if kind == "Hugging Face directory" and tokenizer.generation_config is None:
+        with temporary_folder(f"the tokenizer of {path}") as folder:
+            copy_tokenizer_files(path, folder)  # config.json may name what ends responses
+            return load_tokenizer(folder)
+    return tokenizer
 
 
 def convert(
@@ -120,6 +125,11 @@ def convert(
         raise UnknownModelError(f"{source} has a tokenizer, but no model: there is no config.json")
     if kind == (".nemo archive" if to_archive else "Hugging Face directory"):
         raise UnknownModelError(f"{source} is a {kind} already, as {target} would be")
+    of_checkpoint = kind == "training checkpoint"
+    if hyperparameters and (not of_checkpoint or as_adapter):
+        raise UnknownModelError("--hyperparameters is of a training checkpoint that is taken whole: leave it out")
+    if base and not (of_checkpoint or kind == "adapter" or as_adapter):
+        raise UnknownModelError(f"--base is of adapters and training checkpoints; {source} is a {kind}: leave it out")
     if kind == "adapter" or as_adapter:
         if base is None:
             raise UnknownModelError(
@@ -127,7 +137,7 @@ def convert(
             )
         with_base = adapter_to_nemo if to_archive else adapter_to_peft
         return with_base(source, target, parse_precision(precision or "bf16", "--precision"), base=base)
-    of_job = kind == "training checkpoint" and precision is None
+    of_job = of_checkpoint and precision is None
     dtype = job_of(source, hyperparameters).dtype if of_job else parse_precision(precision or "bf16", "--precision")
     if kind == ".nemo archive":
         return nemo_to_hf(source, target, dtype)

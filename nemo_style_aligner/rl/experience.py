@@ -177,7 +177,7 @@ def leave_out_nonfinite(
 def report_missing_rewards(
     scores: Scores, prompt_ids: torch.Tensor, dropped: torch.Tensor, policy: NonFinitePolicy
 ) -> None:
-    """Report NaN and Inf in rewards of samples that dynamic sampling drops: `leave_out_nonfinite` never sees them.
+    """Report NaN and Inf in rewards of samples that are not trained on: `leave_out_nonfinite` never sees them.
 
     Args:
         prompt_ids: int64 [N].

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import http
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +26,7 @@ from nemo_style_aligner.telemetry.timeline import last_phases
 logger = logging.getLogger(__name__)
 
 _LOG_LINES = 300
+_SHARE_OF_TIME = 0.05  # of the run's, for pages of what is new
 _KEY = "exp_manager.dashboard_port"
 _PAGE, _STATE = "/", "/state"
 
@@ -47,6 +50,8 @@ class Dashboard:
         logging.getLogger().addHandler(self._lines)
         self._lock = threading.Lock()  # a page is made once, however many look
         self._page: tuple[str, bytes] = ("", b"")
+        self._known, self._look_again = "0", -math.inf  # the version, and when it may change
+        self._timeline: tuple[str, dict[int, list[tuple[str, float, float]]]] = ("", {})
         self._server = WsgiServer(
             self._answer, "127.0.0.1", port, max_body_bytes=0, name="dashboard", port_key=_KEY, token=token
         )
@@ -68,33 +73,40 @@ class Dashboard:
         return [body]
 
     def _version(self) -> str:
-        """Changes when the run has logged something."""
+        """Changes when the run has logged something; less often where a page takes long: the run needs the time."""
         path = self.log_dir / METRICS_FILE
-        return str(path.stat().st_size) if path.exists() else "0"
+        if time.monotonic() >= self._look_again and path.exists():
+            self._known = str(path.stat().st_size)
+        return self._known
 
     def _whole_page(self) -> bytes:
         with self._lock:
             version = self._version()
             if self._page[0] != version:
+                began = time.monotonic()
                 try:
                     runs = [RunView(self.log_dir.name, self.log_dir)]
                 except NoRunError:  # the first step is under way
                     runs = []
                 page = render(self.log_dir.name, runs, live=True)
                 self._page = (version, page.encode("utf-8", "xmlcharrefreplace"))
+                now = time.monotonic()
+                self._look_again = now + (now - began) / _SHARE_OF_TIME
             return self._page[1]
 
     def _state(self) -> bytes:
         """What goes on now."""
-        now = activity.current()
+        now, version = activity.current(), self._version()
+        if self._timeline[0] != version:
+            self._timeline = version, last_phases(self.log_dir)
         state = {
-            "version": self._version(),
+            "version": version,
             "phase": now.phase,
             "counts": how_far(activity.counts()),
             "quiet": round(time.monotonic() - now.progress, 1),
             "stopping": bool(stops.received),
             "log": list(self._lines.last),
-            "timeline": last_phases(self.log_dir),
+            "timeline": self._timeline[1],
         }
         return json.dumps(state).encode()
 
@@ -108,5 +120,6 @@ class _Lines(logging.Handler):
         self.setFormatter(next((h.formatter for h in logging.getLogger().handlers if h.formatter), None))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
-        self.last.append(self.format(record))
+        """Keep a line; other handlers tell of one that cannot be formatted."""
+        with contextlib.suppress(Exception):
+            self.last.append(self.format(record))

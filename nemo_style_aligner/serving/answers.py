@@ -12,15 +12,14 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, TokenScores
 from nemo_style_aligner.serving.bodies import Asked, Prompt
 from nemo_style_aligner.serving.generation import Choice, Ticket
-from nemo_style_aligner.serving.texts import ResponseText, TokenTexts
+from nemo_style_aligner.serving.texts import ResponseText, token_text
 
 
 class _ChoiceAnswer(abc.ABC):
     """What is said about one response; a subclass knows the endpoint's format."""
 
-    def __init__(self, choice: Choice, index: int, asked: Asked, tokenizer: Tokenizer, texts: TokenTexts) -> None:
-        self._choice, self._index, self._asked = choice, index, asked
-        self._tokenizer, self._texts = tokenizer, texts
+    def __init__(self, choice: Choice, index: int, asked: Asked, tokenizer: Tokenizer) -> None:
+        self._choice, self._index, self._asked, self._tokenizer = choice, index, asked, tokenizer
         self._prompt: Prompt = asked.prompts[index // asked.num_choices]
         self._text = ResponseText(tokenizer, self._prompt.token_ids, asked.sampling)
         self.num_told = 0  # tokens
@@ -47,6 +46,9 @@ class _ChoiceAnswer(abc.ABC):
             content["sampling_logprobs"] = sequence.logprobs[first:ready]
         return content
 
+    def _token(self, token_id: int) -> str:
+        return token_text(self._tokenizer, token_id)
+
     @abc.abstractmethod
     def _told(self, sequence: ScheduledSequence, text: str, first: int, ready: int) -> dict[str, Any]:
         """The endpoint's own fields about the tokens from number ``first`` to ``ready``, and the text that is new."""
@@ -63,7 +65,7 @@ class _CompletionChoice(_ChoiceAnswer):
         return {"text": text, "logprobs": None if self._asked.num_top is None else self._logprobs(ids, scores)}
 
     def _logprobs(self, ids: Sequence[int], scores: Sequence[TokenScores | None]) -> dict[str, Any]:
-        tokens = [self._texts.of(token_id) for token_id in ids]
+        tokens = [self._token(token_id) for token_id in ids]
         offsets = []
         for token_id, text in zip(ids, tokens, strict=True):
             offsets.append(self._offset)
@@ -79,7 +81,7 @@ class _CompletionChoice(_ChoiceAnswer):
         }
 
     def _top(self, score: TokenScores) -> dict[str, float]:
-        return {self._texts.of(token_id): logprob for token_id, logprob in score.top[: self._asked.num_top]}
+        return {self._token(token_id): logprob for token_id, logprob in score.top[: self._asked.num_top]}
 
 
 class _ChatChoice(_ChoiceAnswer):
@@ -96,18 +98,16 @@ class _ChatChoice(_ChoiceAnswer):
         return [self._score(token_id, logprob) for token_id, logprob in score.top[: self._asked.num_top]]
 
     def _score(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._texts.of(token_id)
+        text = self._token(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 class Answer:
     """What is said about one request."""
 
-    def __init__(
-        self, asked: Asked, ticket: Ticket, model: str, tokenizer: Tokenizer, texts: TokenTexts, *, is_chat: bool
-    ) -> None:
+    def __init__(self, asked: Asked, ticket: Ticket, model: str, tokenizer: Tokenizer, *, is_chat: bool) -> None:
         kind = _ChatChoice if is_chat else _CompletionChoice
-        self._choices = [kind(choice, n, asked, tokenizer, texts) for n, choice in enumerate(ticket.choices)]
+        self._choices = [kind(choice, n, asked, tokenizer) for n, choice in enumerate(ticket.choices)]
         self._asked = asked
         name = "text_completion"
         if is_chat:

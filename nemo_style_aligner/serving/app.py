@@ -22,7 +22,6 @@ from nemo_style_aligner.services.request_log import NOTES_KEY
 from nemo_style_aligner.serving.answers import Answer
 from nemo_style_aligner.serving.bodies import Asked, BodyReader, RequestError, error_body, error_object
 from nemo_style_aligner.serving.generation import Generation, Metrics, Ticket
-from nemo_style_aligner.serving.texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
@@ -43,38 +42,23 @@ class ServingSettings:
     max_body_bytes: int = 2**25
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedModel:
-    """An engine with weights, and what belongs to it.
-
-    Attributes:
-        vocab_size: of the model.
-        max_length: the engine's ``max_sequence_length``.
-    """
-
-    engine: EmbeddedEngine
-    tokenizer: Tokenizer
-    vocab_size: int
-    max_length: int
-
-
 class ServedModel:
     """A model behind the API, in threads of this process.
 
     Args:
-        model: nobody else may use its engine until `close`.
+        engine: nobody else may use it until `close`.
         name: what requests call the model.
 
     Raises:
         PlaceTakenError: nothing can listen there.
     """
 
-    def __init__(self, model: LoadedModel, name: str, settings: ServingSettings) -> None:
+    def __init__(self, engine: EmbeddedEngine, tokenizer: Tokenizer, name: str, settings: ServingSettings) -> None:
         self._settings, self._name = settings, name
-        self._tokenizer, self._max_length = model.tokenizer, model.max_length
-        self._metrics, self._texts, self._created = Metrics(), TokenTexts(model.tokenizer), int(time.time())
-        self._bodies = BodyReader(model.tokenizer, name, model.max_length, model.vocab_size, settings.max_outstanding)
-        self.generation = Generation(model.engine, settings.max_outstanding, self._metrics)
+        self._tokenizer, self._max_length = tokenizer, engine.max_sequence_length
+        self._metrics, self._created = Metrics(), int(time.time())
+        self._bodies = BodyReader(tokenizer, name, self._max_length, engine.vocab_size, settings.max_outstanding)
+        self.generation = Generation(engine, settings.max_outstanding, self._metrics)
         self.server = WsgiServer(
             self._app(),
             settings.host,
@@ -119,7 +103,7 @@ class ServedModel:
 
     def _answer(self, asked: Asked, *, is_chat: bool) -> Response:
         ticket = self.generation.submit(asked)
-        answer = Answer(asked, ticket, self._name, self._tokenizer, self._texts, is_chat=is_chat)
+        answer = Answer(asked, ticket, self._name, self._tokenizer, is_chat=is_chat)
         news = self._news(ticket, request.environ[CLIENT_IS_THERE_KEY], request.environ[NOTES_KEY])
         next(news)  # an error that comes before the first token has a status of its own, in a stream, too
         if asked.streams:

@@ -21,6 +21,7 @@ from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.services.protocol import ProtocolError
 
 MOST_ALTERNATIVES = 20  # that log-probs may be asked of, in the place of each token
+MOST_STOPS = 64
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 _LARGEST_SEED = 2**63 - 1
 # Fields of OpenAI's API, with the values that ask for nothing that is not built.
@@ -103,9 +104,12 @@ class Fields:
 
         def is_right(value: Any) -> bool:
             items = [value] if isinstance(value, str) else value
-            return isinstance(items, list) and all(isinstance(i, str) and i and is_text(i) for i in items)
+            is_short = isinstance(items, list) and len(items) <= MOST_STOPS  # each is looked for after each token
+            return is_short and all(isinstance(i, str) and i and is_text(i) for i in items)
 
-        value = self.take(name, [], "a string that is not empty, or a list of such strings", is_right)
+        value = self.take(
+            name, [], f"a string that is not empty, or a list of at most {MOST_STOPS} such strings", is_right
+        )
         return (value,) if isinstance(value, str) else tuple(value)
 
     def finish(self) -> None:

@@ -1,34 +1,32 @@
-"""A checkpoint as an engine that can generate: a .nemo archive, a Hugging Face directory or a GGUF file."""
+"""A model's files as an engine that can generate."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import WeightStream
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.models.files import kind_of, tokenizer_of
 from nemo_style_aligner.models.gpt import parse_precision
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.parallel.machine import available_memory
 from nemo_style_aligner.rl.rollouts.setup import vocabulary_options
-from nemo_style_aligner.serving.app import LoadedModel
-from nemo_style_aligner.temporary import temporary_folder
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint
-from nemo_style_aligner.weights.huggingface_config import read_architecture
 from nemo_style_aligner.weights.layout import check_shapes, hf_tensors, weight_layout
-from nemo_style_aligner.weights.stream import WeightSource, export_weights
+from nemo_style_aligner.weights.stream import export_weights
 
+_Source = HuggingFaceCheckpoint | GGUFCheckpoint
 _SHARE_OF_FREE_MEMORY = 0.8
+_NO_LANGUAGE_MODEL = "is a reward model or critic, which generates no text: give a language model"
 
 
 def load_model(
@@ -38,7 +36,7 @@ def load_model(
     num_slots: int,
     max_length: int | None = None,
     kv_cache_tokens: int | None = None,
-) -> LoadedModel:
+) -> tuple[EmbeddedEngine, Tokenizer]:
     """Load a checkpoint into an engine of this process, which needs process groups (`groups.single_process`).
 
     Args:
@@ -50,11 +48,12 @@ def load_model(
         UserError: the checkpoint cannot be used; the message says why.
     """
     dtype = parse_precision(precision)
-    with _open(path, precision) as (architecture, tokenizer, weights):
-        positions = architecture.max_position_embeddings
-        if max_length is not None and max_length > positions:
-            raise UserError(f"{path} has {positions} positions, fewer than a maximum length of {max_length}")
-        max_length = max_length or positions
+    architecture, tokenizer, weights = _open(path, precision)
+    positions = architecture.max_position_embeddings
+    if max_length is not None and max_length > positions:
+        raise UserError(f"{path} has {positions} positions, fewer than a maximum length of {max_length}")
+    max_length = max_length or positions
+    try:
         engine = EmbeddedEngine(
             architecture,
             dtype=dtype,
@@ -64,9 +63,11 @@ def load_model(
             kv_cache_tokens=kv_cache_tokens or _kv_cache_tokens(architecture, dtype, num_slots, max_length),
             **vocabulary_options(architecture, tokenizer),
         )
-        engine.build()
-        engine.refit(weights, 0)
-    return LoadedModel(engine, tokenizer, architecture.vocab_size, max_length)
+    except ValueError as error:
+        raise UserError(f"{path} cannot be served so: {error}") from error
+    engine.build()
+    engine.refit(weights, 0)
+    return engine, tokenizer
 
 
 def _kv_cache_tokens(architecture: ModelArchitecture, dtype: torch.dtype, num_slots: int, max_length: int) -> int:
@@ -78,35 +79,27 @@ def _kv_cache_tokens(architecture: ModelArchitecture, dtype: torch.dtype, num_sl
     return max(max_length + PAGE_TOKENS, min(num_slots * (max_length + PAGE_TOKENS), fitting))
 
 
-@contextlib.contextmanager
-def _open(path: Path, precision: str) -> Iterator[tuple[ModelArchitecture, Tokenizer, WeightStream]]:
-    if path.suffix != ".gguf" and not (path / "config.json").is_file():
+def _open(path: Path, precision: str) -> tuple[ModelArchitecture, Tokenizer, WeightStream]:
+    kind = kind_of(path)
+    if kind == ".nemo archive":
         base = open_base_model(str(path), OmegaConf.create({"model": {}, "trainer": {"precision": precision}}))
         if "reward_model_type" in base.config:
-            raise UserError(f"{path} is a reward model or critic, which generates no text: give a language model")
-        yield base.architecture, base.tokenizer, export_weights(base.load(trainable=False))
-        return
+            raise UserError(f"{path} {_NO_LANGUAGE_MODEL}")
+        return base.architecture, base.tokenizer, export_weights(base.load(trainable=False))
+    if kind not in ("Hugging Face directory", "GGUF file"):
+        raise UserError(f"{path} is a {kind}: make a .nemo archive of it first, with nsa convert")
     try:
-        source, architecture, tokenizer = _foreign(path)
-        check_shapes(architecture, source.shapes())
+        source: _Source = HuggingFaceCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+        if source.num_attributes:
+            raise UserError(f"{path} {_NO_LANGUAGE_MODEL}")
+        check_shapes(source.architecture, source.shapes())
+        return source.architecture, tokenizer_of(path), _read_all(source)
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
-    yield architecture, tokenizer, _read_all(source, architecture)
 
 
-def _foreign(path: Path) -> tuple[WeightSource, ModelArchitecture, Tokenizer]:
-    """Of a GGUF file or a Hugging Face directory."""
-    if path.suffix != ".gguf":
-        architecture = read_architecture(path)
-        return HuggingFaceCheckpoint(path, architecture), architecture, load_tokenizer(path)
-    gguf = GGUFCheckpoint(path)
-    with temporary_folder(f"the tokenizer of {path}") as folder:
-        gguf.save_tokenizer(folder)
-        return gguf, gguf.architecture, load_tokenizer(folder)
-
-
-def _read_all(source: WeightSource, architecture: ModelArchitecture) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_all(source: _Source) -> WeightStream:
     shapes = source.shapes()
-    for name in hf_tensors(weight_layout(architecture)):  # some files have more: the output layer of tied embeddings
+    for name in hf_tensors(weight_layout(source.architecture)):  # some files have more: a tied output layer
         if name in shapes:
             yield name, source.read(name, 0, 0, shapes[name][0])

@@ -22,6 +22,7 @@ from nemo_style_aligner.serving.bodies import Asked, RequestError
 logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 300.0
+_LAST_PASS_SECONDS = 5.0
 _PREFIX = "aligner_generation_"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -160,7 +161,12 @@ class Generation:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(seconds)
-        return not self._thread.is_alive()
+        if not self._thread.is_alive():
+            return True
+        with self._changed:  # the process may end now: no thread should be inside the engine
+            self._is_paused = True
+            self._changed.wait_for(lambda: not self._is_generating, _LAST_PASS_SECONDS)
+        return False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -168,11 +174,11 @@ class Generation:
 
         Responses that were under way begin again; streams of which a part has been sent end with an error.
         """
-        with self._changed:
-            self._is_paused = True
-            if not self._changed.wait_for(lambda: not self._is_generating, _PAUSE_SECONDS):
-                raise TimeoutError(f"a pass of the engine that serves has taken more than {_PAUSE_SECONDS:g} s")
+        self._is_paused = True
         try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._is_generating, _PAUSE_SECONDS):
+                    raise TimeoutError(f"a pass of the engine that serves has taken more than {_PAUSE_SECONDS:g} s")
             yield
         finally:
             with self._changed:
@@ -212,7 +218,7 @@ class Generation:
         """Put what a pause has interrupted back, or refuse it where a part of the response has been sent."""
         interrupted = [choice for choice in self._running.values() if not choice.task.is_abandoned]
         sent = [choice for choice in interrupted if choice.ticket.streams and choice.sequence is not None]
-        self._refuse(sent, 503, "the weights were replaced in the middle of the response: ask again")
+        self._refuse(sent, 503, "generation was interrupted, for new weights or the end of the service: ask again")
         for choice in reversed([choice for choice in interrupted if choice not in sent]):
             choice.sequence, choice.ready = None, (0, None)
             self._waiting.appendleft(choice)
@@ -236,10 +242,10 @@ class Generation:
             if choice.sequence is None:
                 self._metrics.first_token_seconds.observe(time.monotonic() - ticket.arrived)
             choice.sequence = sequence
-            choice.ready = len(sequence.token_ids), sequence.finish_reason
             if not sequence.is_in_slot:
                 del self._running[sequence.request.request_id]
                 ticket.unfinished -= 1
+            choice.ready = len(sequence.token_ids), sequence.finish_reason  # last: its thread may go when it sees this
             if ticket.streams or not ticket.unfinished:
                 ticket.tell()
 

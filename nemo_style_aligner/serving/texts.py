@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -13,20 +12,10 @@ _CONTEXT_TOKENS = 8  # of the prompt: how a token is written depends on those be
 _PART_OF_A_CHARACTER = "\ufffd"
 
 
-class TokenTexts:
-    """Texts of single tokens, special ones included, as log-probs show them."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._before = tokenizer.text_to_ids("a")  # many tokenizers leave out the space of a text's first token
-        self._start = tokenizer.ids_to_text(self._before, keep_special=True)
-        self.of = functools.cache(self._of)
-
-    def _of(self, token_id: int) -> str:
-        """The token's text; ``token_id:N`` where it has none of its own, as a part of a character."""
-        text = self._tokenizer.ids_to_text([*self._before, token_id], keep_special=True)
-        own = text[len(self._start) :] if text.startswith(self._start) else ""
-        return own if own and _PART_OF_A_CHARACTER not in own else f"token_id:{token_id}"
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as log-probs show it: ``token_id:N`` where it has no text of its own, as a part of a character."""
+    text = tokenizer.token_text(token_id)
+    return text if text and _PART_OF_A_CHARACTER not in text else f"token_id:{token_id}"
 
 
 class ResponseText:

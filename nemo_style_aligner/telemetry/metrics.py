@@ -46,6 +46,10 @@ class WandbError(UserError):
     exit_status = 1
 
 
+class DamagedLogError(UserError, ValueError):
+    """A file that a job has logged to holds something else."""
+
+
 class MetricsLogger:
     """Logs scalars, tables and hyperparameters from rank 0; does nothing on the other ranks.
 
@@ -73,8 +77,8 @@ class MetricsLogger:
         # Flushed every 10 seconds, not 120: the last steps before a crash are those of interest.
         with self._to_tensorboard():
             self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
-        self._metrics_file = _open_for_append(self.log_dir / METRICS_FILE)
-        self._tables_file = _open_for_append(self.log_dir / TABLES_FILE)
+        self._metrics_file = open_for_append(self.log_dir / METRICS_FILE)
+        self._tables_file = open_for_append(self.log_dir / TABLES_FILE)
         self._samples_file: TextIO | None = None  # most runs keep none
 
     @classmethod
@@ -95,7 +99,7 @@ class MetricsLogger:
         if not self._enabled or not metrics:
             return
         scalars = {prefix + name: _to_float(prefix + name, value) for name, value in metrics.items()}
-        _write_line(self._metrics_file, {"step": int(step), "time": time.time(), **_json_safe(scalars)})
+        write_line(self._metrics_file, {"step": int(step), "time": time.time(), **_json_safe(scalars)})
         with self._to_tensorboard():
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -114,7 +118,7 @@ class MetricsLogger:
             if len(row) != len(columns):
                 raise ValueError(f"table {key!r}: a row has {len(row)} cells for the {len(columns)} columns {columns}")
         plain_rows = [[_plain_cell(cell) for cell in row] for row in rows]
-        _write_line(
+        write_line(
             self._tables_file,
             {"step": int(step), "time": time.time(), "key": key, "columns": list(columns), "rows": plain_rows},
         )
@@ -137,9 +141,9 @@ class MetricsLogger:
         if not self._enabled or not records:
             return
         if self._samples_file is None:
-            self._samples_file = _open_for_append(self.log_dir / SAMPLES_FILE)
+            self._samples_file = open_for_append(self.log_dir / SAMPLES_FILE)
         for record in records:
-            _write_line(self._samples_file, record)
+            write_line(self._samples_file, record)
 
     def log_hyperparameters(self, config: DictConfig) -> None:
         """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard.
@@ -205,13 +209,17 @@ class MetricsLogger:
 
 
 def read_metrics(log_dir: str | Path) -> dict[str, list[tuple[int, float]]]:
-    """All curves in a job's ``metrics.jsonl``: name -> [(step, value)], by step; the last value of a step counts."""
+    """All curves in a job's ``metrics.jsonl``; see `curves_of`."""
+    return curves_of(read_json_lines(Path(log_dir) / METRICS_FILE))
+
+
+def curves_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Curves in lines of ``metrics.jsonl``: name -> [(step, value)], by step; the last value of a step counts."""
     curves: dict[str, dict[int, float]] = {}
-    for record in read_json_lines(Path(log_dir) / METRICS_FILE):
-        step = int(record.pop("step"))
-        record.pop("time", None)
+    for record in records:
         for name, value in record.items():
-            curves.setdefault(name, {})[step] = float(value)
+            if name not in ("step", "time"):
+                curves.setdefault(name, {})[int(record["step"])] = float(value)
     return {name: sorted(points.items()) for name, points in curves.items()}
 
 
@@ -220,34 +228,28 @@ def read_tables(log_dir: str | Path) -> list[dict[str, Any]]:
     return read_json_lines(Path(log_dir) / TABLES_FILE)
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; none when it does not exist.
+def read_json_lines(path: Path, last_bytes: int | None = None) -> list[Any]:
+    """The values of a JSON-lines file, or of its last ``last_bytes``; none when it does not exist.
 
-    A last line without its newline is left out: its writer was killed in the middle of it.
+    A last line without its newline is left out: its writer was killed in the middle of it, or is writing.
 
     Raises:
-        ValueError: another line is not JSON; names file and line.
+        DamagedLogError: another line is not JSON.
     """
     if not path.exists():
         return []
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error.msg}); repair or remove the line") from error
-    return records
-
-
-def read_last_records(path: Path, num_bytes: int) -> Iterator[Any]:
-    """The values at the end of a JSON-lines file that may be huge; half a line at either end is left out."""
-    if not path.exists():
-        return
     with path.open("rb") as file:
-        start = max(0, path.stat().st_size - num_bytes)
+        start = 0 if last_bytes is None else max(0, path.stat().st_size - last_bytes)
         file.seek(start)
         lines = file.read().split(b"\n")[1 if start else 0 : -1]
-    yield from map(json.loads, lines)
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            place = "line" if not start else f"behind byte {start}, line"
+            raise DamagedLogError(f"{path}, {place} {number} is not JSON ({error}); repair or remove it") from error
+    return records
 
 
 def _start_wandb(log_dir: Path, kwargs: Mapping[str, Any]) -> Any:
@@ -326,7 +328,7 @@ def wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _open_for_append(path: Path) -> TextIO:
+def open_for_append(path: Path) -> TextIO:
     """Open for appending whole lines, flushed one by one; half a line that a killed run left is cut off first."""
     with _explained(str(path)):
         if path.exists() and path.stat().st_size:
@@ -337,7 +339,8 @@ def _open_for_append(path: Path) -> TextIO:
         return open(path, "a", encoding="utf-8", buffering=1, opener=unless_planted)
 
 
-def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
+def write_line(file: TextIO, record: Any) -> None:
+    """Append a value to a JSON-lines file. Raises `NotWrittenError`."""
     line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
     with _explained(file.name):
         file.write(line)

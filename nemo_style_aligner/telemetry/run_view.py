@@ -17,8 +17,8 @@ from nemo_style_aligner.telemetry.metric_table import LEARNS, METRICS, STABLE, T
 from nemo_style_aligner.telemetry.metrics import (
     HYPERPARAMETERS_FILE,
     METRICS_FILE,
+    curves_of,
     read_json_lines,
-    read_metrics,
     read_tables,
 )
 
@@ -30,10 +30,14 @@ QUESTIONS = {
     STABLE: ("Is it stable?", "What should stay calm, whatever is learnt."),
     TIME: ("Where does the time go?", "Of rank 0, by phase; memory and how evenly the ranks are loaded."),
 }
-_OUTCOME = (
-    *("*_rollouts/rewards", "*/accuracy", "*/loss", "*_rollouts/init_policy_kl", "*_rollouts/generation_length"),
+_OUTCOME = (  # rows of the metrics that sum up a run, in this order
+    "*_rollouts/rewards",
+    "*/accuracy",
+    "*/loss",
+    "*_rollouts/init_policy_kl",
+    "*_rollouts/generation_length",
     "*_rollouts/fraction_of_samples_properly_ended",
-)  # rows of the metrics that sum up a run, in this order
+)
 _MOST_POINTS = 600  # of a curve: more than a drawing shows
 _STEP = "timers/step"
 _LEAST_SHARE = 0.01  # of a step's time, for a phase to be shown by itself
@@ -117,14 +121,15 @@ class RunView:
 
     def __init__(self, name: str, log_dir: Path) -> None:
         self.name, self.log_dir = name, log_dir
-        self.curves: Curves = read_metrics(log_dir)
+        records = read_json_lines(log_dir / METRICS_FILE)
+        self.curves: Curves = curves_of(records)
         self.tables = read_tables(log_dir)
         if not self.curves and not self.tables:
             raise NoRunError(f"{log_dir}: no job has logged anything there ({METRICS_FILE} is empty or missing)")
         config = log_dir / HYPERPARAMETERS_FILE
         self.config_text = config.read_text(encoding="utf-8") if config.exists() else ""
         self.config: dict[str, Any] = yaml.safe_load(self.config_text) or {}
-        self.times = [record["time"] for record in read_json_lines(log_dir / METRICS_FILE) if "time" in record]
+        self.times = [record["time"] for record in records if "time" in record]
 
     # ---- what it is -------------------------------------------------------------------------
 

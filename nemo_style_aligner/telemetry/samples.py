@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.telemetry.metrics import SAMPLES_FILE, read_last_records
+from nemo_style_aligner.telemetry.metrics import SAMPLES_FILE, read_json_lines
 from nemo_style_aligner.telemetry.run_view import RunView, number
 
 T = TypeVar("T")
@@ -130,9 +130,7 @@ def _logged(table: Mapping[str, Any], row: Sequence[Any]) -> Answer:
 def recorded(log_dir: Path) -> list[Shown]:
     """Of a run with ``save_samples``: the best and the worst samples of the last step, token by token."""
     newest: dict[int, dict[str, Any]] = {}
-    for record in read_last_records(
-        log_dir / SAMPLES_FILE, _READ_BYTES
-    ):  # a resumed run repeats steps: the last counts
+    for record in read_json_lines(log_dir / SAMPLES_FILE, _READ_BYTES):  # a resumed run repeats steps: the last counts
         if newest and record["step"] != next(iter(newest.values()))["step"]:
             newest = {}
         newest[record["sample"]] = record
@@ -198,7 +196,8 @@ def samples_of(run: RunView, comparison: Sequence[Shown]) -> Iterator[tuple[str,
     tokens = recorded(run.log_dir)
     yield (
         "Token by token",
-        "Best and worst samples of the last step. Colours are relative to a sample's strongest token.",
+        f"Best and worst samples of the last step, as far as they are in the last {_READ_BYTES >> 20} MiB of the file. "
+        "Colours are relative to a sample's strongest token.",
         tokens,
     )
     side_by_side = comparison or validated(run.tables)

@@ -9,8 +9,7 @@ from typing import Any
 
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.metrics import METRICS_FILE, read_json_lines, read_last_records
-from nemo_style_aligner.trusted_paths import unless_planted
+from nemo_style_aligner.telemetry.metrics import METRICS_FILE, open_for_append, read_json_lines, write_line
 
 FOLDER = "timeline"
 _LOGGED_LAST = ("timers/step", "train/train_step_time")  # of a step
@@ -29,14 +28,13 @@ def record(log_dir: Path, rank: int) -> None:
     """
     folder = log_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank_{rank}.jsonl"
-    file = open(path, "a", encoding="utf-8", buffering=1, opener=unless_planted)  # noqa: SIM115  # until the end
+    file = open_for_append(folder / f"rank_{rank}.jsonl")
     inner: list[tuple[str, float, float]] = []
 
     def note(path: str, began: float, seconds: float) -> None:
         inner.append((path, round(began, 6), round(seconds, 6)))
         if "/" not in path:
-            file.write(json.dumps(inner) + "\n")
+            write_line(file, inner)
             inner.clear()
 
     activity.record(note)
@@ -45,7 +43,7 @@ def record(log_dir: Path, rank: int) -> None:
 def last_phases(log_dir: Path, steps: int = 3) -> dict[int, list[tuple[str, float, float]]]:
     """The innermost phases since the last steps began, by rank: name, and when it began and ended."""
     paths = sorted((log_dir / FOLDER).glob("rank_*.jsonl"), key=_rank)
-    groups = {_rank(path): list(read_last_records(path, _READ_BYTES)) for path in paths}
+    groups = {_rank(path): read_json_lines(path, _READ_BYTES) for path in paths}
     began = [group[-1][1] for group in groups.get(0, []) if group[-1][0] in _STEPS][-steps:]
     return {
         rank: [event for group in of_rank for event in _leaves(group) if began and event[1] >= began[0]]
@@ -85,7 +83,7 @@ def write_trace(log_dir: Path, output: Path, first: int, last: int) -> int:
                 "ph": "X", "name": name.rpartition("/")[2], "cat": "phase", "pid": rank, "tid": 0,
                 "ts": began * 1e6, "dur": seconds * 1e6, "args": {"path": name},
             }
-            for line in read_last_records(path, path.stat().st_size)
+            for line in read_json_lines(path)
             for name, began, seconds in line
             if before <= began <= until
         ]  # fmt: skip

@@ -83,6 +83,8 @@ class GGUFCheckpoint:
         ValueError: the file cannot be read, or has a model or a feature this project does not build.
     """
 
+    num_attributes = 0  # outputs of a reward head
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -71,8 +72,7 @@ class HuggingFaceCheckpoint:
         ValueError: one of these, or the index, cannot be read.
     """
 
-    def __init__(self, directory: str | Path, architecture: ModelArchitecture | None = None) -> None:
-        """``architecture``: the directory's, if it has been read; fused tensors are divided by it."""
+    def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         index = self.directory / INDEX_NAME
         files = _indexed_files(index) if index.is_file() else ["model.safetensors"]
@@ -94,7 +94,12 @@ class HuggingFaceCheckpoint:
                     "unquantized weights (bf16, fp16 or fp32)"
                 )
         if any(name.endswith(".qkv_proj.weight") for name in self._places):
-            self._places = dict(_unfused(self._places, architecture or read_architecture(directory)))
+            self._places = dict(_unfused(self._places, self.architecture))
+
+    @functools.cached_property
+    def architecture(self) -> ModelArchitecture:
+        """What config.json describes; for the errors see `read_architecture`."""
+        return read_architecture(self.directory)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's name and shape; fused ones' parts in place of them."""

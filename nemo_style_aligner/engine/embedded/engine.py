@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator
@@ -101,8 +102,8 @@ class EmbeddedEngine(GenerationEngine):
             architecture=architecture,
             dtype=dtype,
             num_slots=self._num_slots,
-            max_sequence_length=self._max_sequence_length,
-            num_pages=num_pages(kv_cache_tokens, self._num_slots, self._max_sequence_length),
+            max_sequence_length=self.max_sequence_length,
+            num_pages=num_pages(kv_cache_tokens, self._num_slots, self.max_sequence_length),
             max_step_tokens=self._num_slots + _IDLE_CHUNKS * prefill_chunk_tokens,
             tensor_parallel=tensor_parallel or TensorParallel(),
         )
@@ -199,22 +200,16 @@ class EmbeddedEngine(GenerationEngine):
             return Task(request=request, sampling=sampling, stop=stop)
 
         with contextlib.closing(self._passes(pull)) as passes:
-            for advanced in passes:
-                for sequence in advanced:
-                    if sequence.finish_reason is not None:
-                        yield self.result(sequence)
-
-    def result(self, sequence: ScheduledSequence) -> GenerationResult:
-        """The response of a finished ``sequence``."""
-        assert sequence.finish_reason is not None, "it goes on"
-        return GenerationResult(
-            request_id=sequence.request.request_id,
-            prompt_token_ids=sequence.request.prompt_token_ids,
-            token_ids=sequence.token_ids,
-            logprobs=sequence.logprobs,
-            finish_reason=sequence.finish_reason,
-            weight_version=self._weight_version,
-        )
+            for sequence in itertools.chain.from_iterable(passes):
+                if sequence.finish_reason is not None:
+                    yield GenerationResult(
+                        request_id=sequence.request.request_id,
+                        prompt_token_ids=sequence.request.prompt_token_ids,
+                        token_ids=sequence.token_ids,
+                        logprobs=sequence.logprobs,
+                        finish_reason=sequence.finish_reason,
+                        weight_version=self._weight_version,
+                    )
 
     def _passes(self, pull: Callable[[], Task | None]) -> Generator[list[ScheduledSequence], None, None]:
         """The generation loop: refill slots, plan, compute, sample, free the slots of what is finished."""
@@ -241,7 +236,7 @@ class EmbeddedEngine(GenerationEngine):
                 for sequence in advanced:
                     sequence.finish_reason = sequence.task.stop.check(sequence.token_ids, sequence.task.limit)
                     if sequence.finish_reason is not None or sequence.task.is_abandoned:
-                        scheduler.finish(sequence)
+                        scheduler.leave(sequence)
                 yield advanced
         finally:
             if scheduler.num_active:  # ended early: the pages' content is unknown and may not be finite
@@ -259,13 +254,14 @@ class EmbeddedEngine(GenerationEngine):
                 f"trainer.ppo.generation.prefill_chunk_tokens, now {self._prefill_chunk_tokens} (a pass without "
                 f"responses takes up to {_IDLE_CHUNKS} times as many), num_slots or kv_cache_tokens"
             ) from error
-        for chunk, row in plan.prompt_rows():
-            self._score_prompt(chunk, logits[row : row + chunk.num_outputs])
+        for chunk in plan.prefill:
+            if chunk.scores_prompt:
+                self._score_prompt(chunk, logits[chunk.first_output :][: chunk.num_outputs])
         sequences, slots = plan.sampled()
         if not sequences:  # only chunks in the middle of long prompts
             return sequences
         if len(sequences) != len(logits):
-            logits = logits[moved(torch.from_numpy(plan.sampled_rows()), self._device)]
+            logits = logits[plan.sampled_rows()]
         tokens, logprobs = sampler.sample(logits, slots)
         if not all(map(math.isfinite, logprobs)):
             first = next(row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob))
@@ -390,9 +386,9 @@ class SlotSampler:
         return tokens.long().tolist(), logprobs.tolist()
 
     def _sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        ways = self._ways[slots]
-        if (ways == ways[0]).all():
+        if len(self._params) == 1 or (self._ways[slots] == self._ways[slots[0]]).all():
             return self._sample_alike(logits, slots)
+        ways = self._ways[slots]
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         logprobs = torch.empty(len(slots), device=self._device)
         for way in np.unique(ways):

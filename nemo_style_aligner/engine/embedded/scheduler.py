@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import heapq
 from collections.abc import Callable
 
@@ -38,8 +39,8 @@ class Task:
     scores_prompt: bool = False
     is_abandoned: bool = False
 
-    @property
-    def limit(self) -> int:
+    @functools.cached_property
+    def limit(self) -> int:  # asked for after each token
         """The most tokens that the response may have."""
         return self.request.limit(self.sampling)
 
@@ -93,18 +94,24 @@ class ScheduledSequence:
 class PrefillChunk:
     """``length`` of the ``prefill_ids`` of ``sequence``, from position ``start`` on.
 
-    The logits of its last ``num_outputs`` tokens are wanted.
+    The logits of its last ``num_outputs`` tokens are wanted; ``first_output`` is the first's row among the pass's.
     """
 
     sequence: ScheduledSequence
     start: int
     length: int
+    first_output: int
     num_outputs: int
 
     @property
     def completes_prompt(self) -> bool:
         """Whether the next response token can be sampled after this chunk."""
         return self.start + self.length == len(self.sequence.prefill_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether tokens of the prompt are scored by its logits, beside the choice of the next one."""
+        return self.num_outputs > self.completes_prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,16 +130,10 @@ class StepPlan:
         slots = np.array([sequence.slot for sequence in completed], dtype=np.int32)
         return self.decode + completed, np.concatenate((self.decode_slots, slots))
 
-    def prompt_rows(self) -> list[tuple[PrefillChunk, int]]:
-        """The chunks with tokens of prompts to score, each with the first of its rows of logits."""
-        ends = np.cumsum([len(self.decode)] + [chunk.num_outputs for chunk in self.prefill]).tolist()
-        return [(c, row) for c, row in zip(self.prefill, ends, strict=False) if c.num_outputs > c.completes_prompt]
-
-    def sampled_rows(self) -> np.ndarray:
+    def sampled_rows(self) -> list[int]:
         """Rows of logits from which `sampled` get their tokens."""
-        ends = np.cumsum([len(self.decode)] + [chunk.num_outputs for chunk in self.prefill])[1:]
-        completed = [end - 1 for chunk, end in zip(self.prefill, ends, strict=True) if chunk.completes_prompt]
-        return np.concatenate((np.arange(len(self.decode)), np.array(completed, dtype=np.int64)))
+        completed = [chunk for chunk in self.prefill if chunk.completes_prompt]
+        return [*range(len(self.decode)), *(chunk.first_output + chunk.num_outputs - 1 for chunk in completed)]
 
 
 class Scheduler:
@@ -214,7 +215,7 @@ class Scheduler:
         """Plan the next pass: take the pages that it needs and mark its chunks as prefilled."""
         self._grow()
         decode, slots = self._decode_rows()
-        return StepPlan(decode, slots, self._plan_prefill(bool(decode)))
+        return StepPlan(decode, slots, self._plan_prefill(len(decode)))
 
     def arrays(self, plan: StepPlan) -> StepInput:
         """What ``plan`` computes, decode tokens first."""
@@ -251,10 +252,6 @@ class Scheduler:
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
 
-    def finish(self, sequence: ScheduledSequence) -> None:
-        """Free the slot and the pages of ``sequence``."""
-        self._leave(sequence)
-
     def _pull(self) -> bool:
         """Append the next request to those that wait; False if there is none."""
         task = self._next_task()
@@ -279,13 +276,14 @@ class Scheduler:
         """Take the memory of ``sequence``; it will compute prompt and response again, then go on as before."""
         if not sequence.is_decoding:
             self._prefilling.remove(sequence)
-        self._leave(sequence)
+        self.leave(sequence)
         sequence.prefill_ids = sequence.request.prompt_token_ids + sequence.token_ids
         sequence.prefilled = 0
         self._waiting.appendleft(sequence)  # the youngest of all that were in slots, older than all that wait
         self.num_preemptions += 1
 
-    def _leave(self, sequence: ScheduledSequence) -> None:
+    def leave(self, sequence: ScheduledSequence) -> None:
+        """Free the slot and the pages of ``sequence``."""
         self._blocks.release(sequence.slot, sequence.prefilled)
         del self._active[sequence.slot]
         self._growing.discard(sequence.slot)
@@ -300,10 +298,10 @@ class Scheduler:
             self._decoding = [self._active[slot] for slot in slots], np.array(slots, dtype=np.int32)
         return self._decoding
 
-    def _plan_prefill(self, decodes: bool) -> list[PrefillChunk]:
-        """The prefill chunks of a pass; ``decodes``: whether it also decodes."""
-        budget = self._prefill_chunk_tokens if decodes else self._max_step_tokens
-        rows = SCORED_ROWS
+    def _plan_prefill(self, num_decode: int) -> list[PrefillChunk]:
+        """The prefill chunks of a pass that also decodes so many tokens."""
+        budget = self._prefill_chunk_tokens if num_decode else self._max_step_tokens
+        rows, output = SCORED_ROWS, num_decode
         chunks: list[PrefillChunk] = []
         while self._prefilling and budget > 0 and rows > 0:
             sequence = self._prefilling[0]
@@ -315,7 +313,8 @@ class Scheduler:
                 length = min(length, first - start + rows)
                 num_outputs = max(0, start + length - first)
                 rows -= num_outputs
-            chunks.append(PrefillChunk(sequence, start, length, num_outputs))
+            chunks.append(PrefillChunk(sequence, start, length, output, num_outputs))
+            output += num_outputs
             sequence.prefilled += length
             budget -= length
             if sequence.is_decoding:

@@ -135,7 +135,7 @@ class SidecarEngine(GenerationEngine):
             dtype=str(self._dtype).removeprefix("torch."),
             tensor_parallel_size=self._group.tensor_parallel.size,
             max_batch_size=self._num_slots,
-            max_seq_len=self._max_sequence_length,
+            max_seq_len=self.max_sequence_length,
             vocab_size=a.vocab_size,
             vocab_limit=self._vocab_limit,
             kv_cache_memory_fraction=settings.kv_cache_memory_fraction,

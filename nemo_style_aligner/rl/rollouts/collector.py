@@ -410,22 +410,10 @@ class RolloutCollector:
                 "ended": bool(rollouts.ended[sample]),
                 "weight_version": int(rollouts.weight_versions[sample]),
                 "tokens": response,
-                "pieces": [self._token_text(token) for token in response],
+                "pieces": [self.tokenizer.token_text(token) for token in response],
                 **{n: json_numbers(rows[sample].tolist()) for n, rows in per_token.items() if rows is not None},
             })  # fmt: skip
         return records
-
-    @functools.cached_property
-    def _token_text(self) -> Callable[[int], str]:
-        """The text of a token behind others: sentencepiece drops the space in front of a text's first."""
-        before = self.tokenizer.text_to_ids("a")[-1:]
-        start = len(self.tokenizer.ids_to_text(before, keep_special=True))
-
-        @functools.cache
-        def text(token: int) -> str:
-            return self.tokenizer.ids_to_text([*before, token], keep_special=True)[start:]
-
-        return text
 
     def close(self) -> None:
         """Close the connections to the services and to the work queue; call it on all ranks together."""
