@@ -350,22 +350,14 @@ def test_a_reward_model_that_does_not_fit_is_refused_before_weights_are_loaded(
 def failing(flags: Callable[..., list[str]], tmp_path: Path) -> Callable[..., list[str]]:
     """A job whose function fails for some responses of the first step, and after that never returns; its last lines."""
 
-<<<<<<< HEAD
     def failing(policy: str, *others: str) -> list[str]:
-=======
-    def failing(policy: str, *more: str) -> list[str]:
->>>>>>> rv-serve
         arguments = flags(
             tmp_path,
             "trainer.ppo.estimator=rloo",
             f"trainer.ppo.rewards=[{{source: '{tmp_path}/rewards.py:troubled'}}]",
             "trainer.ppo.reward_functions.seconds=0.5",
             f"trainer.ppo.on_nonfinite={policy}",
-<<<<<<< HEAD
             *others,
-=======
-            *more,
->>>>>>> rv-serve
         )
         job = Job(script("train_gpt_ppo_actor.py", *arguments), tmp_path / "job.log")
         try:
@@ -392,11 +384,7 @@ def test_samples_without_a_reward_are_left_out(failing: Callable[[str], list[str
 
 
 def test_a_missing_reward_ends_the_job(failing: Callable[..., list[str]], tmp_path: Path) -> None:
-<<<<<<< HEAD
     """That of a response, too, which would not be among the best."""
-=======
-    """Also where the best responses alone are trained on, and others have a reward."""
->>>>>>> rv-serve
     output = failing("stop", "trainer.ppo.top_n_rollouts=2")
     assert output[-1].startswith("[rank 0] NonFiniteError: NaN or Inf in reward of samples [")
     require_reasons(output[-1])
