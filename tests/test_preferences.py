@@ -31,6 +31,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SETTINGS = {"add_bos": None, "append_eod": False, "seq_length": 64}
 
 
+def long(case: str) -> Any:
+    """A case that is left out unless it is asked for."""
+    return pytest.param(case, marks=pytest.mark.long)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The files of `make_files`, and process groups of this process."""
@@ -99,7 +104,7 @@ def expected_kto(items: list[PreferenceItem], policy: Any, reference: Any) -> to
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ipo mean", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "kto"])
+@pytest.mark.parametrize("kind", ["dpo", long("ipo mean"), long("rpo_sq"), "rpo_bwd_kl", long("rpo_fwd_kl"), "kto"])
 def test_losses_and_gradients_are_those_of_plain_torch(kind: str, files: Path, tmp_path: Path) -> None:
     """On the weights after a first update, so that policy and reference differ. Plain SGD shows the gradients."""
     method = "kto" if kind == "kto" else "dpo"
@@ -177,7 +182,7 @@ def test_numbers_are_the_same_at_every_layout(method: str, at_layouts: Path) -> 
     assert margins > 0 and results["one"]["updates"][1]["loss"] != results["one"]["updates"][0]["loss"]
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", ["dpo", long("kto")])
 def test_numbers_do_not_depend_on_micro_batches_or_on_who_keeps_the_reference(
     method: str, files: Path, tmp_path: Path
 ) -> None:
@@ -214,7 +219,7 @@ def test_a_kept_reference_goes_on_where_it_was_and_is_of_one_model_and_data(file
         trainer_for("dpo", files, tmp_path / "fourth", *keys)
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", [long("dpo"), "kto"])
 def test_a_resumed_run_is_as_if_never_stopped(method: str, files: Path, tmp_path: Path) -> None:
     keys = [
         *("model.optim.name=distributed_fused_adam", "model.optim.lr=1e-2", "model.hidden_dropout=0.1"),
