@@ -367,10 +367,10 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         ),
     ),
     "best of n": (
-        "gpt_rs_actor", 1, "trainer.rs.normalize_advantages=True trainer.rs.top_n_rollouts=4",
+        "gpt_rs_actor", 1, "trainer.ppo.normalize_advantages=True trainer.ppo.top_n_rollouts=4",
         (
-            "trainer.rs.top_n_rollouts=4: all responses would be imitated, bad ones too; lower the last",
-            "trainer.rs.normalize_advantages=True: its advantages are all 1, and whitened 0",
+            "trainer.ppo.top_n_rollouts=4: all responses would be imitated, bad ones too; lower the last",
+            "trainer.ppo.normalize_advantages=True: its advantages are all 1, and whitened 0",
         ),
     ),
     "best step that is not validated": (
