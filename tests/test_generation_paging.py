@@ -145,7 +145,7 @@ def test_passes_decode_and_prefill() -> None:
     for _ in range(6):
         assert planned(advance(of)) == ([0, 1], [])
     assert first.token_ids == [70] * 7 and first.logprobs == [-0.5] * 7 and of.positions.tolist() == [16, 12]
-    of.finish(first)
+    of.leave(first)
     (third,) = of.refill()
     assert (third.slot, third.number) == (0, 2)
     chunks = [planned(advance(of)) for _ in range(3)]
@@ -174,7 +174,7 @@ def test_the_youngest_makes_room_and_goes_on_where_it_was() -> None:
     assert of.num_preemptions == 1 and (older.slot, younger.slot, of.num_active) == (0, -1, 1)
     assert len(older.token_ids) == len(younger.token_ids) + 1 == 19  # a page begins with the 18th, which is token 33
     assert of.refill() == []  # no memory
-    of.finish(older)
+    of.leave(older)
     assert of.refill() == [younger] and younger.prefill_ids == [2] * 15 + [71] * 18
     assert planned(advance(of)) == ([], [(1, 0, 33)]) and len(younger.token_ids) == 19
 
