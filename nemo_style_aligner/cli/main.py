@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": "Convert models: Hugging Face, GGUF, training checkpoints, .nemo.",
     "inspect": "Describe a model: architecture, sizes, tokenizer, what it was trained from.",
     "data": "Look at data files as a job sees them.",
+    "eval": "Measure a model: right answers, win rate, KL, perplexity, a reward model's accuracy.",
     "report": "Write a page about a run: outcome, samples, charts.",
     "chat": "Talk to a checkpoint or a server.",
     "serve": "Serve a checkpoint behind an OpenAI-compatible API.",
@@ -31,6 +32,7 @@ _EXAMPLES = """\b
 Examples:
   nsa convert ~/models/SmolLM2-135M-Instruct base.nemo
   nsa data show train.jsonl --model base.nemo
+  nsa eval policy.nemo --against sft.nemo --prompts test.jsonl --reward-model rm.nemo
   nsa report results/actor
   nsa chat policy.nemo
   nsa serve policy.nemo --port 8000

@@ -15,7 +15,7 @@ Examples:
   nsa report results/actor --trace trace.json --steps 3-5
 
 \b
-The files to compare are what evaluate_gpt.py --output writes, for the same prompts.
+The files to compare are what nsa eval --output writes, for the same prompts.
 """
 
 

@@ -328,7 +328,9 @@ class PreferenceDataset(TextDataset[PreferenceItem]):
     ) -> None:
         """``settings``: see `ComparisonEncoder`."""
 
-        def item(chosen: list[int], rejected: list[int], prompts: list[int], given: list[float]) -> PreferenceItem:
+        def item(
+            chosen: list[int], rejected: list[int], prompts: list[int], given: list[float], _: list[int]
+        ) -> PreferenceItem:
             good, bad = (
                 default if math.isnan(reward) else reward
                 for reward, default in zip(given, default_rewards, strict=True)

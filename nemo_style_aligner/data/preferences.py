@@ -49,7 +49,8 @@ _FEWEST_PAIRS = 8  # of a batch: with fewer, it would be left to chance whether 
 
 
 class ComparisonEncoder(TextEncoder):
-    """Pairs as columns ``chosen``, ``rejected``, ``prompts`` (tokens of each one's prompt) and ``rewards`` (NaN: none).
+    """Pairs as columns ``chosen``, ``rejected``, ``prompts`` (tokens of each one's prompt), ``rewards`` (NaN: none) and
+    ``line``, the number of the chosen text's.
 
     Where a line does not tell where the responses begin, what both texts share is the prompt, but for the last token.
 
@@ -62,7 +63,8 @@ class ComparisonEncoder(TextEncoder):
         """See `TextEncoder`."""
         pairs = _read_pairs(lines, self.chats)
         texts = [text for pair in pairs for text in pair]
-        columns = {"chosen": Ragged(), "rejected": Ragged(), "prompts": Ragged(), "rewards": Ragged("d")}
+        columns = {name: Ragged() for name in ("chosen", "rejected", "prompts")}
+        columns |= {"rewards": Ragged("d"), "line": Ragged("q")}
         samples = Samples(columns, self.take_counts(lines, texts[0].prompt))
         counts = samples.counts
         if len(pairs) >= _FEWEST_PAIRS:
@@ -86,6 +88,7 @@ class ComparisonEncoder(TextEncoder):
                 columns["rejected"].append(rejected)
                 columns["prompts"].append((prompt, other_prompt))
                 columns["rewards"].append(_given_reward(pair[0].record, key) for key in _REWARDS)
+                columns["line"].append([pair[0].record.line])
         return samples
 
     def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:

@@ -256,6 +256,35 @@ def _prompt(record: Record, chats: ChatRenderer) -> ScoredText:
     return ScoredText(record, "", chats.prompt(record, read_conversation(record)), is_chat=True)
 
 
+class PlainEncoder(TextEncoder):
+    """Texts as columns ``tokens`` and ``prompt``: how many of them are before the last answer of a conversation.
+
+    Its settings are those of `TextEncoder`, and ``seq_length``. ``counts``: texts, of which too "long", or of a
+    "single" token, which leaves nothing to predict.
+    """
+
+    def encode(self, lines: Lines) -> Samples:
+        """See `TextEncoder`."""
+        texts = [scored_text(record, self.chats) for record in lines.records()]
+        samples = Samples({"tokens": Ragged(), "prompt": Ragged()}, self.take_counts(lines, texts[0].prompt))
+        for ids, prompt in self.tokenize_apart(texts):
+            samples.counts["texts"] += 1
+            if len(ids) > self.settings["seq_length"]:
+                samples.counts["long"] += 1
+            elif len(ids) == 1:
+                samples.counts["single"] += 1
+            else:
+                samples.columns["tokens"].append(ids)
+                samples.columns["prompt"].append([prompt])
+        return samples
+
+    def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
+        """See `TextEncoder`."""
+        report_dropped(counts["single"], counts["texts"], "texts", "of a single token", paths)
+        limit = longer_than(self.settings["seq_length"], "the model's positions")
+        report_dropped(counts["long"], counts["texts"] - counts["single"], "texts", limit, paths)
+
+
 class LabelledEncoder(TextEncoder):
     """Labelled texts as columns ``tokens`` and ``labels``.
 

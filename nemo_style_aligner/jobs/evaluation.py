@@ -1,37 +1,95 @@
-"""Offline evaluation of a policy: generate, compare with the right answers, score with a reward model."""
+"""Offline evaluation: a policy's responses, alone and beside another's; perplexity; a reward model's judgement."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, require_reward_head
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.data.answers import ANSWER, EXTRACTION, find_answer, is_right, problem_of
-from nemo_style_aligner.data.datasets import PromptDataset, lengths_of, pad_rows
-from nemo_style_aligner.data.jsonl import DataError
+from nemo_style_aligner.data.datasets import PromptDataset, PromptItem, lengths_of, pad_rows
+from nemo_style_aligner.data.jsonl import DataError, read_jsonl
+from nemo_style_aligner.data.preferences import ComparisonEncoder
+from nemo_style_aligner.data.texts import PlainEncoder, TextDataset
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams, text_before_end
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.errors import NonFiniteError, UserError
+from nemo_style_aligner.jobs import evaluation_measures as measures
 from nemo_style_aligner.models.critic import RewardModel
+from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.models.pipeline import Scoring, forward
+from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.parallel.groups import device
+from nemo_style_aligner.rl.math_verifier import MathVerifier
 from nemo_style_aligner.rl.rollouts.setup import vocabulary_options
+from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry.progress import Progress
 from nemo_style_aligner.weights.stream import export_weights
 
-logger = logging.getLogger(__name__)
-
 _MAX_LENGTH = 128  # tokens of a response
 _SCORING_BATCH = 64
+_BATCHING = MicroBatching(num_rows=16)
+
+Measures: TypeAlias = dict[str, measures.Measure | int]
+Grader: TypeAlias = Callable[[str, Mapping[str, Any]], bool]
+"""(response, the prompt's line) -> whether it is right."""
+Text: TypeAlias = tuple[list[int], int]
+"""Token ids, and how many of them, from the first on, are given."""
+Results: TypeAlias = dict[str, dict[str, Any]]
+"""By what was measured (a model's path; "change", from the second model to the first; "all" pairs, or a category):
+``summary`` and ``intervals`` (`evaluation_measures.as_json`), and ``responses``. As JSON has them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """What is measured, and how: the options of ``nsa eval``, which describe each."""
+
+    model: Path
+    against: Path | None = None
+    prompts: Path | None = None
+    texts: Path | None = None
+    comparisons: Path | None = None
+    category: str | None = None
+    reward_model: Path | None = None
+    samples: int = 1
+    k: tuple[int, ...] = ()
+    math: bool = False
+    greedy: bool = False
+    temperature: float = 1.0
+    max_length: int | None = None
+    end_strings: tuple[str, ...] = ()
+    add_bos: bool | None = None
+    limit: int | None = None
+    num_slots: int = 32
+    precision: str = "bf16"
+    seed: int = 1234
+
+    def sampling(self) -> SamplingParams:
+        """How responses are made. Raises UserError."""
+        try:
+            return SamplingParams(
+                max_new_tokens=self.max_length or default_max_length(self.model),
+                use_greedy=self.greedy,
+                temperature=self.temperature,
+                stop_strings=self.end_strings,
+                seed=self.seed,
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 @dataclasses.dataclass
@@ -44,7 +102,9 @@ class EvaluatedResponse:
         num_response_tokens: tokens of the response, the stop token or those of the end string included.
         ended: whether a stop token or stop string ended it.
         line: the prompt's line, with the right answer, if it has one (see `answers`).
-        reward: the reward model's, once `score` has run.
+        number: the prompt's.
+        is_right, reward: None: not known.
+        kl: its log-prob under the model that gave it less that under the other one, in nats; None: not known.
     """
 
     prompt: str
@@ -53,45 +113,60 @@ class EvaluatedResponse:
     num_response_tokens: int
     ended: bool
     line: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    number: int = 0
+    is_right: bool | None = None
     reward: float | None = None
+    kl: float | None = None
 
-    @property
-    def is_right(self) -> bool | None:
-        """Whether the response has the right answer (`answers.is_right`); None where the line has none."""
-        return None if self.line.get(ANSWER) is None else is_right(self.response, self.line)
+    def to_json(self) -> dict[str, Any]:
+        """What is known, without token ids."""
+        record = {k: v for k, v in vars(self).items() if k not in ("tokens", "line", "number") and v is not None}
+        if self.is_right is not None:
+            given = find_answer(self.response, self.line.get(EXTRACTION))
+            record |= {ANSWER: self.line[ANSWER], "given_answer": given}
+        return record
+
+
+_OF_RESPONSES: dict[str, tuple[Callable[[EvaluatedResponse], float | None], Callable[[Any], measures.Measure]]] = {
+    "accuracy": (lambda row: row.is_right, measures.share),
+    "reward": (lambda row: row.reward, measures.mean),
+    "length": (lambda row: row.num_response_tokens, measures.mean),
+    "ended": (lambda row: row.ended, measures.share),
+}
 
 
 @dataclasses.dataclass
 class Responses:
-    """All responses of an evaluation."""
+    """All responses of a model, those to a prompt one after the other."""
 
     rows: list[EvaluatedResponse]
 
-    def summary(self) -> dict[str, float]:
-        """``num_prompts``, and means: ``accuracy`` and ``reward`` (where known), ``length``, ``ended``."""
-        result: dict[str, float] = {"num_prompts": len(self.rows)}
-        if known := [row.is_right for row in self.rows if row.is_right is not None]:
-            result["accuracy"] = sum(known) / len(known)
-        if rewards := [row.reward for row in self.rows if row.reward is not None]:
-            result["reward"] = sum(rewards) / len(rewards)
-        result["length"] = sum(row.num_response_tokens for row in self.rows) / len(self.rows)
-        result["ended"] = sum(row.ended for row in self.rows) / len(self.rows)
-        return result
-
-    def to_json(self) -> dict[str, Any]:
-        """The summary and every response, without token ids."""
-        rows = []
+    def by_prompt(self) -> list[list[EvaluatedResponse]]:
+        """The responses to each prompt."""
+        groups: dict[int, list[EvaluatedResponse]] = {}
         for row in self.rows:
-            record = {name: value for name, value in vars(row).items() if name not in ("tokens", "line")}
-            if (right := row.line.get(ANSWER)) is not None:
-                given = find_answer(row.response, row.line.get(EXTRACTION))
-                record |= {ANSWER: right, "given_answer": given, "is_right": row.is_right}
-            rows.append(record)
-        return {"summary": self.summary(), "responses": rows}
+            groups.setdefault(row.number, []).append(row)
+        return list(groups.values())
 
+    def values(self, name: str) -> NDArray[Any]:
+        """Of ``accuracy``, ``reward``, ``length`` or ``ended`` the mean of each prompt's responses, NaN if unknown."""
+        of = _OF_RESPONSES[name][0]
+        return np.array([np.mean(np.array([of(row) for row in rows], np.float64)) for rows in self.by_prompt()])
 
-def _open(path: Path, precision: str) -> BaseModel:
-    return open_base_model(str(path), OmegaConf.create({"model": {}, "trainer": {"precision": precision}}))
+    def summary(self, k: Sequence[int]) -> Measures:
+        """Counts, means over prompts of what `values` knows, and ``pass@K`` of prompts that have an answer."""
+        result: Measures = {"num_prompts": len(self.by_prompt()), "num_responses": len(self.rows)}
+        for name, (_, measure) in _OF_RESPONSES.items():
+            values = self.values(name)
+            if len(known := values[~np.isnan(values)]):
+                result[name] = measure(known)
+        answered = [[row.is_right for row in rows] for rows in self.by_prompt() if rows[0].is_right is not None]
+        if answered:
+            result["num_with_answer"] = len(answered)
+            result |= {
+                f"pass@{n}": measures.share([measures.pass_at_k(len(r), r.count(True), n) for r in answered]) for n in k
+            }
+        return result
 
 
 def default_max_length(model_path: Path) -> int:
@@ -103,75 +178,251 @@ def default_max_length(model_path: Path) -> int:
     return min(_MAX_LENGTH, max(1, architecture.max_position_embeddings // 2))
 
 
-def evaluate(
-    model_path: Path,
-    prompts_path: Path,
-    sampling: SamplingParams,
-    precision: str,
-    num_slots: int,
-    limit: int | None,
-    add_bos: bool | None,
-) -> Responses:
-    """Generate one response per prompt with the embedded engine on this process.
+# ---- language models ----------------------------------------------------------------------------
 
-    Args:
-        limit: use the first ``limit`` prompts; None: all.
-        sampling: responses also end as those that the model has learnt (`Tokenizer.format`).
-        add_bos: put the tokenizer's BOS token before each prompt; None: as the model was trained. As in PPO
-            (``sampling_params.add_BOS``).
+
+@dataclasses.dataclass
+class _Policy:
+    """What a language model gave: responses, and its log-probs of those of the first model and of texts."""
+
+    responses: Responses
+    of_first: list[float]
+    of_texts: list[float]
+
+
+def evaluate_policies(settings: EvaluationSettings, tell: Callable[[Results], None]) -> None:
+    """Measure a language model, and another one on the same prompts and texts. Needs `groups.single_process`.
+
+    What can be told from files alone is told before a model is loaded. ``tell`` gets what is known before rewards are,
+    and all.
 
     Raises:
-        DataError: there is no prompt that leaves room for a response.
+        UserError: a model or a line cannot be used; the message says why.
+    """
+    s = settings
+    if s.prompts is not None:
+        s.sampling()  # refuses what is out of range
+    bases = [open_policy(path, s.precision) for path in (s.model, s.against) if path is not None]
+    for path, what in ((s.against, "a model"), (s.reward_model, "a reward model")):
+        if path is not None:
+            require_same_tokenizer(s.model, path, what)
+    if s.reward_model is not None:
+        require_reward_head(s.reward_model)
+    prompts = read_prompts(bases, s) if s.prompts is not None else []
+    texts = _read_texts(bases, s) if s.texts is not None else []
+    grade = _grader(s.math, prompts)
+    policies: list[_Policy] = []
+    for base in bases:
+        policies.append(_measure(base, prompts, texts, policies[0].responses if policies else None, s))
+        _grade(policies[-1].responses, grade)
+    for row, own, other in zip(policies[0].responses.rows, policies[0].of_first, policies[-1].of_first, strict=False):
+        row.kl = own - other
+    tell(_results(policies, texts, s))
+    if s.reward_model is not None:
+        score(Responses([row for policy in policies for row in policy.responses.rows]), s.reward_model, s.precision)
+        tell(_results(policies, texts, s))
+
+
+def open_policy(path: Path, precision: str) -> BaseModel:
+    """A language model's archive. Raises UserError, also if it is another model's."""
+    base = _open(path, precision)
+    if "reward_model_type" in base.config:
+        raise UserError(f"{path} is a reward model or critic, which generates no text: give a language model")
+    return base
+
+
+def _open(path: Path, precision: str) -> BaseModel:
+    return open_base_model(str(path), OmegaConf.create({"model": {}, "trainer": {"precision": precision}}))
+
+
+def read_prompts(bases: Sequence[BaseModel], settings: EvaluationSettings) -> list[PromptItem]:
+    """The prompts, as the first model reads them, that leave each model room for a response.
+
+    Raises:
+        DataError: there is none; or right answers are asked for, and a line has none.
         TokenizerError: there is no BOS token, or an end string could never be found.
     """
-    base = _open(model_path, precision)
-    sampling = dataclasses.replace(sampling, stop_strings=base.tokenizer.end_strings(sampling.stop_strings))
-    room = base.architecture.max_position_embeddings - sampling.max_new_tokens
+    sampling, tokenizer, path = settings.sampling(), bases[0].tokenizer, bases[0].path
+    tokenizer.end_strings(sampling.stop_strings)
+    positions = _positions(bases)
+    room = positions - sampling.max_new_tokens
     if room < 1:
         raise DataError(
-            f"{model_path} has {base.architecture.max_position_embeddings} positions, which leaves no room for a "
+            f"{path} has {positions} positions, which leaves no room for a "
             f"prompt beside responses of {sampling.max_new_tokens} tokens; lower --max-length"
         )
-    limited_by, key = "the model's positions less --max-length", f"{model_path}: add_bos"
-    dataset = PromptDataset([prompts_path], base.tokenizer, room, limited_by, add_bos, key)
-    items = [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
+    assert settings.prompts is not None
+    limited_by, key = "the model's positions less --max-length", f"{path}: add_bos"
+    dataset = PromptDataset([settings.prompts], tokenizer, room, limited_by, settings.add_bos, key)
+    items = _first(dataset, settings.limit)
     for index, item in enumerate(items):
-        if item.line.get(ANSWER) is not None and (problem := problem_of(item.line)) is not None:
+        is_graded = settings.math or settings.k or item.line.get(ANSWER) is not None
+        if is_graded and (problem := problem_of(item.line)) is not None:
             dataset.record(index).fail(problem)
-    if not items:
-        raise DataError(f"{prompts_path} has no prompt of at most {room} tokens")
+    return items
+
+
+def _read_texts(bases: Sequence[BaseModel], settings: EvaluationSettings) -> list[Text]:
+    """Given are of a text the first token, of a conversation all before its last answer."""
+    how = {"add_bos": settings.add_bos, "seq_length": _positions(bases)}
+    encoder = PlainEncoder(bases[0].tokenizer, how, bos_key="--add-bos")
+    return _first(
+        TextDataset([str(settings.texts)], encoder, lambda ids, prompt: (ids, max(1, prompt[0]))), settings.limit
+    )
+
+
+def _positions(bases: Sequence[BaseModel]) -> int:
+    return min(base.architecture.max_position_embeddings for base in bases)
+
+
+def _first(dataset: TextDataset[Any], limit: int | None) -> list[Any]:
+    return [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
+
+
+def _measure(
+    base: BaseModel,
+    prompts: Sequence[PromptItem],
+    texts: Sequence[Text],
+    first: Responses | None,
+    settings: EvaluationSettings,
+) -> _Policy:
+    """Load a model and ask it all that is wanted of it. ``first``: the first model's responses, unless this is it.
+
+    Greedy responses are no samples of the model's distribution: they say nothing of a KL.
+    """
+    model = base.load(trainable=False)
+    responses = generate(base, model, prompts, settings) if prompts else Responses([])
+    rows = (first or responses).rows if settings.against is not None and not settings.greedy else []
+    of_first = [(row.tokens, len(row.tokens) - row.num_response_tokens) for row in rows]
+    return _Policy(responses, _logprobs(model, of_first, settings.temperature), _logprobs(model, texts, 1.0))
+
+
+def generate(
+    base: BaseModel, model: MegatronModel, items: Sequence[PromptItem], settings: EvaluationSettings
+) -> Responses:
+    """``settings.samples`` responses per prompt, with the embedded engine on this process.
+
+    They also end as those that the model has learnt (`Tokenizer.format`).
+    """
+    tokenizer, samples, sampling = base.tokenizer, settings.samples, settings.sampling()
+    sampling = dataclasses.replace(sampling, stop_strings=tokenizer.end_strings(sampling.stop_strings))
     engine = EmbeddedEngine(
         base.architecture,
         dtype=base.dtype,
-        num_slots=min(num_slots, len(items)),
+        num_slots=min(settings.num_slots, len(items) * samples),
         max_sequence_length=max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
-        **vocabulary_options(base.architecture, base.tokenizer),
+        **vocabulary_options(base.architecture, tokenizer),
         device=device(),
     )
     engine.build()
-    engine.refit(export_weights(base.load(trainable=False)), 0)
-    rows: list[EvaluatedResponse | None] = [None] * len(items)
-    requests = (GenerationRequest(i, item.token_ids, seed=i) for i, item in enumerate(items))
+    engine.refit(export_weights(model), 0)
+    rows: dict[int, EvaluatedResponse] = {}
+    requests = (
+        GenerationRequest(i * samples + n, item.token_ids, seed=derive_seed(i, n) if n else i)
+        for i, item in enumerate(items)
+        for n in range(samples)
+    )
     started = time.monotonic()
-    with Progress(len(items), "Generating") as progress:
+    with Progress(len(items) * samples, "Generating") as progress:
         for result in engine.generate(requests, sampling):
-            item = items[result.request_id]
+            number = result.request_id // samples
+            text = text_before_end(
+                tokenizer.without_end(result.token_ids),
+                tokenizer.ids_to_text,
+                sampling.stop_strings,
+                sampling.min_new_tokens,
+            )
             rows[result.request_id] = EvaluatedResponse(
-                prompt=item.line["text"],
-                response=text_before_end(
-                    base.tokenizer.without_end(result.token_ids),
-                    base.tokenizer.ids_to_text,
-                    sampling.stop_strings,
-                    sampling.min_new_tokens,
-                ),
+                prompt=items[number].line["text"],
+                response=text,
                 tokens=result.prompt_token_ids + result.token_ids,
                 num_response_tokens=len(result.token_ids),
                 ended=result.finish_reason == "stop",
-                line=item.line,
+                line=items[number].line,
+                number=number,
             )
             made, seconds = engine.statistics.generated_tokens, time.monotonic() - started
             progress.update(1, {"tokens/s": made / max(seconds, 1e-9)})
-    return Responses([row for row in rows if row is not None])
+    return Responses([rows[i] for i in sorted(rows)])
+
+
+def _logprobs(model: MegatronModel, texts: Sequence[Text], temperature: float) -> list[float]:
+    """Of each text, summed over the tokens that are not given, in fp64."""
+    sums: list[float] = []
+    for start in range(0, len(texts), _SCORING_BATCH):
+        batch = texts[start : start + _SCORING_BATCH]
+        ragged = RaggedBatch(
+            tokens=torch.tensor([token for ids, _ in batch for token in ids], dtype=torch.int32),
+            lengths=lengths_of([ids for ids, _ in batch]),
+            prompt_lengths=torch.tensor([given for _, given in batch]),
+            columns={},
+            wanted=torch.ones(len(batch), dtype=torch.bool),
+        )
+        logprobs = forward(model, ragged, None, _BATCHING, lambda outputs, _: outputs, scoring=Scoring(temperature))
+        sums += [float(part.double().sum()) for part in logprobs.cpu().split(ragged.response_lengths.tolist())]
+    return sums
+
+
+def _grader(uses_math: bool, prompts: Sequence[PromptItem]) -> Grader:
+    """Exact match, or ``math-verify``, which is shown each right answer first. Raises UserError."""
+    if not uses_math:
+        return is_right
+    verifier = MathVerifier()
+    for item in prompts:
+        try:
+            verifier("", "0", {ANSWER: item.line[ANSWER]})
+        except ValueError as error:
+            raise DataError(f"{item.place}: {error}") from error
+    return lambda response, line: verifier("", response, line)["reward"] == 1.0
+
+
+def _grade(responses: Responses, grade: Grader) -> None:
+    rows = [row for row in responses.rows if row.line.get(ANSWER) is not None]
+    with ThreadPoolExecutor(4) as pool:
+        for row, right in zip(rows, pool.map(lambda row: grade(row.response, row.line), rows), strict=True):
+            row.is_right = right
+
+
+def _results(policies: Sequence[_Policy], texts: Sequence[Text], settings: EvaluationSettings) -> Results:
+    sizes = np.array([len(ids) - given for ids, given in texts])
+    k = settings.k or ((settings.samples,) if settings.samples > 1 else ())
+    results: Results = {}
+    for path, policy in zip((settings.model, settings.against), policies, strict=False):
+        found = policy.responses.summary(k) if policy.responses.rows else {}
+        if texts:
+            perplexity = measures.exponential(measures.mean(-np.array(policy.of_texts), sizes))
+            found |= {"num_texts": len(sizes), "perplexity": perplexity}
+        results[str(path)] = measures.as_json(found)
+        if policy.responses.rows:
+            results[str(path)]["responses"] = [row.to_json() for row in policy.responses.rows]
+    if len(policies) > 1:
+        change = _changes(*(policy.responses for policy in policies))
+        if texts:
+            losses = np.subtract(policies[1].of_texts, policies[0].of_texts)
+            change["perplexity_ratio"] = measures.exponential(measures.mean(losses, sizes))
+        results["change"] = measures.as_json(change)
+    return results
+
+
+def _changes(ours: Responses, theirs: Responses) -> Measures:
+    """From their responses to ours, prompt by prompt: differences of what both have, win rate, KL."""
+    result: Measures = {}
+    pairs = list(zip(ours.by_prompt(), theirs.by_prompt(), strict=True))
+    for name in _OF_RESPONSES:
+        differences = ours.values(name) - theirs.values(name)
+        if len(known := differences[~np.isnan(differences)]):
+            result[name] = measures.mean(known)
+    if "reward" in result:
+        rewards = [[[row.reward or 0.0 for row in rows] for rows in pair] for pair in pairs]
+        result["win_rate"] = measures.share([measures.win_rate(*pair) for pair in rewards])
+    if any(row.kl is not None for row in ours.rows):
+        kl = [sum(row.kl or 0.0 for row in rows) for rows, _ in pairs]
+        result["kl_per_response"] = measures.mean(kl, [len(rows) for rows, _ in pairs])
+        result["kl_per_token"] = measures.mean(kl, [sum(row.num_response_tokens for row in rows) for rows, _ in pairs])
+    return result
+
+
+# ---- reward models ------------------------------------------------------------------------------
 
 
 def score(responses: Responses, reward_model_path: Path, precision: str) -> None:
@@ -187,14 +438,68 @@ def score(responses: Responses, reward_model_path: Path, precision: str) -> None
             f"{reward_model_path} takes {positions} tokens at most, but the longest prompt and response have "
             f"{longest}; lower --max-length"
         )
+    # Each once, whoever gave it: rounding, which depends on the batch, would make a difference of a tie.
+    sequences = list(dict.fromkeys(tuple(row.tokens) for row in responses.rows))
+    rewards = dict(zip(sequences, _rewards(base, sequences), strict=True))
+    for row in responses.rows:
+        row.reward = rewards[tuple(row.tokens)]
+
+
+def _rewards(base: BaseModel, sequences: Sequence[Sequence[int]]) -> list[float]:
+    """A reward model's reward of each sequence of token ids."""
     head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
-    model = base.load(head=head, trainable=False, needs_head=True)
-    reward_model = RewardModel(model, head, MicroBatching(num_rows=16))
-    with Progress(len(responses.rows), "Scoring") as progress:
-        for start in range(0, len(responses.rows), _SCORING_BATCH):
-            batch = responses.rows[start : start + _SCORING_BATCH]
-            sequences = [row.tokens for row in batch]
-            rewards = reward_model.rewards(pad_rows(sequences, 0), lengths_of(sequences))
-            for row, reward in zip(batch, rewards[:, 0].tolist(), strict=True):
-                row.reward = reward
+    reward_model = RewardModel(base.load(head=head, trainable=False, needs_head=True), head, _BATCHING)
+    rewards: list[float] = []
+    with Progress(len(sequences), "Scoring") as progress:
+        for start in range(0, len(sequences), _SCORING_BATCH):
+            batch = sequences[start : start + _SCORING_BATCH]
+            rewards += reward_model.rewards(pad_rows(batch, 0), lengths_of(batch))[:, 0].tolist()
             progress.update(len(batch))
+    if not np.isfinite(rewards).all():
+        raise NonFiniteError(f"{base.path} gives rewards that are NaN or infinite: its weights have diverged")
+    return rewards
+
+
+def evaluate_reward_model(settings: EvaluationSettings, tell: Callable[[Results], None]) -> None:
+    """Whether a reward model prefers the chosen text, over all pairs and in each category; see `evaluate_policies`.
+
+    A pair's category is in the line of its chosen text.
+    """
+    path, key = settings.comparisons, settings.category
+    assert path is not None
+    require_reward_head(settings.model)
+    base = _open(settings.model, settings.precision)
+    ends = bool(base.tokenizer.format.append_eod)
+    how = {"add_bos": settings.add_bos, "append_eod": ends, "seq_length": _positions([base])}
+    encoder = ComparisonEncoder(base.tokenizer, how, bos_key="--add-bos")
+    pairs = _first(TextDataset([path], encoder, lambda *columns: columns), settings.limit)
+    lines = {record.line: record for record in read_jsonl(path)}
+    kind, meaning = (str, int, float), "a category, a text or a number"
+    categories = [lines[line].require(key, kind, meaning) if key else None for *_, (line,) in pairs]
+    rewards = _rewards(base, [ids for chosen, rejected, *_ in pairs for ids in (chosen, rejected)])
+    text = base.tokenizer.ids_to_text
+    rows = [
+        {
+            "line": line,
+            "category": category,
+            "prompt": text(chosen[: prompts[0]]),
+            "chosen": text(chosen[prompts[0] :]),
+            "rejected": text(rejected[prompts[1] :]),
+            "reward_chosen": good,
+            "reward_rejected": bad,
+        }
+        for (chosen, rejected, prompts, _, (line,)), category, good, bad in zip(
+            pairs, categories, rewards[::2], rewards[1::2], strict=True
+        )
+    ]
+    results = {"all": _judgement(rows) | {"responses": rows}}
+    for name in dict.fromkeys(categories) if key else ():
+        results[f"{key}={name}"] = _judgement([row for row in rows if row["category"] == name])
+    tell(results)
+
+
+def _judgement(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    margins = np.array([row["reward_chosen"] - row["reward_rejected"] for row in rows])
+    return measures.as_json(
+        {"num_pairs": len(rows), "accuracy": measures.share((margins > 0).tolist()), "margin": measures.mean(margins)}
+    )

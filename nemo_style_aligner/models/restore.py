@@ -152,17 +152,15 @@ def open_base_model(
     )
 
 
-def require_same_tokenizer(model_path: Path, reward_model_path: Path) -> None:
-    """Raise CheckpointMismatchError if the reward model's tokenizer is not the policy's; warn if only one had BOS."""
-    policy, reward_model = (load_nemo_tokenizer(path) for path in (model_path, reward_model_path))
-    if None not in (with_bos := {policy.format.add_bos, reward_model.format.add_bos}) and len(with_bos) > 1:
-        warn_for_all_ranks(
-            logger, "of %s and %s, only one was trained on texts with BOS", model_path, reward_model_path
-        )
-    if policy.fingerprint() != reward_model.fingerprint():
+def require_same_tokenizer(model_path: Path, other_path: Path, other: str = "a reward model") -> None:
+    """Raise CheckpointMismatchError if another model's tokenizer is not the policy's; warn if only one had BOS."""
+    policy, others = (load_nemo_tokenizer(path) for path in (model_path, other_path))
+    if None not in (with_bos := {policy.format.add_bos, others.format.add_bos}) and len(with_bos) > 1:
+        warn_for_all_ranks(logger, "of %s and %s, only one was trained on texts with BOS", model_path, other_path)
+    if policy.fingerprint() != others.fingerprint():
         raise CheckpointMismatchError(
-            f"{reward_model_path} has a different tokenizer from {model_path}: it would misread the responses. "
-            "Give a reward model that was trained from the policy's base model"
+            f"{other_path} has a different tokenizer from {model_path}: it would misread the responses. "
+            f"Give {other} that was trained from the policy's base model"
         )
 
 

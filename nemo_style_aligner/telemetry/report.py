@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from markupsafe import Markup
 
 from nemo_style_aligner.telemetry.metrics import METRICS_FILE
 from nemo_style_aligner.telemetry.run_view import QUESTIONS, NoRunError, RunView, duration, number
-from nemo_style_aligner.telemetry.samples import Shown, compared, samples_of
+from nemo_style_aligner.telemetry.samples import Section, Shown, compared, samples_of
 
 _PAGES = Path(__file__).with_name("pages")
 _ORDER = ("actor", "policy", "ppo", "grpo", "reinforce", "dpo", "sft", "reward_model", "critic", "base")
@@ -43,8 +45,18 @@ def write_report(
         ComparisonError: a file to compare is something else.
     """
     views = [RunView(name, Path(log_dir)) for name, log_dir in runs.items()]
-    page = render(title, views, summary, note, compared(compare) if compare else ())
-    output = Path(output)
+    return _written(Path(output), render(title, views, summary, note, compared(compare) if compare else ()))
+
+
+def write_sheet(output: Path, title: str, summary: Sequence[tuple[str, Any]], sections: Sequence[Section]) -> Path:
+    """Write samples of no run: as a page, or where ``output`` ends with ``.jsonl``, a line each. Returns the path."""
+    if output.suffix != ".jsonl":
+        return _written(output, render(title, [], summary, sections=sections))
+    lines = [{"section": heading, **dataclasses.asdict(shown)} for heading, _, group in sections for shown in group]
+    return _written(output, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _written(output: Path, page: str) -> Path:
     output.parent.mkdir(parents=True, exist_ok=True)
     # A model's bytes may be no text: what UTF-8 cannot hold becomes a reference, which browsers show as a sign.
     output.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
@@ -58,8 +70,9 @@ def render(
     note: str = "",
     comparison: Sequence[Shown] = (),
     live: bool = False,
+    sections: Sequence[Section] = (),
 ) -> str:
-    """The page. ``live``: it asks the server that it came from for what is new.
+    """The page. ``live``: it asks the server that it came from for what is new. ``sections``: samples of no run.
 
     Whatever runs have written is text to it: templates escape it, and the page's policy lets no script run but its own.
     """
@@ -76,6 +89,7 @@ def render(
         summary=list(summary),
         note=note,
         comparison=comparison,
+        sections=sections,
         questions=QUESTIONS,
         samples_of=samples_of,
         live=live,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.telemetry.metrics import SAMPLES_FILE, read_json_lines
@@ -54,6 +55,12 @@ class Shown:
     answers: Sequence[Answer]
 
 
+Section: TypeAlias = tuple[str, str, Sequence[Shown]]
+"""Heading, a sentence, samples."""
+_ByModel: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Responses to the same prompts, as ``evaluate_gpt.py`` writes them, by the model's name."""
+
+
 def compared(files: Mapping[str, Path]) -> list[Shown]:
     """The responses of several models to the same prompts: those that changed most, for better and for worse, and some.
 
@@ -64,20 +71,59 @@ def compared(files: Mapping[str, Path]) -> list[Shown]:
         ComparisonError: a file is something else, or of other prompts.
     """
     by_model = {name: _responses(path) for name, path in files.items()}
-    models = list(by_model.values())
-    first, last = models[0], models[-1]
+    first = next(iter(by_model.values()))
     for name, responses in by_model.items():
         if [r["prompt"] for r in responses] != [r["prompt"] for r in first]:
             raise ComparisonError(f"{files[name]} has other prompts than {next(iter(files.values()))}")
-    gains = [_worth(after) - _worth(before) for before, after in zip(first, last, strict=True)]
+    return _changed(by_model)
+
+
+def _changed(by_model: _ByModel) -> list[Shown]:
+    """See `compared`: from the first model to the last."""
+    models = list(by_model.values())
+    gains = [_worth(after) - _worth(before) for before, after in zip(models[0], models[-1], strict=True)]
     order = sorted(range(len(gains)), key=lambda row: -gains[row])
-    some = spread([row for row in range(len(gains)) if gains[row] == 0] or order, _SHOWN // 3)
-    by_turns = zip(order, reversed(order), some, strict=False)
-    rows = dict.fromkeys(row for turn in by_turns for row in turn)
+    count = _SHOWN // 3
+    some = spread([row for row in range(len(gains)) if gains[row] == 0] or order, count)
+    by_turns = itertools.zip_longest(order[:count], order[: -count - 1 : -1], some)
+    return _side_by_side(by_model, list(dict.fromkeys(row for turn in by_turns for row in turn if row is not None)))
+
+
+def _side_by_side(by_model: _ByModel, rows: Sequence[int]) -> list[Shown]:
+    prompts = next(iter(by_model.values()))
     return [
-        Shown(first[row]["prompt"], [_evaluated(name, responses[row]) for name, responses in by_model.items()])
+        Shown(prompts[row]["prompt"], [_evaluated(name, responses[row]) for name, responses in by_model.items()])
         for row in rows
     ]
+
+
+def sheet(by_model: _ByModel) -> list[Section]:
+    """What a person should read of an evaluation (`jobs.evaluation`): the worst, and what changed most.
+
+    Args:
+        by_model: responses of a model and, if there is one, of the one before it; or pairs of a reward model.
+    """
+    ours = next(iter(by_model.values()))
+    if "chosen" in ours[0]:
+        worst = sorted(ours, key=lambda row: float(row["reward_chosen"] - row["reward_rejected"]))[:_SHOWN]
+        pairs = [Shown(row["prompt"], [_of_pair(row, name) for name in ("chosen", "rejected")]) for row in worst]
+        return [("Worst judged", "Pairs whose rejected text gets the most above the chosen one.", pairs)]
+    order = sorted(range(len(ours)), key=lambda row: (_worth(ours[row]), ours[row]["ended"]))
+    worst_first = "Wrong answers first, then the lowest rewards, then what was cut off."
+    sections: list[Section] = [("Worst", worst_first, _side_by_side(by_model, order[:_SHOWN]))]
+    if len(by_model) > 1:
+        before_after = dict(reversed(list(by_model.items())))
+        by_turns = "What gained most, what lost most, and some that stayed, by turns."
+        sections.append(("Most changed", by_turns, _changed(before_after)))
+    if "kl" in ours[0]:
+        order = sorted(range(len(ours)), key=lambda row: -float(ours[row]["kl"]))
+        furthest = "Responses that the model before finds least likely, relative to the one that gave them."
+        sections.append(("Furthest away", furthest, _side_by_side(by_model, order[:_SHOWN])))
+    return sections
+
+
+def _of_pair(row: Mapping[str, Any], name: str) -> Answer:
+    return Answer(name, row[name], row["category"], row[f"reward_{name}"])
 
 
 def _responses(path: Path) -> list[dict[str, Any]]:
@@ -186,7 +232,7 @@ def spread(items: Sequence[T], count: int) -> Sequence[T]:
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
-def samples_of(run: RunView, comparison: Sequence[Shown]) -> Iterator[tuple[str, str, Sequence[Shown]]]:
+def samples_of(run: RunView, comparison: Sequence[Shown]) -> Iterator[Section]:
     """What a run's section shows: heading, a sentence, samples; ``comparison`` is what `compared` returned."""
     yield (
         "Side by side",
