@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -188,6 +189,7 @@ def on_ray(plan: Plan, wait_seconds: float) -> Iterator[Any]:
 
 @functools.cache
 def _join() -> None:
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level=logging.WARNING)
     except ConnectionError as error:
@@ -195,6 +197,9 @@ def _join() -> None:
             "no Ray cluster is found: start one (`ray start --head`, on other nodes `ray start --address=HOST:6379`), "
             "name one in RAY_ADDRESS, or in a Slurm allocation use `ray symmetric-run` (docs/launching.md)"
         ) from error
+    for number, handler in handlers.items():  # Ray has taken SIGTERM, which is to stop the jobs
+        if callable(handler):
+            signal.signal(number, handler)
 
 
 def _bundle(job: PlannedJob) -> dict[str, float]:
