@@ -98,9 +98,23 @@ class Layout:
     @property
     def has_critic_in_job(self) -> bool:
         """Whether the same is also computed by a critic in the actor's job."""
-        return self.algorithm == "ppo" and self.precision == "32" and self.updates == 2
+        return self.name in OF_CRITIC_IN_JOB
 
 
+OF_CRITIC_IN_JOB = (
+    *(
+        "reference",
+        "tokens",
+        "full_recompute",
+        "kept_first_update",
+        "tp2",
+        "tp2_sp",
+        "pp2_tokens",
+        "dp2",
+        "dp2_overlap",
+    ),
+    *("tp2_dp2_sp", "pp2_dp2"),
+)
 OF_CRITIC = (
     *("micro_batch_size", "max_tokens_per_micro_batch", "global_batch_size", "make_vocab_size_divisible_by"),
     *("activations_checkpoint_granularity", "optim", "keep_activations"),
