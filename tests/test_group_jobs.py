@@ -191,7 +191,8 @@ def test_every_sample_is_kept_whole(done: Path) -> None:
     found, records = curves(done), read_json_lines(done / "log" / "samples.jsonl")
     for step, mean in found["train_rollouts/rewards"]:
         of_step = [record for record in records if record["step"] == step]
-        assert [record["sample"] for record in of_step] == list(range(dict(found["train_rollouts/rollout_size"])[step]))
+        size = int(dict(found["train_rollouts/rollout_size"])[step])
+        assert [record["sample"] for record in of_step] == list(range(size))
         assert sum(record["reward"] for record in of_step) / len(of_step) == pytest.approx(mean, abs=1e-4)
         for record in of_step:
             lengths = {len(record[name]) for name in ("tokens", "pieces", "old_logprobs", "advantages")}

@@ -21,17 +21,15 @@ from typing import Any
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-from nemo_style_aligner.errors import UserError
-
 try:
     import ray
-except ImportError as error:
-    raise UserError("`--with ray` needs Ray: pip install -e '.[ray]'") from error
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError:
+    ray = None  # which `_join` reports
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.launch.supervisor import POLL_SECONDS, Ranks, status_of
 from nemo_style_aligner.parallel.machine import free_port
@@ -189,6 +187,8 @@ def on_ray(plan: Plan, wait_seconds: float) -> Iterator[Any]:
 
 @functools.cache
 def _join() -> None:
+    if ray is None:
+        raise UserError("`--with ray` needs Ray: pip install -e '.[ray]'")
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level=logging.WARNING)
