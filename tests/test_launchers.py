@@ -303,18 +303,22 @@ def kill_a_rank(job: Job, results: Path, checkpoint: int) -> None:
     raise AssertionError("rank 1 is not there")
 
 
+def goes_on_without_a_rank(job: Job, results: Path, undisturbed: Path) -> None:
+    """Kill a rank of the pair: it starts again, and ends as the undisturbed one did."""
+    try:
+        kill_a_rank(job, results, 2)
+        assert "restart 1 of at most 1" in job.check(TIMEOUT)
+    finally:
+        job.kill()
+    assert_same_run(undisturbed, results)
+
+
 @pytest.mark.long
 def test_a_killed_pair_goes_on_as_if_nothing_had_happened(
     undisturbed: Path, artefacts: Artefacts, tmp_path: Path
 ) -> None:
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(ppo_plan(artefacts, tmp_path / "results", devices=2)))
-    job = launch(tmp_path / "plan.yaml", "--restarts", "1")
-    try:
-        kill_a_rank(job, tmp_path / "results", 2)
-        assert "restart 1 of at most 1" in job.check(TIMEOUT)
-    finally:
-        job.kill()
-    assert_same_run(undisturbed, tmp_path / "results")
+    goes_on_without_a_rank(launch(tmp_path / "plan.yaml", "--restarts", "1"), tmp_path / "results", undisturbed)
 
 
 # ---- on Ray -------------------------------------------------------------------------------------
@@ -433,10 +437,4 @@ def test_a_pair_over_two_nodes_that_loses_a_rank(
     """Critic, and actor over two nodes with the work queue: the run goes on as if nothing had happened."""
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump(ppo_plan(artefacts, tmp_path / "results", nodes=2)))
-    job = launch_on(cluster, plan, "--restarts", "1")
-    try:
-        kill_a_rank(job, tmp_path / "results", 2)
-        assert "restart 1 of at most 1" in job.check(TIMEOUT)
-    finally:
-        job.kill()
-    assert_same_run(undisturbed, tmp_path / "results")
+    goes_on_without_a_rank(launch_on(cluster, plan, "--restarts", "1"), tmp_path / "results", undisturbed)

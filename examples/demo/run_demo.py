@@ -38,20 +38,38 @@ COMMON = ["trainer.precision=32", SEQUENCE_LENGTH, "exp_manager.create_wandb_log
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--output", type=output_folder_argument, default=REPOSITORY / "results" / "demo")
-    add_options(parser)
-    args = parser.parse_args()
-    check_options(parser, args)
-    exit_on_sigterm()
-    demo = Demo(args.output.resolve(), num_stages=6)
-    sft = train_sft(demo, args, make_base_model(demo, args))
+    demo, args, sft = begin(parser, "demo", num_stages=6)
     reward_model, reward_model_accuracy = train_reward_model(demo, args, sft)
     with demo.stage("ppo", "PPO, 2 ranks under mpirun, critic over HTTP") as results:
         policy = run_ppo(demo, args, sft, reward_model)
-        rewards = read_metrics(demo.directory / "actor")["train_rollouts/rewards"]
-        results.append(f"reward {rewards[0][1]:.2f} -> {rewards[-1][1]:.2f}")
+        results.append(gain(demo.directory / "actor"))
     report = evaluate(demo, args, {"sft": sft, "ppo": policy}, reward_model)
     write_summary(demo, {**report, "reward_model_accuracy": reward_model_accuracy})
+
+
+def begin(
+    parser: argparse.ArgumentParser, name: str, num_stages: int, *counts: str
+) -> tuple[Demo, argparse.Namespace, Path]:
+    """What the demos on sums begin with: the command line, the base model and the SFT model.
+
+    Args:
+        parser: may have options of the demo's own, of which ``counts`` must be at least 1.
+        name: of the folder below results.
+    """
+    parser.add_argument("--output", type=output_folder_argument, default=REPOSITORY / "results" / name)
+    add_options(parser)
+    args = parser.parse_args()
+    require_at_least(parser, args, 1, *counts)
+    check_options(parser, args)
+    exit_on_sigterm()
+    demo = Demo(args.output.resolve(), num_stages=num_stages)
+    return demo, args, train_sft(demo, args, make_base_model(demo, args))
+
+
+def gain(log_dir: Path) -> str:
+    """The mean reward of a run's first and last step."""
+    rewards = read_metrics(log_dir)["train_rollouts/rewards"]
+    return f"reward {rewards[0][1]:.2f} -> {rewards[-1][1]:.2f}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -17,27 +17,18 @@ except ModuleNotFoundError as error:
 import argparse
 from pathlib import Path
 
-from run_demo import COMMON, add_options, check_options, evaluate, make_base_model, train_sft
-from stages import REPOSITORY, Demo, data_prefix, last, mpirun, python, write_results
+from run_demo import COMMON, begin, evaluate, gain
+from stages import Demo, data_prefix, last, mpirun, python, write_results
 
-from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.arguments import HelpFormatter
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--output", type=output_folder_argument, default=REPOSITORY / "results" / "demo-grpo")
-    add_options(parser)
-    args = parser.parse_args()
-    check_options(parser, args)
-    exit_on_sigterm()
-    demo = Demo(args.output.resolve(), num_stages=5)
-    sft = train_sft(demo, args, make_base_model(demo, args))
+    demo, args, sft = begin(parser, "demo-grpo", num_stages=5)
     with demo.stage("grpo", "GRPO, 2 ranks under mpirun, exact match as the reward") as results:
         policy = run_grpo(demo, args, sft)
-        rewards = read_metrics(demo.directory / "actor")["train_rollouts/rewards"]
-        results.append(f"reward {rewards[0][1]:.2f} -> {rewards[-1][1]:.2f}")
+        results.append(gain(demo.directory / "actor"))
     write_summary(demo, evaluate(demo, args, {"sft": sft, "grpo": policy}, None))
 
 

@@ -17,25 +17,17 @@ except ModuleNotFoundError as error:
 import argparse
 from pathlib import Path
 
-from run_demo import COMMON, add_options, check_options, evaluate, make_base_model, train_sft
-from stages import REPOSITORY, Demo, data_prefix, last, mpirun, python, write_results
+from run_demo import COMMON, begin, evaluate, gain
+from stages import Demo, data_prefix, last, mpirun, python, write_results
 
-from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
+from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.data.jsonl import read_jsonl, write_jsonl
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.telemetry.metrics import read_metrics
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--output", type=output_folder_argument, default=REPOSITORY / "results" / "demo-preferences")
     parser.add_argument("--preference-steps", type=int, default=60, help="of DPO and of KTO")
-    add_options(parser)
-    args = parser.parse_args()
-    check_options(parser, args)
-    exit_on_sigterm()
-    demo = Demo(args.output.resolve(), num_stages=9)
-    sft = train_sft(demo, args, make_base_model(demo, args))
+    demo, args, sft = begin(parser, "demo-preferences", 9, "preference_steps")
     with demo.stage("dpo", "DPO on comparisons") as results:
         dpo = prefer(demo, args, "dpo", sft, demo.directory / "data", "comparisons")
         results.append(f"held-out pairs told apart: {last(demo.directory / 'dpo', 'val/accuracy'):.1%}")
@@ -45,8 +37,7 @@ def main() -> None:
         results.append(f"margin of rewards {last(demo.directory / 'kto', 'val/rewards_margin'):.2f}")
     with demo.stage("rs", "Best of 4, 2 ranks under mpirun, exact match as the reward") as results:
         best = best_of_n(demo, args, sft)
-        rewards = read_metrics(demo.directory / "rs")["train_rollouts/rewards"]
-        results.append(f"reward {rewards[0][1]:.2f} -> {rewards[-1][1]:.2f}")
+        results.append(gain(demo.directory / "rs"))
     models = {"sft": sft, "dpo": dpo, "kto": kto, "rs": best}
     report = evaluate(demo, args, models, None)
     rows = [(f"held-out accuracy, {name.upper()}", f"{report[f'accuracy_{name}']:.1%}") for name in models]
