@@ -344,7 +344,7 @@ class OwnJobs:
             found = {name.removeprefix(prefix): dict(points) for name, points in curves.items()}
             return {name: points[step] for name, points in found.items() if prefix + name in curves and step in points}
 
-        timers, rollouts = values("timers/", self._steps), values("train_rollouts/", self._steps - 1)
+        timers, rollouts = values("timers/", self._steps), values("train_rollouts/", self._steps)
         phases = {phase: timers[timer] for timer, phase in TIMERS.items() if timer in timers}
         known = [timer for timer in timers if timer in TIMERS]
         for timer in timers.keys() - TIMERS.keys():  # those that a later version may add

@@ -190,7 +190,7 @@ def test_ppo_in_bf16_with_defaults(artefacts: Artefacts, tmp_path: Path) -> None
         assert max(value for _, value in curves["train_rollouts/engine_logprob_gap_max"]) < 0.2
         flags += ["trainer.ppo.max_steps=3"]
         run(script("train_gpt_ppo_actor.py", *flags), tmp_path / "resumed.log", TIMEOUT)
-    assert [step for step, _ in read_metrics(log_dir)["train_rollouts/rewards"]] == [0, 1, 2]
+    assert [step for step, _ in read_metrics(log_dir)["train_rollouts/rewards"]] == [1, 2, 3]
 
 
 @needs_two
@@ -213,4 +213,4 @@ def test_rollouts_on_a_gpu_of_their_own(artefacts: Artefacts, tmp_path: Path) ->
     """Weights are pushed from one GPU to the other."""
     staleness = ("trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1")
     ppo_jobs(artefacts, tmp_path, [*SMALL, *staleness], timeout=TIMEOUT)
-    assert [step for step, _ in read_metrics(tmp_path / "actor")["train_rollouts/rewards"]] == [0, 1]
+    assert [step for step, _ in read_metrics(tmp_path / "actor")["train_rollouts/rewards"]] == [1, 2]

@@ -204,7 +204,7 @@ def test_every_sample_is_kept_whole(done: Path) -> None:
 def test_parts_of_rewards_and_what_was_drawn_are_logged(artefacts: Artefacts, done: Path) -> None:
     """No critic and no secret is asked for."""
     found = curves(done)
-    steps = list(range(len(found["train_rollouts/rewards"])))
+    steps = list(range(1, len(found["train_rollouts/rewards"]) + 1))
     of = {name: [value for _, value in points] for name, points in found.items()}
     rm = artefacts.rm.stem
     for name in (
@@ -223,7 +223,7 @@ def test_parts_of_rewards_and_what_was_drawn_are_logged(artefacts: Artefacts, do
         for name in ("sampling_rounds", "dropped_samples", "uninformative_samples", "consumed_samples")
     )
     assert all(1 <= number <= 3 for number in rounds) and max(rounds) > 1 and max(dropped) > 0
-    assert consumed == [PROMPTS * sum(rounds[: step + 1]) for step in steps]
+    assert consumed == [PROMPTS * sum(rounds[:step]) for step in steps]
     for drawn, out, left in zip(rounds, dropped, useless, strict=True):
         useful = SAMPLES * drawn - out - left  # drawn samples of groups that teach something
         assert out % RESPONSES == left % RESPONSES == 0

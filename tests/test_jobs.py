@@ -154,7 +154,7 @@ def check_actor_log(log_dir: Path, steps: int) -> dict[str, list[tuple[int, floa
     missing = LOGGED_PER_STEP - curves.keys()
     assert not missing, missing
     for name in ("train_rollouts/rewards", "train_rollouts/init_policy_kl", "train_critic/critic_loss"):
-        assert [step for step, _ in curves[name]] == list(range(steps)), name
+        assert [step for step, _ in curves[name]] == list(range(1, steps + 1)), name
     for name, points in curves.items():
         assert all(torch.isfinite(torch.tensor(value)) for _, value in points), name
     assert len({value for _, value in curves["generation/compilations"]}) == 1, "compiled during the run"
@@ -433,9 +433,9 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
     assert (hyperparameters.model.optim.name, hyperparameters.model.optim.lr) == ("sgd", 9e-7)
     assert hyperparameters.trainer.ppo.save_interval == 0 and not hyperparameters.model.ppo.offload_adam_states
     curves = check_actor_log(actor_log, steps=2)
-    assert [step for step, _ in curves["warm_up/train_critic/critic_loss"]] == [0]
+    assert [step for step, _ in curves["warm_up/train_critic/critic_loss"]] == [1]
     tables = [(table["key"], table["step"]) for table in read_tables(actor_log) if "train_rollouts" in table["key"]]
-    assert tables[:2] == [("warm_up/table/train_rollouts", 0), ("table/train_rollouts", 0)]
+    assert tables[:2] == [("warm_up/table/train_rollouts", 1), ("table/train_rollouts", 1)]
     # The reward model of this service alone standardises: (r - 100) / 2.
     assert all(-60 < value < -40 for _, value in curves["train_rollouts/rewards"])
     assert [step for step, _ in curves["train_optim/loss"]] == list(range(8))  # 2 steps x 2 epochs x 2 minibatches
@@ -728,7 +728,7 @@ def test_rollouts_a_step_ahead(artefacts: Artefacts, tmp_path: Path) -> None:
         )
         victim = Job(command, tmp_path / "actor_first.log")
         kill_a_rank(victim, 2, log_dir)
-        assert max(step for step, _ in read_metrics(log_dir)["train_rollouts/rewards"]) < 7, "over before it was killed"
+        assert max(step for step, _ in read_metrics(log_dir)["train_rollouts/rewards"]) < 8, "over before it was killed"
         run(command, tmp_path / "actor_second.log", TIMEOUT)
     curves = check_actor_log(log_dir, steps=8)
     assert [value for _, value in curves["train_rollouts/staleness_max"]] == [0.0] + [2.0] * 7
@@ -841,7 +841,7 @@ def test_killed_and_resumed_is_as_if_never_killed(artefacts: Artefacts, tmp_path
             kill_a_rank(victim, 1, broken / "actor")
         undisturbed.check(TIMEOUT)
     done = max(step for step, _ in read_metrics(broken / "actor")["train_rollouts/rewards"])
-    assert done < 7, "the run was over before it was killed: make it longer"
+    assert done < 8, "the run was over before it was killed: make it longer"
     (broken / "critic.log").rename(broken / "critic_first.log")
     (broken / "actor.log").rename(broken / "actor_first.log")
     with exact_critic(artefacts, broken / "critic") as (critic, port):

@@ -150,7 +150,7 @@ class RLTrainer(TrainingLoop):
         self._log_samples("table/train_rollouts", rollouts, scores)
         if self.settings.saves_samples and stream == TRAINING:
             records = self.collector.sample_records(rollouts, scores, experience.columns)
-            self.metrics.log_samples([{"step": self.step, **record} for record in records])
+            self.metrics.log_samples([{"step": self.step + 1, **record} for record in records])
         return experience, metrics
 
     def collect(self, start: int, stream: int) -> tuple[Collected, int, dict[str, float]]:
@@ -381,8 +381,8 @@ class RLTrainer(TrainingLoop):
         self.metrics.log_metrics(metrics, number, prefix + group)
 
     def _where_to_log(self) -> tuple[str, int]:
-        """Prefix of the metrics' names, and their step: in the critic's warm-up, ``warm_up/`` and the round."""
-        return ("warm_up/", self.warm_up_rounds) if self._is_warming_up else ("", self.step)
+        """Prefix of the metrics' names, and the step being made, from 1: in the warm-up, ``warm_up/`` and the round."""
+        return ("warm_up/", self.warm_up_rounds + 1) if self._is_warming_up else ("", self.step + 1)
 
     @property
     def _is_warming_up(self) -> bool:

@@ -236,7 +236,7 @@ def test_ppo(undisturbed: SlurmJob) -> None:
     """Critic on one node, actor on two: all steps, the archive, a secret that nobody else reads, both ended well."""
     results = undisturbed.results
     curves = read_metrics(results / "actor")
-    assert [step for step, _ in curves["train_critic/critic_loss"]] == list(range(PPO_STEPS))
+    assert [step for step, _ in curves["train_critic/critic_loss"]] == list(range(1, PPO_STEPS + 1))
     assert final_weights(results)
     assert len(read_metrics(results / "critic")["train/loss"]) == 2 * PPO_STEPS  # 16 samples in batches of 8
     assert stat.S_IMODE((results / "secret").stat().st_mode) == 0o600
