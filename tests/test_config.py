@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -306,12 +307,32 @@ def test_the_defaults_pass_their_own_check(job: str) -> None:
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_yaml_files_are_made_from_the_schema(job: str) -> None:
-    """If not: ``python conf/make.py``. Every key has a comment, on its line or above it."""
+@pytest.fixture(scope="module")
+def make() -> ModuleType:
+    """``conf/make.py``"""
     spec = importlib.util.spec_from_file_location("make", CONF_DIR / "make.py")
     assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(make := importlib.util.module_from_spec(spec))
+    sys.modules["make"] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_of_keys_is_made_from_the_schema(make: ModuleType) -> None:
+    """If not: ``python conf/make.py``. It has every key of every YAML file."""
+    text = (CONF_DIR.parent / "docs" / "config.md").read_text()
+    assert text == make.reference()
+    named = {
+        f"{section}.{key}"
+        for section, rows in re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+        for key in re.findall(r"^\| `(\w+)`", rows, re.M)
+    }
+    for job in JOBS:
+        assert {key for key, _ in values(load_defaults(job)) if "." in key} <= named, job
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_yaml_files_are_made_from_the_schema(job: str, make: ModuleType) -> None:
+    """If not: ``python conf/make.py``. Every key has a comment, on its line or above it."""
     text = (CONF_DIR / f"{job}.yaml").read_text()
     assert text == make.yaml_of(job)
     above, unexplained = "", []

@@ -1,7 +1,11 @@
-"""The pages for users: their links lead somewhere, and the keys that they name are in the configs."""
+"""The pages for users: links lead somewhere, keys are in the configs, quoted messages in the code.
+
+``make docs`` builds them as a site, which also checks links and anchors.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -50,3 +54,26 @@ def dotted(section: object) -> set[str]:
 def test_named_keys_are_in_the_configs(page: Path, keys: set[str]) -> None:
     if page.name != "from_nemo_aligner.md":  # it names NeMo-Aligner's as well
         assert not set(KEY.findall(page.read_text(encoding="utf-8"))) - keys - OF_OTHERS
+
+
+def test_quoted_messages_are_in_the_code() -> None:
+    """Of troubleshooting.md's first columns: what stands in backquotes and has a blank, with ``...`` for anything."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
+    quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+ [^`]+)`", cell)]
+    assert len(quotes) > 20
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "nemo_style_aligner").rglob("*.py"))
+    texts = "\n".join(text for source in sources for text in strings(ast.parse(source))).lower()
+    patterns = {quote: ".*".join(map(re.escape, quote.lower().split("..."))) for quote in quotes}
+    assert not [quote for quote, pattern in patterns.items() if not re.search(pattern, texts)]
+
+
+def strings(tree: ast.AST) -> list[str]:
+    """Every string of a module, on one line; ``...`` stands for what is put into an f-string."""
+    formatted = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    whole = [
+        "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+        for node in formatted
+    ]
+    plain = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [text.replace("\n", " ") for text in [*whole, *plain]]
