@@ -13,7 +13,7 @@ from nemo_style_aligner.models.critic import RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import BaseModel
-from nemo_style_aligner.parallel.groups import ParallelLayout, device
+from nemo_style_aligner.parallel.groups import ParallelLayout
 from nemo_style_aligner.services.critic_service import CriticService, RewardService
 from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
@@ -31,7 +31,7 @@ def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
     limits = _limits(base)
     endpoints = critic_endpoints(limits, combined=combined, tokenize=base.tokenizer.text_as_trained)
     http = _http_settings(ppo, "trainer.ppo")
-    return ModelServer(endpoints, http, _dispatch(ppo, run.layout, limits), device=device())
+    return ModelServer(endpoints, http, _dispatch(ppo, run.layout, limits))
 
 
 def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel) -> ModelServer:
@@ -45,7 +45,7 @@ def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseMo
         tokenize=base.tokenizer.text_as_trained,
     )
     http = _http_settings(cfg.inference, "inference")
-    return ModelServer(endpoints, http, _dispatch(cfg.inference, layout, limits), device=device())
+    return ModelServer(endpoints, http, _dispatch(cfg.inference, layout, limits))
 
 
 def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:

@@ -173,15 +173,13 @@ class CriticClient:
     ) -> None:
         """Wait until the server is ready, and check that it is the one the config describes.
 
-        The log gets a line every ten seconds.
-
         Raises:
             ServerUnavailableError: after ``timeout_s``.
             UnfitServiceError: a server is no service of this kind, does not have the models and outputs needed, or says
                 that it cannot take the ``sequences``.
         """
         deadline = time.monotonic() + timeout_s
-        wait_for_server(self._critic, deadline, timeout_s, "remote_critic_rm.critic.port")
+        wait_for_server(self._critic, timeout_s, "remote_critic_rm.critic.port")
         models = {self._infer_model: set(self._outputs), self._train_model: set(), self._save_model: set()}
         for model, outputs in models.items():
             metadata = model_metadata(self._critic, model, outputs, max(deadline - time.monotonic(), 5.0))

@@ -6,9 +6,9 @@ A client with a secret sends its requests only to a server that has proven that 
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import logging
+import math
 import random
 import threading
 import time
@@ -62,56 +62,50 @@ class RequestRefusedError(UserError, RuntimeError):
         self.headers = headers
 
 
-@dataclasses.dataclass
-class _Clock:
-    """The time that a request has taken, and how much of it the server was away."""
+class _Patience:
+    """How long a request may still wait; what a server was away for counts apart, where the limits have it so."""
 
-    limits: ClientLimits
-    last_answer: Callable[[], float]  # monotonic time of the last answer to a request of this path
-    started: float = dataclasses.field(default_factory=time.monotonic)
-    _away_since: float | None = None
-    _away_before: float = 0.0
+    def __init__(self, limits: ClientLimits, last_answer: Callable[[], float]) -> None:
+        self._limits, self._last_answer = limits, last_answer  # the latter: to any request of this path, monotonic
+        self._began = self._counts_from = time.monotonic()
+        self._away_since: float | None = None
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self.started
-
-    @property
-    def _unanswered(self) -> float:
-        return time.monotonic() - max(self.started, self.last_answer())
-
-    @property
-    def away(self) -> float:
-        now = 0.0 if self._away_since is None else time.monotonic() - self._away_since
-        return self._away_before + now
+        """Seconds since the request's first try."""
+        return time.monotonic() - self._began
 
     def note(self, *, is_away: bool) -> None:
         """Record whether the last try found the server away."""
-        if is_away and self._away_since is None:
-            self._away_since = time.monotonic()
-        elif not is_away and self._away_since is not None:
-            self._away_before, self._away_since = self.away, None
+        now = time.monotonic()
+        if is_away and self._limits.away_s is not None:
+            self._away_since = self._away_since or now
+        elif self._away_since is not None:
+            self._counts_from += now - self._away_since
+            self._away_since = None
 
     @property
-    def remaining(self) -> float:
+    def for_try(self) -> float:
         """Seconds for the next try."""
-        left = self.limits.total_s - (self._unanswered - (self.away if self.limits.away_s is not None else 0.0))
-        return min(left, self.limits.total_s)  # `away` may be from before the last answer
+        now = time.monotonic()
+        away = 0.0 if self._away_since is None else now - self._away_since
+        left = max(self._counts_from, self._last_answer()) + away + self._limits.total_s - now
+        return min(left, self._limits.total_s)  # `away` may be from before the last answer
 
     @property
-    def patience(self) -> float:
+    def left(self) -> float:
         """Seconds until the request is given up, if nothing changes."""
-        if self.limits.away_s is None or self._away_since is None:
-            return max(0.0, self.remaining)
-        return max(0.0, self.limits.away_s - self.away)
+        if self._away_since is not None and self._limits.away_s is not None:
+            return self._away_since + self._limits.away_s - time.monotonic()
+        return self.for_try
 
-    def exceeded(self, wait: float) -> str | None:
-        """Which limit waiting for another ``wait`` seconds would exceed, in words; None if none."""
-        if self.limits.away_s is None or self._away_since is None:
-            return f"limit {self.limits.total_s:g} s" if self.remaining - wait <= 0 else None
-        if self.away + wait >= self.limits.away_s:
-            return f"the server was away for {self.away:.1f} s, limit {self.limits.away_s:g} s"
-        return None
+    @property
+    def limit(self) -> str:
+        """The limit that `left` counts to, in words."""
+        if self._away_since is None:
+            return f"limit {self._limits.total_s:g} s"
+        away = time.monotonic() - self._away_since
+        return f"the server was away for {away:.1f} s, limit {self._limits.away_s:g} s"
 
 
 class HttpClient:
@@ -132,6 +126,8 @@ class HttpClient:
         self._local = threading.local()
         self._answered: dict[str, float] = {}  # when a request of each path was last answered
         self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._next_line = -math.inf  # when the next line about waiting may be logged, monotonic
 
     def request(
         self,
@@ -152,66 +148,70 @@ class HttpClient:
         headers = {**(headers or {}), REQUEST_ID_HEADER: request_id}
         body = body or b""
         request = Request(what, method, path, headers, body, body_digest(body))
-        clock = _Clock(limits, lambda: self._answered.get(path, 0.0))
+        patience = _Patience(limits, lambda: self._answered.get(path, 0.0))
         backoff = limits.first_backoff_s
         tries = internal_errors = 0
         is_busy = is_announced = False
         while True:
             tries += 1
-            retry_after, is_full = 0.0, False
+            retry_after, is_full, is_away = 0.0, False, True
             try:
-                answer = self._connection().exchange(request, limits, max(clock.remaining, 0.1))
+                answer = self._connection().exchange(request, limits, max(patience.for_try, 0.1))
             except TooSlowError as error:
-                trouble = str(error)
-                clock.note(is_away=False)
+                trouble, is_away = str(error), False
             except (OSError, http.client.HTTPException) as error:
-                trouble = _reason(error)
-                clock.note(is_away=True)
-                is_busy = False
+                trouble, is_busy = _reason(error), False
             except UnprovenServerError as error:
                 if error.is_final and not self._peer.has_proven:
                     message = f"{what} was not sent because it would be refused (401): {error}"
                     raise RequestRefusedError(message, 401, {}) from error
-                trouble = str(error)
-                clock.note(is_away=True)
-                is_busy = False
+                trouble, is_busy = str(error), False
             else:
-                if answer.status_code == 200:
+                status = answer.status_code
+                if status == 200:
                     self._answered[path] = time.monotonic()
                     if is_announced:
-                        logger.warning("%s was answered after %.0f s and %d tries", what, clock.elapsed, tries)
+                        logger.warning("%s was answered after %.0f s and %d tries", what, patience.elapsed, tries)
                     return answer
-                trouble = f"status {answer.status_code}: {decode_error(answer.content)}"
-                is_busy = answer.status_code in _BUSY_STATUSES or (is_busy and answer.status_code == 500)
-                is_full = answer.status_code == _FULL_STATUS
-                clock.note(is_away=answer.status_code in AWAY_STATUSES)
-                internal_errors += answer.status_code == 500
-                is_borne = answer.status_code == 500 and internal_errors <= limits.internal_errors
-                if answer.status_code not in RETRY_STATUSES and not is_borne:
-                    message = f"{what} was refused after {clock.elapsed:.1f} s with {trouble}"
-                    raise RequestRefusedError(message, answer.status_code, answer.headers)
+                trouble = f"status {status}: {decode_error(answer.content)}"
+                is_away, is_full = status in AWAY_STATUSES, status == _FULL_STATUS
+                is_busy = status in _BUSY_STATUSES or (is_busy and status == 500)
+                internal_errors += status == 500
+                is_borne = status == 500 and internal_errors <= limits.internal_errors
+                if status not in RETRY_STATUSES and not is_borne:
+                    message = f"{what} was refused after {patience.elapsed:.1f} s with {trouble}"
+                    raise RequestRefusedError(message, status, answer.headers)
                 if is_borne:
                     logger.warning("%s: %s; sending it again", what, trouble)
                 retry_after = _seconds(answer.headers.get("Retry-After"))
+            patience.note(is_away=is_away)
             wait = max(retry_after, backoff) * random.uniform(0.5, 1.5)
-            why = clock.exceeded(wait)
-            if why is not None or self._closed.wait(wait):
-                why = why or "the client was closed"
+            is_over = patience.left <= wait
+            if is_over or self._closed.wait(wait):
                 remedy = "Check that the server is running, and its host and port"
                 if is_busy:
                     remedy = f"The server is running, but busy: {limits.too_slow}"
                 raise ServerUnavailableError(
-                    f"{what}: no answer after {clock.elapsed:.1f} s and {tries} tries ({why}); last: {trouble}. "
-                    f"{remedy}"
+                    f"{what}: no answer after {patience.elapsed:.1f} s and {tries} tries "
+                    f"({patience.limit if is_over else 'the client was closed'}); last: {trouble}. {remedy}"
                 )
             logger.debug("%s: %s; next try in %.2f s", what, trouble, wait)
-            if clock.elapsed >= _SILENT_SECONDS and not is_full and self._peer.may_log(_LINE_SECONDS):
+            if patience.elapsed >= _SILENT_SECONDS and not is_full and self._may_log():
                 is_announced = True
                 logger.warning(
                     "%s: no answer after %.0f s and %d tries, retrying for at most %.0f s more; last: %s",
-                    *(what, clock.elapsed, tries, clock.patience, trouble),
+                    *(what, patience.elapsed, tries, patience.left, trouble),
                 )
             backoff = min(2 * backoff, limits.max_backoff_s)
+
+    def _may_log(self) -> bool:
+        """Whether a request may log that it waits: many threads wait for one server, and one line is enough."""
+        with self._lock:
+            now = time.monotonic()
+            is_time = now >= self._next_line
+            if is_time:
+                self._next_line = now + _LINE_SECONDS
+            return is_time
 
     def close(self) -> None:
         """End all requests, including those that wait for an answer, and close all connections."""

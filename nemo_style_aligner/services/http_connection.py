@@ -8,13 +8,12 @@ import functools
 import http.client
 import json
 import logging
-import math
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from nemo_style_aligner.services.protocol import LIVE_PATH, decode_error
 from nemo_style_aligner.services.signing import (
@@ -30,11 +29,10 @@ from nemo_style_aligner.services.signing import (
 )
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _CHUNK_BYTES = 2**20
+_WORD_SECONDS = 60.0  # of silence, before the log mentions it; then after twice as long
 _STATUS_CHARACTERS = 60  # of an answer's status line, in messages
-_STEP_SECONDS = 60.0  # of silence in a step, before the log mentions it; then after twice as long
 # A machine that lost power closes no connection: the kernel probes after a minute of silence and gives up a minute
 # later, or when sent data stay unacknowledged for two minutes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 120_000))
@@ -114,7 +112,6 @@ class Peer:
         self.has_proven = False
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._is_disconnected = False
-        self._next_line = -math.inf  # time from which the next line about waiting may be logged
         self._lock = threading.Lock()
 
     def connected(self, connection: socket.socket) -> None:
@@ -129,60 +126,35 @@ class Peer:
         with self._lock:
             self._is_disconnected = True
             for connection in self._sockets:
-                with contextlib.suppress(OSError):  # already closed
-                    connection.shutdown(socket.SHUT_RDWR)
-
-    def may_log(self, pause: float = _STEP_SECONDS / 2) -> bool:
-        """Whether a request may log that it waits: many threads wait for one server, and one line is enough.
-
-        ``pause``: seconds until the next line.
-        """
-        with self._lock:
-            is_time = time.monotonic() >= self._next_line
-            if is_time:
-                self._next_line = time.monotonic() + pause
-            return is_time
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A step of a try, in which the server may be silent for ``silence_s`` seconds at a time, until ``deadline``."""
-
-    peer: Peer
-    request: str
-    deadline: float  # of the whole try, monotonic
-    silence_s: float
-    waits_for: str
-    trouble: str  # how errors name that a limit was exceeded
-    then: _Step | None = None  # the step after the first piece of what it waits for
-
-    def run(self, connection: socket.socket, act: Callable[[], T]) -> T:
-        """``act()``, which waits for the ``connection`` once, within the limits. Raises `TooSlowError`."""
-        began = time.monotonic()
-        end, word = min(began + self.silence_s, self.deadline), began + _STEP_SECONDS
-        while (now := time.monotonic()) < end:
-            connection.settimeout(max(min(end, word) - now, 0.001))
-            try:
-                return act()
-            except TimeoutError:
-                if word <= (now := time.monotonic()) < end:
-                    word = now + (now - began)
-                    if self.peer.may_log():
-                        logger.warning(
-                            "%s has waited for %.0f s for %s, and waits for at most %.0f s more",
-                            *(self.request, now - began, self.waits_for, end - now),
-                        )
-        raise TooSlowError(f"{self.trouble} ({time.monotonic() - began:.3g} s)")
+                _shut(connection)
 
 
 class _Socket(socket.socket):
-    """Receives within the limits of the present ``step``."""
+    """Waits for the server for ``silence_s`` at a time, and for ``rest_s`` after what comes first; to the deadline."""
 
-    step: _Step
+    silence_s: float
+    rest_s: float
+    deadline: float  # monotonic
+    request: str  # for the log
+
+    def wait_for(self, call: Callable[[], int]) -> int:
+        """``call()``, which waits for the server once. Long waits are logged. Raises TimeoutError."""
+        began, word_s = time.monotonic(), _WORD_SECONDS
+        end = min(began + self.silence_s, self.deadline)
+        while (now := time.monotonic()) < end:
+            self.settimeout(max(min(end, began + word_s) - now, 0.001))
+            try:
+                return call()
+            except TimeoutError:
+                if (now := time.monotonic()) < end:
+                    waits = self.request, now - began, end - now
+                    logger.warning("%s: the server has been silent for %.0f s; %.0f s more are allowed", *waits)
+                word_s *= 2
+        raise TimeoutError
 
     def recv_into(self, *args: Any) -> int:
-        received = self.step.run(self, lambda: super(_Socket, self).recv_into(*args))
-        self.step = self.step.then or self.step
+        received = self.wait_for(lambda: super(_Socket, self).recv_into(*args))
+        self.silence_s = self.rest_s
         return received
 
 
@@ -204,44 +176,47 @@ class Connection(http.client.HTTPConnection):
             UnprovenServerError: whoever answers does not know the secret, or the answer is not what the server sent.
             TooSlowError: a limit was exceeded.
         """
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
+        late = ""
 
-        def step(silence_s: float, waits_for: str, trouble: str, then: _Step | None = None) -> _Step:
-            return _Step(self._peer, request.what, deadline, min(silence_s, limits.read_s), waits_for, trouble, then)
+        def begin_step(silence_s: float, trouble: str, rest_s: float | None = None) -> None:
+            nonlocal late
+            assert self.sock is not None
+            late, self.sock.deadline, self.sock.request = trouble, began + seconds, request.what
+            self.sock.silence_s = min(silence_s, limits.read_s)
+            self.sock.rest_s = self.sock.silence_s if rest_s is None else min(rest_s, limits.read_s)
 
         try:
             if self.sock is None or _is_stale(self.sock):
                 self._open(min(limits.connect_s, seconds))
-                trouble = "the server did not prove in time that it knows the secret"
-                self._step(step(limits.proof_s, "the server's proof", trouble))
+                begin_step(limits.proof_s, "the server did not prove in time that it knows the secret")
                 self._have_proven()
-            self._step(step(limits.send_s, "the server to take it", "the request was taken too slowly"))
-            fields = request.headers.items()
-            signature = self._signatures.of_request(request.method, request.path, fields, request.digest)
-            with contextlib.suppress(BrokenPipeError):  # it may have answered before it had read everything
-                headers = {**request.headers, SIGNATURE_HEADER: signature, "Connection": "keep-alive"}
-                self.request(request.method, request.path, request.body or None, headers)
-            late = "the answer did not come in time"
-            self._step(step(limits.read_s, "its answer", late, step(limits.body_s, "the rest of its answer", late)))
+            begin_step(limits.send_s, "the request was taken too slowly")
+            self._send(request)
+            begin_step(limits.read_s, "the answer did not come in time", limits.body_s)
             with self.getresponse() as response:
                 content = _content(response)
             self._check(response, content)
+        except TimeoutError as error:
+            self.close()
+            raise TooSlowError(f"{late} ({time.monotonic() - began:.3g} s)") from error
         except BaseException:
             self.close()
             raise
         return HttpAnswer(response.status, cast(Mapping[str, str], response.headers), content, request.what)
 
-    def _step(self, step: _Step) -> None:
-        assert self.sock is not None
-        self.sock.step = step
+    def _send(self, request: Request) -> None:
+        signature = self._signatures.of_request(request.method, request.path, request.headers.items(), request.digest)
+        headers = {**request.headers, SIGNATURE_HEADER: signature, "Connection": "keep-alive"}
+        with contextlib.suppress(BrokenPipeError):  # it may have answered before it had read everything
+            self.request(request.method, request.path, request.body or None, headers)
 
     def send(self, data: Any) -> None:
         """Send within the limits of the present step. ``data``: bytes, part of a request."""
         connection, view, sent = self.sock, memoryview(data), 0
         assert connection is not None
         while sent < len(view):
-            chunk = view[sent : sent + _CHUNK_BYTES]
-            sent += connection.step.run(connection, functools.partial(connection.send, chunk))
+            sent += connection.wait_for(functools.partial(connection.send, view[sent : sent + _CHUNK_BYTES]))
 
     def _open(self, seconds: float) -> None:
         self.close()
@@ -276,6 +251,8 @@ class Connection(http.client.HTTPConnection):
             if error.is_final:
                 raise
             raise self._unproven(f"HEAD {LIVE_PATH} was answered {answer}; {error}") from error
+        except TimeoutError:
+            raise
         except (OSError, http.client.HTTPException) as error:
             raise self._unproven(f"HEAD {LIVE_PATH} was answered {answer} ({error})") from error
         if self.sock is None:
@@ -301,6 +278,12 @@ class Connection(http.client.HTTPConnection):
                 "the request was damaged on its way, or another program answers"
             )
         self._peer.has_proven = True
+
+
+def _shut(connection: socket.socket) -> None:
+    """End a connection, from any thread."""
+    with contextlib.suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _content(response: http.client.HTTPResponse) -> bytes:

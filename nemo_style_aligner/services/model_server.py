@@ -1,7 +1,8 @@
 """Serve models on all ranks of a job: HTTP on rank 0, and the loop that does the work on every rank.
 
 Rank 0 takes jobs from the queue that the HTTP threads fill, merges inference jobs, and tells all other
-ranks what to do; every rank then calls the same method of its backend with the same arguments.
+ranks what to do; every rank then calls the same method of its backend with the same arguments. A rank that fails ends,
+and with it the job (`launch.ending`): clients send what was under way again, to the job's next start.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from nemo_style_aligner.services.channel import Command, CommandChannel, OpCode, as_tensors
 from nemo_style_aligner.services.endpoints import Endpoint
 from nemo_style_aligner.services.exactly_once.ledger import BATCH_ARRAYS, TrainingLedger
-from nemo_style_aligner.services.http_server import WsgiServer
 from nemo_style_aligner.services.jobs import (
     InferJob,
     Job,
@@ -43,6 +43,7 @@ from nemo_style_aligner.telemetry import activity
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25  # how soon a stop request is noticed
+_MEET, _END = "meet", "end"  # what rank 0 says beside the names of the backend's methods
 
 
 class ScoringBackend(Protocol):
@@ -85,10 +86,6 @@ class CriticBackend(ScoringBackend, Protocol):
         ...
 
 
-class RankFailedError(RuntimeError):
-    """Another rank failed: in a command that succeeded on this one, or rank 0 outside of any command."""
-
-
 @dataclasses.dataclass(frozen=True)
 class DispatchSettings:
     """How inference requests are merged, and the server's times. Rows are those of all data-parallel ranks."""
@@ -97,7 +94,7 @@ class DispatchSettings:
     max_queue_delay_microseconds: int = 2000
     strip_sequence_length_to_multiple: int | None = None
     max_sequence_length: int | None = None  # lengths are not rounded up beyond it
-    heartbeat_seconds: float = 5.0
+    heartbeat_seconds: float = 5.0  # the collective in which idle ranks wait must not time out
     drain_seconds: float = 60.0  # after a stop request; jobs not begun by then are refused
 
 
@@ -125,29 +122,19 @@ class ModelServer:
         metrics: rank 0's.
     """
 
-    _backend: ScoringBackend  # from `run` on, as the next one
-    _last_contact: float  # with the other ranks
+    _backend: ScoringBackend  # from `run` on
 
-    def __init__(
-        self,
-        endpoints: Sequence[Endpoint],
-        http: HttpSettings,
-        dispatch: DispatchSettings,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], http: HttpSettings, dispatch: DispatchSettings) -> None:
         self.ledger = TrainingLedger()
         self.queue = JobQueue(http.max_outstanding_requests)
         self.metrics = ServiceMetrics()
         self._settings = dispatch
-        self._channel = CommandChannel(device)
+        self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
-        self._peers_listen = True  # whether the other ranks wait for a command right now
+        self._last_meeting = time.monotonic()
         self._saves: list[_Save] = []  # being written
         self._last_saved: tuple[str, str | None] | None = None  # `asked` of the newest complete checkpoint
-        self._http: WsgiServer | None = None
-        if self._channel.rank == 0:
-            self._http = start_http_server(endpoints, self.queue, http, self.metrics)
+        self._http = None if self._rank else start_http_server(endpoints, self.queue, http, self.metrics)
 
     @property
     def port(self) -> int:
@@ -164,14 +151,12 @@ class ModelServer:
     def run(self, backend: ScoringBackend) -> None:
         """Serve ``backend`` until `request_stop` (SIGTERM and SIGINT do that, in the main thread).
 
-        Raises what the backend raised, on the rank where it did, and `RankFailedError` on the others; before that the
-        waiting clients are answered.
+        Raises what the backend raised; before that the waiting clients are answered.
         """
         self._backend = backend
-        self._last_contact = time.monotonic()
         try:
             with _stop_on_signals(self.request_stop):
-                if self._channel.rank == 0:
+                if self._rank == 0:
                     self._lead()
                 else:
                     self._follow()
@@ -189,24 +174,22 @@ class ModelServer:
     def _lead(self) -> None:
         self.queue.set_state(QueueState.SERVING)
         try:
-            self._serve_until_stopped()
+            while not self._stop_requested:
+                activity.progress()  # an idle service is not stuck
+                self._note_saves()
+                self._work()
+                self._meet()
             self._drain()
-            self._finish_saves()
-            self._channel.send(Command(OpCode.SHUTDOWN))
+            while self._saves:
+                time.sleep(_POLL_SECONDS)
+                self._note_saves()
+                self._meet()
+            self._tell(_END)
         except BaseException as error:
             self.queue.set_state(QueueState.FAILED)
             _fail([job for save in self._saves for job in save.jobs], error)
             self.queue.refuse_waiting(_failure(error))
-            if self._peers_listen and not isinstance(error, RankFailedError):
-                self._abort_peers()
             raise
-
-    def _serve_until_stopped(self) -> None:
-        while not self._stop_requested:
-            activity.progress()  # an idle service is not stuck
-            self._note_saves()
-            self._work()
-            self._heartbeat()
 
     def _drain(self) -> None:
         logger.info("shutting down: finishing %d jobs", self.queue.waiting)
@@ -267,7 +250,7 @@ class ModelServer:
         elif asked == self._last_saved:
             _answer_save(job)
         else:
-            self._command(Command(OpCode.SAVE, {"keep_history": job.keep_history}))
+            self._command("save", keep_history=job.keep_history)
             self._saves[-1].asked, self._saves[-1].jobs = asked, [job]
         self._note_saves()
 
@@ -279,27 +262,27 @@ class ModelServer:
             max_length=settings.max_sequence_length,
         )
         self.metrics.batch_rows.observe(len(tokens))
-        outputs = self._command(Command(OpCode.INFER, tensors=as_tensors({"tokens": tokens, "lengths": lengths})))
+        outputs = self._command("infer", tokens=torch.tensor(tokens), lengths=torch.tensor(lengths))
         for job, result in zip(jobs, split(jobs, tokens.shape, outputs), strict=True):
             job.batch_rows = len(tokens)
             job.future.set_result(result)
 
     def _train(self, job: TrainJob) -> None:
         loss: float | None = None
-        metadata: dict[str, Any] = {"run_id": None, "sequence_number": 0, "digest": job.digest}
+        applied: dict[str, Any] = {"run_id": None, "sequence_number": 0, "digest": job.digest}
         if job.position is not None:
-            metadata |= {"run_id": job.position.run_id, "sequence_number": job.position.next_number}
+            applied |= {"run_id": job.position.run_id, "sequence_number": job.position.next_number}
             loss = self.ledger.stored_answer(job.position, job.digest)
         if loss is None:
-            arrays = {name: getattr(job, name) for name in BATCH_ARRAYS}
-            loss = self._command(Command(OpCode.TRAIN, metadata, as_tensors(arrays)))
+            batch = {name: torch.tensor(getattr(job, name)) for name in BATCH_ARRAYS}
+            loss = self._command("train", applied=applied, batch=batch)
             self.metrics.training_steps.inc()
         else:
             self.metrics.training_repeats.inc()
         job.future.set_result({"loss_mean": np.array([loss], dtype=np.float32)})
 
     def _restore(self, job: RestoreJob) -> None:
-        position = self._command(Command(OpCode.RESTORE, {"run_id": job.run_id, "histories": job.histories}))
+        position = self._command("restore", run_id=job.run_id, histories=job.histories)
         if position is not None:
             job.future.set_result({"position": np.array([position], dtype=np.int64)})
             return
@@ -312,57 +295,63 @@ class ModelServer:
             self.ledger.where(job.run_id),
         )
 
-    def _command(self, command: Command) -> Any:
-        """Do one command on all ranks; returns this rank's result when all have succeeded."""
+    def _command(self, name: str, **arguments: Any) -> Any:
+        """Have all ranks do something; returns this rank's result."""
         started = time.monotonic()
-        self._channel.send(command)
-        result = self._together(command)
-        self._last_contact = time.monotonic()
-        self.metrics.command_time.labels(command.op.name.lower()).observe(time.monotonic() - started)
+        self._tell(name, **arguments)
+        result = self._act(name, arguments)
+        self.metrics.command_time.labels(name).observe(time.monotonic() - started)
         return result
 
-    def _heartbeat(self) -> None:
-        if time.monotonic() - self._last_contact >= self._settings.heartbeat_seconds:
-            self._channel.send(Command(OpCode.NOOP))
-            self._compare()
-            self._last_contact = time.monotonic()
+    def _tell(self, name: str, **arguments: Any) -> None:
+        if self._size > 1:
+            dist.broadcast_object_list([name, arguments], src=0)
 
-    def _abort_peers(self) -> None:
-        try:
-            self._channel.send(Command(OpCode.ABORT))
-        except RuntimeError as error:  # a lost peer is often why we are here
-            logger.warning("the other ranks could not be told to abort: %s", error)
-
-    # -------------------------------------------------------------- other ranks
-
-    def _follow(self) -> None:
-        while True:
-            command = self._channel.receive()
-            activity.progress()
-            self._note_saves()
-            if command.op is OpCode.NOOP:
-                self._compare()
-                continue
-            if command.op is OpCode.SHUTDOWN:
-                self._finish_saves()
-                return
-            if command.op is OpCode.ABORT:
-                raise RankFailedError("rank 0 of the service has failed: see its log")
-            self._together(command)
+    def _meet(self) -> None:
+        """Now and then, meet the other ranks, of which one may have been told to stop."""
+        if time.monotonic() - self._last_meeting >= self._settings.heartbeat_seconds:
+            self._last_meeting = time.monotonic()
+            self._tell(_MEET)
+            self._agree_on_stop()
 
     # -------------------------------------------------------------- all ranks
 
-    def _act(self, command: Command) -> Any:
-        if command.op is OpCode.INFER:
-            return self._backend.infer(**command.tensors)
-        critic = cast(CriticBackend, self._backend)  # else no endpoint would have led here
-        if command.op is OpCode.RESTORE:
-            return critic.restore(**command.metadata)
-        if command.op is OpCode.SAVE:
-            self._saves.append(_Save(critic.save(**command.metadata)))
-            return None
-        loss = float(critic.train(**command.tensors))
-        self.ledger.record(**command.metadata, loss=loss)
+    def _follow(self) -> None:
+        """Do what rank 0 says. Raises RuntimeError when it is gone."""
+        said: list[Any] = [None, None]
+        while True:
+            dist.broadcast_object_list(said, src=0)
+            name, arguments = said
+            activity.progress()
+            if name == _END:
+                concurrent.futures.wait([save.written for save in self._saves])
+            self._note_saves()
+            if name == _END:
+                return
+            if name == _MEET:
+                self._agree_on_stop()
+            else:
+                self._act(name, arguments)
+
+    def _agree_on_stop(self) -> None:
+        """Collective. A stop signal that has reached any rank counts on all."""
+        if self._size > 1:
+            requests = [False] * self._size
+            dist.all_gather_object(requests, self._stop_requested)
+            self._stop_requested = any(requests)
+
+    def _act(self, name: str, arguments: dict[str, Any]) -> Any:
+        with activity.phase(f"service/{name}"):
+            if name == "infer":
+                return self._backend.infer(**arguments)
+            critic = cast(CriticBackend, self._backend)  # else no endpoint would have led here
+            if name == "restore":
+                return critic.restore(**arguments)
+            if name == "save":
+                self._saves.append(_Save(critic.save(**arguments)))
+                return None
+            loss = float(critic.train(**arguments["batch"]))
+        self.ledger.record(**arguments["applied"], loss=loss)
         return loss
 
     def _note_saves(self) -> None:
@@ -374,39 +363,6 @@ class ModelServer:
             self._last_saved = save.asked
             for job in save.jobs:
                 _answer_save(job)
-
-    def _finish_saves(self) -> None:
-        """Wait until every checkpoint is complete. Rank 0 sends heartbeats to ranks that wait for a command."""
-        while pending := [save.written for save in self._saves if not save.written.done()]:
-            if self._channel.rank > 0:
-                concurrent.futures.wait(pending)
-            elif concurrent.futures.wait(pending, self._settings.heartbeat_seconds).not_done:
-                self._channel.send(Command(OpCode.NOOP))
-                self._compare()
-        self._note_saves()
-
-    def _together(self, command: Command) -> Any:
-        """Do it, and exchange with the other ranks whether that succeeded; `RankFailedError` if not on all."""
-        op, self._peers_listen = command.op, False
-        try:
-            with activity.phase(f"service/{op.name.lower()}"):
-                result = self._act(command)
-        except BaseException:
-            logger.error("rank %d failed in %s", self._channel.rank, op.name, exc_info=True)
-            self._channel.report_failure()
-            raise
-        failed = self._compare()
-        self._peers_listen = True
-        if failed:
-            raise RankFailedError(f"rank {', '.join(map(str, failed))} failed in {op.name}: see its log")
-        return result
-
-    def _compare(self) -> list[int]:
-        """The ranks that failed. Collective. A stop signal that has reached any rank counts on all."""
-        standing = self._channel.compare(stop=self._stop_requested)
-        if standing.stop:
-            self.request_stop()
-        return standing.failed
 
 
 def _answer_save(job: SaveJob) -> None:

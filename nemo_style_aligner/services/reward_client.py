@@ -37,8 +37,8 @@ PROGRESS_SECONDS = 10.0
 """Between log lines about the same wait."""
 
 # Polling is slow: every rank asks, and a service that is loading its model has other things to do.
-_READY_LIMITS = ClientLimits(connect_s=3.0, read_s=3.0, total_s=3.0, first_backoff_s=1.0, max_backoff_s=2.0)
-_REFUSED_POLL_SECONDS = 1.0  # between readiness probes that a third-party server refuses, with 400 or 500
+_READY_LIMITS = ClientLimits(connect_s=3.0, read_s=3.0, first_backoff_s=1.0, max_backoff_s=2.0)
+_REFUSED_POLL_SECONDS = 1.0
 
 
 class UnfitServiceError(UserError, ValueError):
@@ -125,7 +125,7 @@ class RewardClient:
             UnfitServiceError: it is no such service, or does not fit.
         """
         deadline = time.monotonic() + timeout_s
-        wait_for_server(self._http, deadline, timeout_s, self._setting)
+        wait_for_server(self._http, timeout_s, self._setting)
         metadata = model_metadata(self._http, self._model, {"rewards"}, max(deadline - time.monotonic(), 5.0))
         if sequences is not None:
             check_limits(self._http, self._model, metadata.get("parameters", {}), sequences)
@@ -229,37 +229,35 @@ def _check_shape(name: str, array: np.ndarray, rows: int, columns: int) -> None:
         raise ProtocolError(500, f"'{name}' holds strings, and should hold numbers (FP32)")
 
 
-def wait_for_server(server: HttpClient, deadline: float, timeout_s: float, setting: str) -> None:
-    """Wait until a service is ready; ``setting`` says where it is. The log gets a line every ten seconds.
+def wait_for_server(server: HttpClient, timeout_s: float, setting: str) -> None:
+    """Wait until a service is ready; ``setting`` says where it is. The log hears of it every half a minute.
 
     Raises:
-        ServerUnavailableError: at the ``deadline``, by `time.monotonic`, which is ``timeout_s`` after the wait began.
+        ServerUnavailableError: after ``timeout_s``.
         UnfitServiceError: it has another secret, or is no such service.
     """
-    started = last_line = time.monotonic()
+    started = time.monotonic()
     logger.info("waiting for the server at %s (at most %g s)", server.base_url, timeout_s)
+    limits = dataclasses.replace(_READY_LIMITS, total_s=timeout_s)
     while True:
         try:
-            server.request("GET", READY_PATH, limits=_READY_LIMITS)
-        except (ServerUnavailableError, RequestRefusedError) as error:
-            if isinstance(error, RequestRefusedError) and error.status == 401:
+            server.request("GET", READY_PATH, limits=limits)
+        except ServerUnavailableError as error:
+            raise ServerUnavailableError(
+                f"the server at {server.base_url} was not ready within {timeout_s:g} s: {error}"
+            ) from None  # its message is in this one
+        except RequestRefusedError as error:
+            if error.status == 401:
                 raise _other_secret(server, error) from error
-            if isinstance(error, RequestRefusedError) and error.status == 404:
+            if error.status == 404:
                 raise UnfitServiceError(
                     f"the program listening at {server.base_url} is not a critic or reward service: correct {setting}. "
                     f"{error}"
                 ) from error
-            now = time.monotonic()
-            if now >= deadline:
-                raise ServerUnavailableError(
-                    f"the server at {server.base_url} was not ready within {timeout_s:g} s: {error}"
-                ) from None  # its message is in this one
-            if now - last_line >= PROGRESS_SECONDS:
-                waited = now - started
-                logger.info("still waiting for the server at %s after %.0f s: %s", server.base_url, waited, error)
-                last_line = now
-            if isinstance(error, RequestRefusedError):  # it came at once, without a wait
-                time.sleep(min(_REFUSED_POLL_SECONDS, deadline - now))
+            limits = dataclasses.replace(limits, total_s=started + timeout_s - time.monotonic())
+            if limits.total_s <= 0:
+                raise ServerUnavailableError(f"the server at {server.base_url} was never ready: {error}") from error
+            time.sleep(_REFUSED_POLL_SECONDS)  # Triton's servers say "not ready" with 400, others with 500
         else:
             logger.info("the server at %s is ready after %.1f s", server.base_url, time.monotonic() - started)
             return
