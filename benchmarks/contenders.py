@@ -196,35 +196,6 @@ class EmbeddedFp32(Embedded):
     dtype = torch.float32
 
 
-class Megatron(OwnEngine):
-    """The training model itself with megatron-core's KV cache and static batches: the un-accelerated baseline."""
-
-    name = "megatron"
-
-    def __init__(self, files: ModelFiles, setting: Setting) -> None:
-        super().__init__(files, setting)
-        self.dtype = faster_dtype(setting)
-
-    def load(self) -> None:
-        from nemo_style_aligner.models.gpt import build_model
-        from nemo_style_aligner.parallel.groups import initialize_model_parallel, initialize_single_process
-        from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint
-        from nemo_style_aligner.weights.stream import import_weights
-
-        initialize_single_process()
-        initialize_model_parallel(1, 1, 1)
-        self._model = build_model(self.files.architecture, {}, self.dtype, trainable=False)
-        import_weights(self._model, HuggingFaceCheckpoint(self.files.hf))
-
-    def make_engine(self, **options: int) -> GenerationEngine:
-        from nemo_style_aligner.engine.megatron import MegatronEngine
-
-        return MegatronEngine(self._model, **options)  # type: ignore[arg-type]
-
-    def facts(self) -> dict[str, Any]:
-        return {"dtype": str(self.dtype).removeprefix("torch."), **versions("megatron-core")}
-
-
 # ---- Hugging Face -------------------------------------------------------------------------------
 
 
@@ -569,7 +540,6 @@ CONTENDERS: dict[str, type[Contender]] = {
     for kind in (
         Embedded,
         EmbeddedFp32,
-        Megatron,
         HuggingFaceBf16,
         HuggingFaceFp32,
         HuggingFaceSorted,

@@ -62,7 +62,6 @@ VARIANTS = {
     ),
     "no-queue": Variant("each rank generates its own share", ("trainer.ppo.batch_iterator.use_flask=False",)),
     "torch-step": Variant("generation without the native step", ("trainer.ppo.generation.step=torch",)),
-    "megatron": Variant("generation by the training model", ("trainer.ppo.generation.engine=megatron",)),
     "engine-logprobs": Variant("the engine's log-probs as the policy's", ("trainer.ppo.policy_logprobs=engine",)),
     "bf16": Variant("bf16 in both jobs", _BF16, _BF16),
     "kept": Variant(

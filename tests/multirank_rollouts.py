@@ -47,7 +47,6 @@ class Way:
     tp: int = 1
     pp: int = 1
     flask: bool = False
-    engine: str = "embedded"
     slots: int = 4
     scoring_batch: int = 4
     reshard: bool = False
@@ -59,11 +58,9 @@ WAYS = (
     Way("static"),
     Way("flask", flask=True),
     Way("one_by_one", slots=1, scoring_batch=1),
-    Way("megatron", engine="megatron", slots=5),
     Way("static_2", ranks=2),
     Way("flask_2", ranks=2, flask=True, scoring_batch=3),
     Way("flask_pp2", ranks=2, pp=2, flask=True),
-    Way("megatron_tp2_flask", ranks=2, tp=2, flask=True, engine="megatron"),
     Way("little_memory", kv_cache_tokens=64),
     Way("generation_tp2", ranks=2, tp=2, flask=True, generation_tp=2, kv_cache_tokens=64),
     Way("pp2_to_tp2", ranks=2, pp=2, generation_tp=2),
@@ -81,7 +78,6 @@ def config(folder: Path, port: int, way: Way) -> DictConfig:
                 "precision": "32",
                 "ppo": {
                     "generation": {
-                        "engine": way.engine,
                         "num_slots": way.slots,
                         "tensor_parallel_size": way.generation_tp,
                         "kv_cache_tokens": way.kv_cache_tokens,

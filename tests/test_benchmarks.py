@@ -37,7 +37,7 @@ Report = tuple[str, dict[str, Any]]  # what a benchmark printed, and its JSON
 REFIT_CASES = ["same layout", "PP 2 to TP 2"]
 ARGUMENTS = {
     "generation.py": [
-        *("--model", "tiny", "--contenders", "embedded", "megatron", "hf-sorted", "hf-compiled"),
+        *("--model", "tiny", "--contenders", "embedded", "embedded-fp32", "hf-sorted", "hf-compiled"),
         *("--workloads", "2", "ragged", "--prompt-tokens", "8", "--new-tokens", "6", "--rounds", "1"),
         *("--ragged-requests", "5", "--ragged-prompts", "2", "9", "--ragged-lengths", "2", "12"),
         *("--floor-megabytes", "16", "--threads", "1"),
@@ -159,8 +159,8 @@ def test_generation(reports: dict[str, Report]) -> None:
     assert report["rates"]["gemm_operations_per_second"].keys() == {"bfloat16", "float32"}
     uniform, ragged = report["workloads"]["batch 2"], report["workloads"]["ragged"]
     assert (uniform["requests"], uniform["prompt_tokens"], uniform["new_tokens"]) == (2, 16, 12)
-    assert uniform["rows"].keys() == {"embedded", "megatron"}
-    assert ragged["rows"].keys() == {"embedded", "megatron", "hf-sorted"}
+    assert uniform["rows"].keys() == {"embedded", "embedded-fp32"}
+    assert ragged["rows"].keys() == {"embedded", "embedded-fp32", "hf-sorted"}
     for workload in (uniform, ragged):
         assert workload["floor"]["tokens_per_second"] > 0
         for row in workload["rows"].values():

@@ -275,15 +275,6 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_sft", 4, "model.pipeline_model_parallel_size=4",
         ("model.pipeline_model_parallel_size=4: the model's num_layers=6 is not a multiple of it",),
     ),
-    "pipelined baseline": (
-        "gpt_ppo_actor", 2, "model.pipeline_model_parallel_size=2 trainer.ppo.generation.engine=megatron",
-        ("engine=megatron cannot generate with model.pipeline_model_parallel_size=2",),
-    ),
-    "sequence parallel baseline": (
-        "gpt_ppo_actor", 2,
-        "model.tensor_model_parallel_size=2 model.sequence_parallel=True trainer.ppo.generation.engine=megatron",
-        ("engine=megatron cannot generate with model.sequence_parallel=True",),
-    ),
     "engine ranks": (
         "gpt_ppo_actor", 2, "trainer.ppo.generation.tensor_parallel_size=8",
         (
@@ -504,10 +495,6 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_critic", 1, "model.keep_activations=always model.hidden_dropout=0.1",
         ("model.keep_activations=always: with dropout",),
     ),
-    "two engines": (
-        "gpt_ppo_actor", 1, "trainer.ppo.trt_llm.enable=True trainer.ppo.generation.engine=megatron",
-        ("trainer.ppo.generation.engine=megatron, trainer.ppo.trt_llm.enable=True ask for two engines",),
-    ),
     "no preferred batch": (
         "gpt_ppo_critic", 1, "trainer.ppo.inference_micro_batch_size=[]",
         ("trainer.ppo.inference_micro_batch_size=[]: must be a list of whole numbers",),
@@ -599,7 +586,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "trainer.ppo.generation.engine=vllm exp_manager.watchdog_minutes=0 "
         "model.activations_checkpoint_granularity=partial",
         (
-            "trainer.ppo.generation.engine=vllm: choose embedded, megatron or trtllm",
+            "trainer.ppo.generation.engine=vllm: choose embedded or trtllm",
             "exp_manager.watchdog_minutes=0: must be in (0, 33333]",
             "model.activations_checkpoint_granularity=partial: choose selective or full",
         ),
@@ -700,7 +687,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     ),
     "ranks that generate": (
         "gpt_ppo_actor", 4,
-        "trainer.ppo.rollout_devices=2 trainer.ppo.generation.engine=megatron "
+        "trainer.ppo.rollout_devices=2 trainer.ppo.trt_llm.enable=True "
         "trainer.ppo.trt_llm.unload_engine_train=True trainer.ppo.importance_sequence_bounds=[2,0.5]",
         (
             "ranks that only generate use the embedded engine",

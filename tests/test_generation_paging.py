@@ -370,7 +370,7 @@ def test_too_little_memory_is_an_error_that_names_the_key() -> None:
     with pytest.raises(ConfigError, match=r"^trainer\.ppo\.generation\.kv_cache_tokens=159 cannot hold one sequence"):
         require_kv_cache(cfg, 160)
     require_kv_cache(cfg, 144)
-    cfg.trainer.ppo.generation.engine = "megatron"  # which has no such cache
+    cfg.trainer.ppo.generation.engine = "trtllm"  # which has no such cache
     require_kv_cache(cfg, 160)
 
 

@@ -102,7 +102,6 @@ def test_enable_means_the_embedded_engine_where_there_is_no_tensorrt_llm(caplog:
         assert choose_engine(_config(trainer__ppo__trt_llm__enable=True)) == "embedded"
     assert "TensorRT-LLM is not installed" in caplog.text and "embedded engine is used" in caplog.text
     assert choose_engine(_config()) == "embedded"
-    assert choose_engine(_config(trainer__ppo__generation__engine="megatron")) == "megatron"
 
 
 def test_asking_for_it_by_name_is_an_error_without_it() -> None:

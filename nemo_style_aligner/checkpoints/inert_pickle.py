@@ -2,7 +2,6 @@
 
 Python's own interpreter of pickles looks names up in a table of known ones. For each it gets a class that was made for
 this file alone (`StandIn`), whose instances note what they are made and filled with. Other names are refused.
-``torch.load`` is no substitute: even with ``weights_only=True`` it believes the sizes of tensors that the file names.
 """
 
 from __future__ import annotations

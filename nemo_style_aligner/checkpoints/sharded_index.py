@@ -18,9 +18,13 @@ import torch
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource, safe_name
 from nemo_style_aligner.checkpoints.inert_pickle import MAX_BYTES, is_a, one_line, read_pickle
 from nemo_style_aligner.checkpoints.manifest import read_patiently
-from nemo_style_aligner.checkpoints.torch_file import DTYPES
 
 Numbers = tuple[int, ...]
+
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)  # of tensors in checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +62,7 @@ _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distribute
 _FILES, _MEGATRON = "torch.distributed.checkpoint.filesystem", "megatron.core.dist_checkpointing.strategies.torch"
 _TENSOR, _OBJECT = f"{_METADATA}.TensorStorageMetadata", f"{_METADATA}.BytesStorageMetadata"
 _TABLE: dict[str, Any] = {
-    **DTYPES,
+    **{str(dtype): dtype for dtype in _DTYPES},
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
     "builtins.set": list,

@@ -2,14 +2,15 @@
 
 The format is megatron-core's, so that what its tools and NeMo write can be read here; `sharded_writing` writes it.
 Reading uses neither ``dist_checkpointing.load`` nor torch's planners, which act on objects that the file has made: it
-reads a checked index (`sharded_index`), and from the files tensors alone (`torch_file`). ``common.pt`` and pickled
-objects (fp8 states) are not read.
+reads a checked index (`sharded_index`), and from the files tensors alone (``torch.load(weights_only=True)``).
+``common.pt`` and pickled objects (fp8 states) are not read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,11 +20,12 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource
+from nemo_style_aligner.checkpoints.inert_pickle import one_line
 from nemo_style_aligner.checkpoints.manifest import read_patiently
 from nemo_style_aligner.checkpoints.sharded_index import Chunk, Index, StoredTensor, read_index
-from nemo_style_aligner.checkpoints.torch_file import read_tensor
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.agreement import on_every_rank
+from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.wording import some_of
 
 MODEL_PREFIX = "model."
@@ -231,8 +233,18 @@ def _fill(parts: Iterable[Part], index: Index, source: FileSource) -> None:
 def _read(chunk: Chunk, reads: Sequence[_Read], source: FileSource, path: str) -> None:
     """Read one chunk and copy its parts to where they belong."""
     what = f"{path}, bytes {chunk.start} to {chunk.start + chunk.length}"
-    with source.open(chunk.file) as stream:
-        content = read_tensor(stream, chunk.start, chunk.length, what)
+    activity.progress()
+    try:
+        with source.open(chunk.file) as stream:
+            stream.seek(chunk.start)
+            stored = io.BytesIO(stream.read(chunk.length))
+        content = torch.load(stored, map_location="cpu", weights_only=True)
+    except Exception as error:  # what zipfile, torch and Python raise about contents
+        if isinstance(error, OSError) and error.errno is not None:  # the system's: it cannot be read now
+            raise
+        raise DamagedCheckpointError(f"{what} is damaged: {one_line(error)}") from error
+    if type(content) is not torch.Tensor or content.layout != torch.strided:
+        raise DamagedCheckpointError(f"{what} is damaged: a tensor is expected")
     for read in reads:
         if content.dtype != read.dtype or tuple(content.shape) != chunk.sizes:
             raise DamagedCheckpointError(f"{what}: {content.dtype} {tuple(content.shape)} is not what the index says")

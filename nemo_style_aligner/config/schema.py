@@ -607,9 +607,9 @@ class Overlong(Section):
 
 
 class Generation(Section):
-    # embedded: the project's own engine, anywhere; megatron: the training model itself, as a baseline; trtllm:
-    # TensorRT-LLM (see trt_llm below), an error if it is not installed.
-    engine: Literal["embedded", "megatron", "trtllm"] = "embedded"
+    # embedded: the project's own engine, anywhere; trtllm: TensorRT-LLM (see trt_llm below), an error if it is not
+    # installed.
+    engine: Literal["embedded", "trtllm"] = "embedded"
     # Responses generated at the same time per engine; null: model.ppo.rollout_micro_batch_size.
     num_slots: Count | None = 32
     # The following keys are for the embedded engine.

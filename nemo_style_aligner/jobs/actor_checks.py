@@ -21,10 +21,8 @@ from nemo_style_aligner.jobs.job_view import (
     GLOBAL_BATCH,
     GROUP,
     LENGTH,
-    PP,
     PROMPTS,
     ROLLOUT_RANKS,
-    TP,
     JobView,
     as_served,
     base_config,
@@ -79,14 +77,6 @@ def _rollout_lengths(view: JobView) -> Iterator[str]:
 def _generation(view: JobView) -> Iterator[str]:
     ppo = "trainer.ppo"
     engine, size = f"{ppo}.generation.engine", f"{ppo}.generation.tensor_parallel_size"
-    trt_llm = f"{ppo}.trt_llm.enable"
-    if view.get(engine) == "megatron" and view.get(trt_llm):
-        yield f"{view.show(engine, trt_llm)} ask for two engines: set {trt_llm}=False, or {engine}=trtllm"
-    if view.get(engine) == "megatron" and view.pp_size > 1:
-        yield f"{view.show(engine)} cannot generate with {view.show(PP)}; choose embedded"
-    parallel = "model.sequence_parallel"
-    if view.get(engine) == "megatron" and view.get(parallel) and view.tp_size > 1:
-        yield f"{view.show(engine)} cannot generate with {view.show(parallel, TP)}; choose embedded"
     ranks = engine_size(view.get(size), bool(view.get(f"{ppo}.trt_llm.reshard")), view.tp_size, view.pp_size)
     if view.get(engine) != "embedded" or ranks == 1:
         return

@@ -131,8 +131,6 @@ class CausalAttention(MegatronModule):
             raise NotImplementedError("attention biases need Transformer Engine")
         if packed_seq_params is not None:
             return self._attend_packed(query, key, value, packed_seq_params)
-        if query.shape[0] not in (1, key.shape[0]):
-            raise NotImplementedError("with a KV cache, a pass must be the whole prompt or a single token")
         return self._attend(query, key, value)
 
     def _attend_packed(
@@ -163,7 +161,7 @@ class CausalAttention(MegatronModule):
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
-                is_causal=s > 1,  # a single new token sees the whole KV cache
+                is_causal=True,
                 dropout_p=dropout,
                 scale=self.scale,
                 enable_gqa=has_groups,

@@ -16,7 +16,6 @@ from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
 from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine, num_pages
-from nemo_style_aligner.engine.megatron import MegatronEngine
 from nemo_style_aligner.engine.shard import EngineGroup, TensorParallel
 from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMUnavailable, find_trtllm, trtllm_engine
 from nemo_style_aligner.launch import roles
@@ -112,17 +111,15 @@ def build_engine(
     """Build this rank's generation engine; return it and the ranks that share it. Collective.
 
     The embedded engine is shared by `engine_size` neighbouring ranks, independently of the training layout's groups;
-    the megatron and trtllm engines by a tensor-parallel group of that layout.
+    TensorRT-LLM by a tensor-parallel group of that layout.
 
     Raises:
         ValueError: a key of ``trainer.ppo.generation`` is wrong, or ranks or model cannot be divided as it says.
     """
-    name = choose_engine(cfg)
-    if name in ("megatron", "trtllm"):
+    if choose_engine(cfg) == "trtllm":
         options = _engine_options(cfg, model.architecture, tokenizer, max_sequence_length)
         group = training_group(cfg, model.layout)
-        engine: GenerationEngine
-        engine = MegatronEngine(model, **options) if name == "megatron" else trtllm_engine(cfg, model, group, **options)
+        engine = trtllm_engine(cfg, model, group, **options)
         engine.build()
         return engine, group
     return build_embedded_engine(
