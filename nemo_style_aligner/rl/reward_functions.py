@@ -14,9 +14,8 @@ from typing import Any
 
 from nemo_style_aligner.data.answers import problem_of as problem_of_answer
 from nemo_style_aligner.rl.math_verifier import MAX_SECONDS, MathVerifier
-from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, fits_fp32, when_all
+from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, RewardSource, fits_fp32, when_all
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.services.reward_client import SequencesToScore
 from nemo_style_aligner.user_code import describe, load_function, require_arguments
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ _PROCESSES = 2  # that verify mathematics, of each rank
 _CANCEL_SECONDS = 5.0  # for a coroutine that is over its limit to end
 
 
-class FunctionRewards:
+class FunctionRewards(RewardSource):
     """Calls a function for each response, several at once in threads of its own or in an event loop.
 
     A call over its limit is a failed reward. A coroutine is cancelled then; a thread cannot be ended, so the call goes
@@ -72,13 +71,6 @@ class FunctionRewards:
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()  # has the reason as its exception
         self._hanging: set[concurrent.futures.Future[Any]] = set()
         self._lock = threading.Lock()
-
-    def problem_of(self, line: Mapping[str, Any]) -> str | None:
-        """See `RewardSource.problem_of`: only the function knows."""
-        return None
-
-    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
-        """See `RewardSource.wait_until_ready`."""
 
     def score(self, responses: Sequence[Sample]) -> Rewards:
         """See `RewardSource.score`."""
