@@ -6,16 +6,13 @@ Therefore it does not matter which process does so, or when: `tokenized` keeps t
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import pickle
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedRWPair
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -158,19 +155,21 @@ def encode_files(
         DataError: a file or a line is not as it should be; the first such line counts.
     """
     made: list[Samples] = []
-    pending: deque[tuple[_Process | None, Lines]] = deque()
+    pending: deque[tuple[HelperProcess | None, Lines]] = deque()
 
     def finish() -> None:
         process, lines = pending.popleft()
+        with activity.bounded(_SECONDS):
+            samples = None if process is None else process.answer(_SECONDS)
         try:  # errors are raised here: a process that has met one only ends
-            samples = (process and process.samples()) or encoder.encode(lines)
+            samples = samples or encoder.encode(lines)
         except DataError:
             pending.clear()  # what comes later does not count
             raise
         made[0].extend(samples) if made else made.append(samples)
         tell(sum(len(raw) for _, raw in lines.lines))
 
-    started = [_Process(encoder) for _ in range(processes)] if processes > 1 else []
+    started = [HelperProcess(__name__, encoder) for _ in range(processes)] if processes > 1 else []
     try:
         for lines, process in zip(_batches(paths), itertools.cycle(started or [None])):
             if len(pending) == max(1, len(started)):
@@ -199,36 +198,7 @@ def _batches(paths: Sequence[str | Path]) -> Iterator[Lines]:
             start += len(batch)
 
 
-class _Process:
-    """A process that encodes batches; one at a time."""
-
-    def __init__(self, encoder: TextEncoder) -> None:
-        self._helper = HelperProcess(__name__, _SECONDS)
-        self.send(encoder)
-
-    def send(self, what: TextEncoder | Lines) -> None:
-        """Give it the encoder, or a batch."""
-        with contextlib.suppress(OSError, ValueError):  # it has ended, which `samples` will show
-            pickle.dump(what, self._helper.stream)
-            self._helper.stream.flush()
-
-    def samples(self) -> Samples | None:
-        """What became of the batch that was sent; None if the process has ended, or is silent."""
-        with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError), activity.bounded(_SECONDS):
-            made: Samples = pickle.load(self._helper.stream)
-            return made
-        self.close()
-        return None
-
-    def close(self) -> None:
-        """End the process."""
-        self._helper.close()
-
-
-def serve(stream: BufferedRWPair) -> None:
-    """Encode batches in a process of its own, until the other end is closed."""
+def answerer(encoder: TextEncoder) -> Callable[[Lines], Samples]:
+    """What encodes batches, in a process of its own."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the processes has a core
-    encoder: TextEncoder = pickle.load(stream)
-    while True:
-        pickle.dump(encoder.encode(pickle.load(stream)), stream)
-        stream.flush()
+    return encoder.encode
