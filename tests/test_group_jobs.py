@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Curves = dict[str, list[tuple[int, float]]]
 
-NUM_PROMPTS = 24
+NUM_PROMPTS = 16
 STEPS, PROMPTS, RESPONSES = 5, 4, 4
 SAMPLES = PROMPTS * RESPONSES
 
