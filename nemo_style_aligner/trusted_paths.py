@@ -1,8 +1,8 @@
 """Nothing that a neighbour has planted is loaded, followed or written through.
 
-A neighbour is every user but root and the one who runs this process. Paths are checked by descriptors, from the root
-down, links included. Where all folders on the way pass, no neighbour can change what lies at the path, so there is no
-moment between check and use at which it could be something else. Access control lists beyond POSIX's are not seen.
+A neighbour is every user but root and the one who runs this process. Paths are checked from the root down, links
+included. In a folder that has passed, no neighbour can change what lies at the next name, so there is no moment between
+check and use at which it could be something else. Access control lists beyond POSIX's are not seen.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def cache_folder(name: str) -> Path:
     return Path(root).expanduser() / "nemo_style_aligner" / name
 
 
-def open_path(path: str | os.PathLike[str], *, strict: bool = False, make: int | None = None) -> int:
-    """A descriptor (O_PATH) of what lies at ``path``, where no neighbour can have put or can put anything else.
+def trusted_path(path: str | os.PathLike[str], *, strict: bool = False, make: int | None = None) -> Path:
+    """The path, without links, of what lies at ``path``, where no neighbour can have put or can put anything else.
 
     A folder that everybody may write to needs the sticky bit, and what lies in it, like all links, must be this user's
     or root's. Other owners, and groups, are trusted with the folders that they have from those above: a team's share
@@ -47,36 +47,30 @@ def open_path(path: str | os.PathLike[str], *, strict: bool = False, make: int |
         OSError: there is nothing, or no folder can be made.
     """
     names = [*reversed((Path.cwd() / path).parts)]
-    folder, is_shared = -1, False
-    with contextlib.ExitStack() as opened:
-        for _ in range(_MOST_STEPS):
-            if not names:
-                return os.dup(folder)
-            name = names.pop()
-            is_shared &= name != "/"
-            entry = _enter(folder, name, make)
-            opened.callback(os.close, entry)
-            is_link = stat.S_ISLNK(os.fstat(entry).st_mode)
-            if strict or is_shared or is_link:
-                _require_owner(entry, is_shared)
-            if is_link:
-                names += reversed(Path(os.readlink("", dir_fd=entry)).parts)
-            else:  # the last may be a file
-                folder, is_shared = entry, _is_shared(entry, strict, " or +t" if names else "")
+    place, is_shared = Path("/"), False
+    for _ in range(_MOST_STEPS):
+        if not names:
+            return place
+        name = names.pop()
+        entry = place.parent if name == ".." else place / name
+        is_shared &= name != "/"
+        is_link = stat.S_ISLNK(_status(entry, make).st_mode)
+        if strict or is_shared or is_link:
+            _require_owner(entry, is_shared)
+        if is_link:
+            names += reversed(entry.readlink().parts)
+        else:  # the last may be a file
+            place, is_shared = entry, _is_shared(entry, strict, " or +t" if names else "")
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
-def own_folder(path: str | os.PathLike[str], *, strict: bool = False, make: int | None = None) -> int:
-    """`open_path` of a folder that is also this user's or root's, and that not everybody may write to."""
-    folder = open_path(path, strict=strict, make=make)
-    try:
-        if not stat.S_ISDIR(os.fstat(folder).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), _place(folder))
-        _require_owner(folder, is_shared=False)
-        _require_not_writable(folder, 0o022 if strict else 0o002)
-    except BaseException:
-        os.close(folder)
-        raise
+def own_folder(path: str | os.PathLike[str], *, strict: bool = False, make: int | None = None) -> Path:
+    """`trusted_path` of a folder that is also this user's or root's, and that not everybody may write to."""
+    folder = trusted_path(path, strict=strict, make=make)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    _require_owner(folder, is_shared=False)
+    _require_not_writable(folder, 0o022 if strict else 0o002)
     return folder
 
 
@@ -88,22 +82,19 @@ def private_folder(path: str | os.PathLike[str], *, strict: bool = False) -> Non
         OSError: it cannot be made.
     """
     folder = own_folder(path, strict=strict, make=0o700)
-    try:
-        status = os.fstat(folder)
-        if status.st_uid != os.geteuid():
-            raise UntrustedPathError(f"{_place(folder)} belongs to {_user(status.st_uid)}")
-        _require_not_writable(folder, 0o022)
-        if status.st_mode & 0o077:
-            os.chmod(f"/proc/self/fd/{folder}", 0o700)
-    finally:
-        os.close(folder)
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise UntrustedPathError(f"{folder} belongs to {_user(status.st_uid)}")
+    _require_not_writable(folder, 0o022)
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
 
 
 def why_untrusted(folder: Path) -> str | None:
     """Why no `own_folder` can be had or made there; None if one can, as far as is seen without making it."""
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
-        os.close(own_folder(nearest) if nearest == folder else open_path(nearest))
+        (own_folder if nearest == folder else trusted_path)(nearest)
     except UntrustedPathError as error:
         return str(error)
     except OSError:  # there is something else
@@ -148,56 +139,51 @@ def temporary_base() -> str:
     """
     base = tempfile.gettempdir()
     try:
-        os.close(open_path(base))
+        trusted_path(base)
     except UntrustedPathError as error:
         raise UntrustedPathError(f"no temporary files are safe in {base}: {error}; or set TMPDIR") from error
     return base
 
 
-def _enter(folder: int, name: str, make: int | None) -> int:
-    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+def _status(entry: Path, make: int | None) -> os.stat_result:
+    """Of what is there, links not followed; of a folder that is made if there is nothing."""
     try:
-        return os.open(name, flags, dir_fd=folder)
+        return entry.lstat()
     except FileNotFoundError:
         if make is None:
             raise
-    try:
-        with contextlib.suppress(FileExistsError):  # by now
-            os.mkdir(name, make, dir_fd=folder)
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, f"{_place(folder)}/{name}") from error
-    return os.open(name, flags, dir_fd=folder)
+    with contextlib.suppress(FileExistsError):  # by now
+        entry.mkdir(make)
+    return entry.lstat()
 
 
-def _is_shared(folder: int, strict: bool, remedy: str) -> bool:
+def _is_shared(folder: Path, strict: bool, remedy: str) -> bool:
     """Whether everybody can put something beside what lies in the folder, but in its place nobody can."""
-    status = os.fstat(folder)
-    if not status.st_mode & stat.S_ISVTX:
+    mode = folder.lstat().st_mode
+    if not mode & stat.S_ISVTX:
         _require_not_writable(folder, 0o022 if strict else 0o002, remedy)
-    return bool(status.st_mode & 0o002)
+    return bool(mode & 0o002)
 
 
-def _require_owner(entry: int, is_shared: bool) -> None:
-    owner = os.fstat(entry).st_uid
+def _require_owner(entry: Path, is_shared: bool) -> None:
+    owner = entry.lstat().st_uid
     # In a container, folders of the machine's root may be nobody's.
     if owner not in (0, os.geteuid()) and (is_shared or owner != _unmapped_user()):
-        raise UntrustedPathError(f"{_place(entry)} belongs to {_user(owner)}, who can put something else there")
+        raise UntrustedPathError(f"{entry} belongs to {_user(owner)}, who can put something else there")
 
 
-def _require_not_writable(folder: int, mask: int, remedy: str = "") -> None:
-    status = os.fstat(folder)
+def _require_not_writable(folder: Path, mask: int, remedy: str = "") -> None:
+    status = folder.lstat()
     if status.st_mode & mask & 0o002:
-        raise UntrustedPathError(f"{_place(folder)} is writable by others: chmod o-w{remedy} it")
-    if status.st_mode & mask & 0o020 and not _is_group_of_one(folder):
-        group = status.st_gid
-        raise UntrustedPathError(f"{_place(folder)} is writable by others of group {group}: chmod g-w{remedy} it")
+        raise UntrustedPathError(f"{folder} is writable by others: chmod o-w{remedy} it")
+    if status.st_mode & mask & 0o020 and not _is_group_of_one(folder, status.st_gid):
+        raise UntrustedPathError(f"{folder} is writable by others of group {status.st_gid}: chmod g-w{remedy} it")
 
 
-def _is_group_of_one(folder: int) -> bool:
+def _is_group_of_one(folder: Path, number: int) -> bool:
     """Whether the folder's group is root's, or this user's own as most systems make one, with no other members."""
-    number = os.fstat(folder).st_gid
     with contextlib.suppress(OSError):  # there is no list; where there is one, the mode does not say who may write
-        return not os.getxattr(f"/proc/self/fd/{folder}", "system.posix_acl_access")
+        return not os.getxattr(folder, "system.posix_acl_access")
     with contextlib.suppress(KeyError):
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
         if (user.pw_gid, user.pw_name) == (number, group.gr_name) and set(group.gr_mem) <= {user.pw_name}:
@@ -214,10 +200,6 @@ def _unmapped_user() -> int | None:
         if not any(start <= nobody < start + count for start, count in zip(numbers[::3], numbers[2::3], strict=True)):
             return nobody
     return None
-
-
-def _place(entry: int) -> str:
-    return os.readlink(f"/proc/self/fd/{entry}")
 
 
 def _user(number: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
-import os
 import sys
 import traceback
 import zlib
@@ -15,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.trusted_paths import UntrustedPathError, open_path
+from nemo_style_aligner.trusted_paths import UntrustedPathError, trusted_path
 from nemo_style_aligner.wording import some_of
 
 
@@ -92,10 +91,7 @@ def _require_closed(file: Path, what: str) -> None:
     """Make sure that not everybody can change the file, or what it imports from its folder."""
     try:
         for path in (file, file.parent):
-            entry = open_path(path)
-            mode = os.fstat(entry).st_mode
-            os.close(entry)
-            if mode & 0o002:
+            if trusted_path(path).stat().st_mode & 0o002:
                 raise UntrustedPathError(f"everybody may write to {path}")
     except UntrustedPathError as error:
         raise UserCodeError(f"{what}: {file} would be executed, but {error}: move it to a folder of its own") from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -83,6 +84,7 @@ class Layout:
     keep: str = "never"
     room: int | None = None  # tokens whose activations the memory holds
     algorithm: str = "ppo"
+    is_long: bool = False  # computed with TEST_LONG alone
 
     @property
     def world_size(self) -> int:
@@ -145,9 +147,9 @@ LAYOUTS = (
     Layout("reference"),
     Layout("micro1", micro=1),
     Layout("tokens", max_tokens=40),
-    Layout("one_pass", max_tokens=1000),
-    Layout("plain_optimizer", optimizer="fused_adam"),
-    Layout("resident", placement="resident"),
+    Layout("one_pass", max_tokens=1000, is_long=True),
+    Layout("plain_optimizer", optimizer="fused_adam", is_long=True),
+    Layout("resident", placement="resident", is_long=True),
     Layout("selective", recompute="selective"),
     Layout("full_recompute", recompute="full", micro=2),
     Layout("padded_vocabulary", vocab_divisor=128),
@@ -155,52 +157,52 @@ LAYOUTS = (
     Layout("bf16_reference", precision="bf16"),
     Layout("one_update", updates=1, placement="resident"),
     Layout("kept", updates=1, placement="resident", keep="always"),
-    Layout("kept_where_there_is_room", updates=1, placement="resident", keep="auto"),
+    Layout("kept_where_there_is_room", updates=1, placement="resident", keep="auto", is_long=True),
     Layout("kept_in_part", updates=1, placement="resident", keep="auto", room=60),
-    Layout("kept_without_room", updates=1, placement="resident", keep="auto", room=0),
+    Layout("kept_without_room", updates=1, placement="resident", keep="auto", room=0, is_long=True),
     Layout("one_update_micro1", updates=1, micro=1, placement="resident"),
     Layout("kept_micro1", updates=1, micro=1, placement="resident", keep="always"),
-    Layout("kept_selective", updates=1, placement="resident", keep="always", recompute="selective"),
-    Layout("kept_full_recompute", updates=1, placement="resident", keep="always", recompute="full"),
-    Layout("kept_tokens", updates=1, placement="resident", keep="always", max_tokens=40),
+    Layout("kept_selective", updates=1, placement="resident", keep="always", recompute="selective", is_long=True),
+    Layout("kept_full_recompute", updates=1, placement="resident", keep="always", recompute="full", is_long=True),
+    Layout("kept_tokens", updates=1, placement="resident", keep="always", max_tokens=40, is_long=True),
     Layout("kept_first_update", placement="resident", keep="always"),
     Layout("gspo_reference", algorithm="gspo"),
-    Layout("gspo_micro1", algorithm="gspo", micro=1, placement="resident"),
+    Layout("gspo_micro1", algorithm="gspo", micro=1, placement="resident", is_long=True),
     Layout("rloo_reference", algorithm="rloo"),
     # two
     Layout("tp2", tp=2),
-    Layout("tp2_micro1", tp=2, micro=1, optimizer="fused_adam", placement="resident"),
+    Layout("tp2_micro1", tp=2, micro=1, optimizer="fused_adam", placement="resident", is_long=True),
     Layout("tp2_sp", tp=2, sequence_parallel=True),
-    Layout("tp2_sp_tokens", tp=2, sequence_parallel=True, max_tokens=30),
+    Layout("tp2_sp_tokens", tp=2, sequence_parallel=True, max_tokens=30, is_long=True),
     Layout("pp2_tokens", pp=2, max_tokens=30),
     Layout("dp2_tokens", dp=2, max_tokens=30),
-    Layout("tp2_sp_full", tp=2, sequence_parallel=True, micro=2, recompute="full"),
+    Layout("tp2_sp_full", tp=2, sequence_parallel=True, micro=2, recompute="full", is_long=True),
     Layout("pp2", pp=2),
     Layout("pp2_micro1", pp=2, micro=1, placement="resident", optimizer="fused_adam", recompute="selective"),
     Layout("dp2", dp=2),
-    Layout("dp2_micro1", dp=2, micro=1, optimizer="fused_adam"),
+    Layout("dp2_micro1", dp=2, micro=1, optimizer="fused_adam", is_long=True),
     Layout("dp2_overlap", dp=2, micro=3, overlap=True),
-    Layout("tied_tp2", tp=2, tied=True),
+    Layout("tied_tp2", tp=2, tied=True, is_long=True),
     Layout("tied_pp2", pp=2, tied=True),
     Layout("kept_tp2_sp", tp=2, sequence_parallel=True, updates=1, placement="resident", keep="always", max_tokens=30),
-    Layout("kept_tp2", tp=2, updates=1, placement="resident", keep="auto"),
-    Layout("kept_tp2_in_part", tp=2, updates=1, placement="resident", keep="auto", room=60),
+    Layout("kept_tp2", tp=2, updates=1, placement="resident", keep="auto", is_long=True),
+    Layout("kept_tp2_in_part", tp=2, updates=1, placement="resident", keep="auto", room=60, is_long=True),
     Layout("kept_dp2", dp=2, updates=1, placement="resident", keep="always", overlap=True),
-    Layout("kept_dp2_tokens", dp=2, updates=1, placement="resident", keep="auto", max_tokens=30),
-    Layout("gspo_tp2_sp", algorithm="gspo", tp=2, sequence_parallel=True),
+    Layout("kept_dp2_tokens", dp=2, updates=1, placement="resident", keep="auto", max_tokens=30, is_long=True),
+    Layout("gspo_tp2_sp", algorithm="gspo", tp=2, sequence_parallel=True, is_long=True),
     Layout("gspo_pp2", algorithm="gspo", pp=2, micro=3),
-    Layout("gspo_dp2", algorithm="gspo", dp=2),
+    Layout("gspo_dp2", algorithm="gspo", dp=2, is_long=True),
     Layout("gspo_dp2_tokens", algorithm="gspo", dp=2, max_tokens=30, overlap=True),
     Layout("rloo_dp2", algorithm="rloo", dp=2, micro=1),
     Layout("bf16_tp2_sp", tp=2, sequence_parallel=True, precision="bf16"),
-    Layout("bf16_pp2", pp=2, precision="bf16"),
-    Layout("bf16_dp2", dp=2, precision="bf16"),
+    Layout("bf16_pp2", pp=2, precision="bf16", is_long=True),
+    Layout("bf16_dp2", dp=2, precision="bf16", is_long=True),
     # four
     Layout("tp2_dp2_sp", tp=2, dp=2, sequence_parallel=True, micro=3),
     Layout("pp2_dp2_tokens", pp=2, dp=2, max_tokens=50),
-    Layout("pp2_dp2", pp=2, dp=2, micro=1),
-    Layout("gspo_pp2_dp2", algorithm="gspo", pp=2, dp=2, micro=1),
-    Layout("rloo_tp2_dp2", algorithm="rloo", tp=2, dp=2),
+    Layout("pp2_dp2", pp=2, dp=2, micro=1, is_long=True),
+    Layout("gspo_pp2_dp2", algorithm="gspo", pp=2, dp=2, micro=1, is_long=True),
+    Layout("rloo_tp2_dp2", algorithm="rloo", tp=2, dp=2, is_long=True),
     Layout("tied_tp2_pp2_sp", tp=2, pp=2, sequence_parallel=True, micro=2, recompute="full", tied=True),
 )
 
@@ -557,7 +559,8 @@ def main() -> None:
     if not (folder / _file("rm", tied=True)).exists():
         fork_ranks(1, lambda: make_archives(folder))
     for world_size in (1, 2, 4):
-        chosen = [c for c in LAYOUTS if c.world_size == world_size and (not names or c.name in names)]
+        wanted = [c for c in LAYOUTS if (c.name in names if names else not c.is_long or os.environ.get("TEST_LONG"))]
+        chosen = [c for c in wanted if c.world_size == world_size]
         if chosen:
             fork_ranks(world_size, lambda chosen=chosen: run_layouts(folder, chosen))  # type: ignore[misc]
 

@@ -69,6 +69,7 @@ class Way:
     generation_tp: int = 1
     logprobs: str = "trainer"
     stops: tuple[str, ...] = ()  # in turn: where the run gets a stop signal, before it is started again
+    is_long: bool = False  # made with TEST_LONG alone
 
     @property
     def world_size(self) -> int:
@@ -83,7 +84,7 @@ WAYS = (
     Way("stale_lr0", rollout_ranks=1, staleness=1, lr=0.0),
     Way("stale", rollout_ranks=1, staleness=1),
     Way("stale_stopped", rollout_ranks=1, staleness=1, stops=("train 1", "score 3", "rollout rank 3", "score 5")),
-    Way("apart_pp2_to_tp2", rollout_ranks=2, pp=2, generation_tp=2),
+    Way("apart_pp2_to_tp2", rollout_ranks=2, pp=2, generation_tp=2, is_long=True),
 )
 
 
@@ -323,8 +324,9 @@ def main() -> None:
     fork_ranks(1, lambda: make_archives(folder))
     lines = [{"text": f"User: What is {a}*{a + 10 * (a % 3)}?\nAssistant:"[: 12 + 7 * (a % 4)]} for a in range(40)]
     write_jsonl(folder / "prompts.jsonl", lines)
-    for world_size in sorted({way.world_size for way in WAYS}):
-        chosen = [way for way in WAYS if way.world_size == world_size and (not names or way.name in names)]
+    wanted = [way for way in WAYS if (way.name in names if names else not way.is_long or os.environ.get("TEST_LONG"))]
+    for world_size in sorted({way.world_size for way in wanted}):
+        chosen = [way for way in wanted if way.world_size == world_size]
         if chosen:
             fork(folder, chosen, world_size)
 

@@ -509,14 +509,14 @@ def test_pairs_of_the_same_text_are_left_out_and_counted(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = make(CHATML)
-    thoughtful = ANSWER | {"reasoning_content": "hm"}
-    rows = [{"prompt": [USER], "chosen": [chosen], "rejected": [ANSWER]} for chosen in (LAST, ANSWER, thoughtful)]
+    rows = [{"prompt": [USER], "chosen": [chosen], "rejected": [ANSWER]} for chosen in (LAST, ANSWER, ANSWER)]
     data = ComparisonDataset([jsonl(tmp_path / "c.jsonl", *rows)], tokenizer, 400)
     assert (len(data), data.counts["equal"]) == (1, 2)
     assert "dropped 2 of 3 pairs: of two texts that are the same" in caplog.text
-    # Where the template has the thoughts, they differ.
-    rows[1] = rows[0]
-    assert len(ComparisonDataset([jsonl(tmp_path / "d.jsonl", *rows)], make(QWEN3), 400)) == 3
+    thoughtful = {"prompt": [USER], "chosen": [ANSWER | {"reasoning_content": "hm"}], "rejected": [ANSWER]}
+    assert len(ComparisonDataset([jsonl(tmp_path / "d.jsonl", thoughtful)], make(QWEN3), 400)) == 1
+    with pytest.raises(DataError, match="leaves out 'reasoning_content'"):
+        ComparisonDataset([tmp_path / "d.jsonl"], tokenizer, 400)
     texts_alone = jsonl(tmp_path / "e.jsonl", {"text": "a"}, {"text": "b"}, {"text": "c"}, {"text": "c"})
     assert ComparisonDataset([texts_alone], tokenizer, 9).counts["equal"] == 1
     with pytest.raises(DataError, match=r"f\.jsonl: all 1 pairs are of two texts that are the same"):

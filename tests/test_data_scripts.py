@@ -40,6 +40,8 @@ def script(name: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
+    if str(SCRIPTS) not in sys.path:  # as where it is started
+        sys.path.insert(0, str(SCRIPTS))
     spec.loader.exec_module(module)
     return module
 

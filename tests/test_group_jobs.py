@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Curves = dict[str, list[tuple[int, float]]]
 
-NUM_PROMPTS = 24
+NUM_PROMPTS = 16
 STEPS, PROMPTS, RESPONSES = 5, 4, 4
 SAMPLES = PROMPTS * RESPONSES
 
@@ -377,11 +377,11 @@ def require_reasons(told: str) -> None:
 
 
 def test_samples_without_a_reward_are_left_out(failing: Callable[[str], list[str]], tmp_path: Path) -> None:
-    """As long as calls end; the job ends when too many do not."""
+    """As long as others remain."""
     output = failing("skip")
     assert [value for _, value in curves(tmp_path)["train_rollouts/nonfinite_samples"]] == [3.0]
     require_reasons(next(line for line in output if "these samples are left out" in line))
-    assert re.fullmatch(r"\[rank 0\] RewardError: 8 calls of .*rewards.py:troubled have not returned, .*", output[-1])
+    assert output[-1].startswith("[rank 0] NonFiniteError: NaN or Inf in reward of samples [")
 
 
 def test_a_missing_reward_ends_the_job(failing: Callable[..., list[str]], tmp_path: Path) -> None:

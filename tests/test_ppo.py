@@ -51,12 +51,15 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.use_absolute_kl": (False, {"advantages.kl_estimator": "k1", "loss.kl_estimator": "k1"}),
     "trainer.ppo.kl_estimator": ("k3", {"advantages.kl_estimator": "k3", "loss.kl_estimator": "k3"}),
     "trainer.ppo.kl_clamp": (3.0, {"advantages.kl_clamp": 3.0, "loss.kl_clamp": 3.0}),
-    "trainer.ppo.discount_factor": (0.9, {"advantages.gamma": 0.9}),
-    "trainer.ppo.gae_lambda": (0.8, {"advantages.lam": 0.8}),
-    "trainer.ppo.estimator": ("rloo", {"advantages.estimator": ESTIMATORS["rloo"], "advantages.normalize": False}),
+    "trainer.ppo.discount_factor": (0.9, {"advantages.discount_factor": 0.9}),
+    "trainer.ppo.gae_lambda": (0.8, {"advantages.gae_lambda": 0.8}),
+    "trainer.ppo.estimator": (
+        "rloo",
+        {"advantages.estimator": ESTIMATORS["rloo"], "advantages.normalize_advantages": False},
+    ),
     "trainer.ppo.num_rollouts_per_prompt": (3, {"schedule.max_steps": 24}),
-    "trainer.ppo.top_n_rollouts": (2, {"ppo.top_rollouts": 2, "schedule.max_steps": 16}),
-    "trainer.ppo.save_samples": (True, {"ppo.saves_samples": True}),
+    "trainer.ppo.top_n_rollouts": (2, {"ppo.top_n_rollouts": 2, "schedule.max_steps": 16}),
+    "trainer.ppo.save_samples": (True, {"ppo.save_samples": True}),
     "trainer.ppo.policy_loss": ("gspo", {"loss.policy_loss": "gspo"}),
     "trainer.ppo.loss_aggregation": ("sequence_mean", {"loss.aggregation": "sequence_mean"}),
     "trainer.ppo.loss_constant_length": (77, {"loss.constant_length": 77}),
@@ -64,8 +67,8 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.dynamic_sampling.enable": (True, {"ppo.sampling_rounds": 4}),
     "trainer.ppo.overlong.buffer_tokens": (5, {"advantages.overlong_buffer": 5}),
     "trainer.ppo.overlong.penalty": (0.5, {"advantages.overlong_penalty": 0.5}),
-    "trainer.ppo.normalize_advantages": (False, {"advantages.normalize": False}),
-    "trainer.ppo.advantage_whitening_unbiased": (True, {"advantages.unbiased": True}),
+    "trainer.ppo.normalize_advantages": (False, {"advantages.normalize_advantages": False}),
+    "trainer.ppo.advantage_whitening_unbiased": (True, {"advantages.advantage_whitening_unbiased": True}),
     "trainer.ppo.mask_truncated": (False, {"advantages.mask_truncated": False}),
     "trainer.ppo.policy_logprobs": ("engine", {"ppo.takes_engine_logprobs": True}),
     "trainer.ppo.importance_weight_cap": (2.5, {"advantages.importance_weight_cap": 2.5}),
@@ -288,7 +291,7 @@ def test_experience_is_what_the_formulas_say() -> None:
     assert metrics.keys() - expected.keys() == {"rollout_size", "nonfinite_samples"}
 
     settings = dataclasses.replace(
-        settings, normalize=False, importance_weight_cap=None, importance_sequence_bounds=None
+        settings, normalize_advantages=False, importance_weight_cap=None, importance_sequence_bounds=None
     )
     experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)
     torch.testing.assert_close(experience.columns["advantages"], advantages)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from job_processes import ROOT, critic_service, run
-from multirank_ppo import LAYOUTS
+from multirank_ppo import LAYOUTS, Layout
 from multirank_rollouts import MAX_NEW_TOKENS, NUM_SAMPLES, WAYS
 from safetensors.torch import load_file
 
@@ -20,8 +20,13 @@ Result = tuple[dict[str, torch.Tensor], dict[str, float]]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 OURS = "critic in the job: "
-FP32 = [layout for layout in LAYOUTS if layout.precision == "32"]
-BF16 = [layout for layout in LAYOUTS if layout.precision == "bf16"]
+
+
+def each(wanted: Callable[[Layout], bool]) -> pytest.MarkDecorator:
+    """Have a test made for each of these layouts."""
+    long = {layout.name: [pytest.mark.long] if layout.is_long else [] for layout in LAYOUTS}
+    chosen = [pytest.param(each, id=each.name, marks=long[each.name]) for each in LAYOUTS if wanted(each)]
+    return pytest.mark.parametrize("layout", chosen)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def test_the_step_is_one_that_could_differ(result: Callable[[str], Result]) -> N
     assert "policy.lm_head.weight" in tensors and "policy.lm_head.weight" not in tied
 
 
-@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.algorithm == "ppo"], ids=lambda layout: layout.name)
+@each(lambda layout: layout.algorithm == "ppo")
 def test_a_reward_model_gives_the_same_rewards_in_the_job(result: Callable[[str], Result], layout: Any) -> None:
     """As the service of the critic's job, whichever ranks have the samples."""
     tensors, _ = result(layout.name)
@@ -79,7 +84,7 @@ def test_a_reward_model_gives_the_same_rewards_in_the_job(result: Callable[[str]
     torch.testing.assert_close(tensors["rewards in the job"], tensors["rewards"], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("layout", [x for x in FP32 if x.has_critic_in_job], ids=lambda layout: layout.name)
+@each(lambda layout: layout.precision == "32" and layout.has_critic_in_job)
 def test_a_critic_in_the_job_gives_and_learns_the_same(
     folder: Path, result: Callable[[str], Result], layout: Any
 ) -> None:
@@ -93,7 +98,7 @@ def test_a_critic_in_the_job_gives_and_learns_the_same(
     assert len(there) > 5 and largest_difference(here, there) < 2e-5
 
 
-@pytest.mark.parametrize("layout", FP32, ids=lambda layout: layout.name)
+@each(lambda layout: layout.precision == "32")
 def test_fp32_layouts_agree(result: Callable[[str], Result], layout: Any) -> None:
     """Log-probs, values, rewards, advantages, losses, gradient norms, new weights of policy and critic."""
     tensors, metrics = result(layout.name)
@@ -115,14 +120,14 @@ def test_fp32_layouts_agree(result: Callable[[str], Result], layout: Any) -> Non
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
-        ("resident", "reference"),
+        pytest.param("resident", "reference", marks=pytest.mark.long),
         ("selective", "reference"),
         ("kept_first_update", "reference"),
-        ("kept_where_there_is_room", "kept"),
+        pytest.param("kept_where_there_is_room", "kept", marks=pytest.mark.long),
         ("kept_in_part", "kept"),
-        ("kept_without_room", "kept"),
-        ("kept_tp2_in_part", "kept_tp2"),
-        ("kept_selective", "kept"),
+        pytest.param("kept_without_room", "kept", marks=pytest.mark.long),
+        pytest.param("kept_tp2_in_part", "kept_tp2", marks=pytest.mark.long),
+        pytest.param("kept_selective", "kept", marks=pytest.mark.long),
     ],
 )
 def test_what_changes_no_arithmetic_changes_no_bit(result: Callable[[str], Result], name: str, reference: str) -> None:
@@ -143,7 +148,7 @@ def test_what_is_kept_of_the_policy_changes_no_bit(result: Callable[[str], Resul
     assert {k: v for k, v in metrics.items() if not k.startswith("critic")}.items() <= expected_metrics.items()
 
 
-@pytest.mark.parametrize("layout", BF16, ids=lambda layout: layout.name)
+@each(lambda layout: layout.precision == "bf16")
 def test_bf16_layouts_agree_roughly(result: Callable[[str], Result], layout: Any) -> None:
     tensors, metrics = result(layout.name)
     expected_tensors, expected_metrics = result("bf16_reference")

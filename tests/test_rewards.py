@@ -21,7 +21,7 @@ from served_critic import CountingBackend, serve
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.rl.reward_config import build_reward_source
-from nemo_style_aligner.rl.rewards import Reward, RewardError, RewardSource, RewardSum
+from nemo_style_aligner.rl.rewards import Reward, RewardSource, RewardSum
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.services.endpoints import ModelLimits, reward_endpoint
 from nemo_style_aligner.services.http_client import ClientLimits, ServerUnavailableError
@@ -163,7 +163,7 @@ def test_a_failing_function_gives_no_reward_but_a_problem(
     assert scored == Reward(1.0, {"odd": 1.0, "exact_match": 0.0})
 
 
-def test_calls_over_their_limit_fail_and_too_many_of_them_end_the_source(build: Any, functions: str) -> None:
+def test_calls_over_their_limit_fail(build: Any, functions: str) -> None:
     judge = build({"source": f"{functions}:judge"}, seconds=0.2)
     late, *others = score(judge, responses("30", *["0"] * 20))
     assert "functions.py:judge took more than 0.2 s for the prompt of x.jsonl:0" in str(late.problem)
@@ -175,12 +175,6 @@ def test_calls_over_their_limit_fail_and_too_many_of_them_end_the_source(build: 
     late, *others = score(slow, responses("never", *["0"] * 20))
     assert "took more than 0.2 s" in str(late.problem) and "a thread cannot be ended" in str(late.problem)
     assert [other.value for other in others] == [2] * 20
-    began = time.monotonic()
-    with pytest.raises(RewardError, match=r"8 calls of .*functions.py:slow have not returned, each after"):
-        score(slow, responses(*["never"] * 1000))
-    with pytest.raises(RewardError, match="cannot be ended"):
-        score(slow, responses("0"))
-    assert time.monotonic() - began < 10
     assert score(judge, responses("0"))[0].value == 1
 
 

@@ -72,7 +72,7 @@ def test_the_runs_are_ones_that_could_differ(trained: Callable[[str], Tensors]) 
         assert together[f"{step}.learns"].sum() > 1
 
 
-@pytest.mark.parametrize("way", ["apart", "apart_pp2_to_tp2"])
+@pytest.mark.parametrize("way", ["apart", pytest.param("apart_pp2_to_tp2", marks=pytest.mark.long)])
 def test_generating_on_other_ranks_changes_nothing(
     trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]], way: str
 ) -> None:

@@ -92,105 +92,42 @@ TRAINED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=TRAINED)
-def old_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As vicuna's or open_llama's: a sentencepiece model and a config, and no tokenizer.json."""
-    directory = tmp_path_factory.mktemp("old")
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_sentencepiece_model_has_its_own_ids(kind: str, tmp_path: Path) -> None:
+    """Also once it is saved; and what transformers reads then differs in white space at the beginning alone."""
     corpus = [f"User: What is {a}+{b}?  It is   {a + b}, def f(x):    return" for a in range(30) for b in range(9)]
-    (directory / "corpus.txt").write_text("\n".join(corpus))
+    (tmp_path / "corpus.txt").write_text("\n".join(corpus))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(directory / "corpus.txt"), model_prefix=str(directory / "tokenizer"), vocab_size=340,
-        minloglevel=2, **{"hard_vocab_limit": False, **TRAINED[request.param]},
+        input=str(tmp_path / "corpus.txt"), model_prefix=str(tmp_path / "tiny"), vocab_size=340,
+        minloglevel=2, **{"hard_vocab_limit": False, **TRAINED[kind]},
     )  # fmt: skip
-    for name in ("corpus.txt", "tokenizer.vocab"):
-        (directory / name).unlink()
-    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False,
-              "sp_model_kwargs": {}, "pad_token": None, "chat_template": "{{ messages }}",
-              **{f"{name}_token": {"__type": "AddedToken", "content": token, "normalized": True, "lstrip": False}
-                 for name, token in (("bos", "<s>"), ("eos", "</s>"), ("unk", "<unk>"))}}  # fmt: skip
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
-
-
-def configured(directory: Path, tmp_path: Path, **config: object) -> Path:
-    """A copy of a directory with another config."""
-    shutil.copytree(directory, tmp_path / "configured")
-    file = tmp_path / "configured" / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    return tmp_path / "configured"
-
-
-@pytest.mark.parametrize("legacy", [False, True, None])
-def test_a_directory_without_tokenizer_json_has_sentencepieces_ids(
-    old_directory: Path, legacy: bool | None, tmp_path: Path
-) -> None:
-    directory = configured(old_directory, tmp_path, legacy=legacy)
-    itself = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
-    plain = load_tokenizer(directory / "tokenizer.model")
-    read = load_tokenizer(directory)
+    itself = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tiny.model"))
+    read = load_tokenizer(tmp_path / "tiny.model")
     read.save(tmp_path / "archive")
     again = load_tokenizer(tmp_path / "archive")
     again.save(tmp_path / "next")
+    parts = ["User: 6", "It is  16", " 3"]
     for tokenizer in (read, again, load_tokenizer(tmp_path / "next")):
         assert tokenizer.texts_to_ids(TEXTS) == [itself.encode(text) for text in TEXTS]
         assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id) == (1, 2, 2, 0)
-        assert tokenizer.chat_template == "{{ messages }}"
         assert all(tokenizer.ids_to_text(itself.encode(text)) == itself.decode(itself.encode(text)) for text in TEXTS)
-        parts = ["User: 6", "It is  16", " 3"]  # with `legacy`, each begins as a text of its own
-        expected = [i for part in parts for i in (*itself.encode(part), 2)]
-        text = "</s>".join([*parts, ""])
-        assert tokenizer.text_to_ids(text) == (expected if legacy else plain.text_to_ids(text))
+        assert tokenizer.text_to_ids("</s>".join(parts)) == read.text_to_ids("</s>".join(parts))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "archive")
-    for text in (*TEXTS, "User: 6</s>It is  16</s> 3</s>"):
-        if legacy or not text.startswith((" ", "\t", "\r", "▁")):  # docs/checkpoints.md
+    for text in (*TEXTS, "</s>".join(parts)):
+        if not text.startswith((" ", "\t", "\r", "▁")):  # docs/checkpoints.md
             assert theirs.encode(text, add_special_tokens=False) == read.text_to_ids(text), text
-    assert theirs.encode("User") == [1, *itself.encode("User")]
+    files = {file.name: file.read_bytes() for file in (tmp_path / "archive").iterdir()}
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "next").iterdir()}
 
 
-def test_added_tokens_of_a_sentencepiece_directory(old_directory: Path, tmp_path: Path) -> None:
-    """Chat models put theirs behind those of the model: in three files, over the years."""
-    size = sentencepiece.SentencePieceProcessor(model_file=str(old_directory / "tokenizer.model")).get_piece_size()
-    end = {"content": "<|im_end|>", "special": True, "rstrip": True, "lstrip": False, "single_word": False}
-    directory = configured(
-        old_directory, tmp_path, eos_token="<|im_end|>", added_tokens_decoder={str(size + 2): end}, add_eos_token=True
-    )
-    (directory / "added_tokens.json").write_text(json.dumps({"<tool>": size + 1, "<|im_end|>": size + 2}))
-    (directory / "special_tokens_map.json").write_text(json.dumps({"pad_token": "[PAD]"}))
-    config = directory / "tokenizer_config.json"
-    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "pad_token"}))
-    tokenizer = load_tokenizer(directory)
-    tokenizer.save(tmp_path / "archive")
-    plain = load_tokenizer(old_directory)
-    behind = plain.text_to_ids("<s>User")[1:]  # no space before it
-    for read in (tokenizer, load_tokenizer(tmp_path / "archive")):
-        assert (read.eos_id, read.pad_id, read.vocab_size) == (size + 2, size + 3, size + 4)
-        assert read.text_to_ids("6<|im_end|>\n  User<tool>User") == [
-            *plain.text_to_ids("6"), size + 2, *behind, size + 1, *behind]  # fmt: skip
-        assert read.special_ids >= {1, 2, size + 2, size + 3} and size + 1 not in read.special_ids
-        assert read.ids_to_text([*plain.text_to_ids("6"), size + 2, size + 1]) == "6<tool>"
-        assert read.ids_to_text([size + 1, size + 2], keep_special=True) == "<tool><|im_end|>"
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "archive")
-    assert theirs.encode("User<tool>User<|im_end|>") == [
-        1,
-        *tokenizer.text_to_ids("User<tool>User<|im_end|>"),
-        size + 2,
-    ]
-    assert (theirs.eos_token_id, theirs.pad_token_id) == (size + 2, size + 3)
-
-
-def test_what_a_sentencepiece_directory_cannot_mean_is_named(old_directory: Path, tmp_path: Path) -> None:
-    for i, (config, message) in enumerate(
-        (
-            ({"tokenizer_class": "T5Tokenizer"}, "tokenizer_class 'T5Tokenizer' of a sentencepiece model"),
-            ({"added_tokens_decoder": {"7": {"content": "<new>"}}}, "'<new>' has the id 7"),
-            ({"added_tokens_decoder": {"900000000": {"content": "<new>"}}}, "'<new>' has the id 900000000"),
-            ({"added_tokens_decoder": []}, "cannot be read"),
-            ({"eos_token": 3}, "cannot be read"),
-            ({"eos_token": None}, "no end-of-sequence token"),
-        )
-    ):
-        with pytest.raises(TokenizerError, match=message):
-            load_tokenizer(configured(old_directory, tmp_path / str(i), **config))
+def test_settings_of_hugging_faces_beside_a_sentencepiece_model_are_refused(
+    sentencepiece_model: Path, tmp_path: Path
+) -> None:
+    """They give other ids than the model alone."""
+    shutil.copy(sentencepiece_model, tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "legacy": True}))
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json, .*: make one with transformers 4"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.fixture(params=["sentencepiece", "metaspace", "legacy metaspace", "bytes", "characters"])
@@ -462,7 +399,6 @@ def test_sentencepiece_models_as_a_tokenizer_json(kind: str, plain: bool, tmp_pa
     reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tiny.model"))
     for text in ("What is  12 +   3?", "It is<extra_id_0>fine: ½ é 😀", "fine\n\n  fine  ", "", "x"):
         assert theirs.encode(text, add_special_tokens=False) == reference.encode(text), text
-    assert theirs.encode("fine") == [tokenizer.bos_id, *reference.encode("fine")]
     ids = reference.encode("What is  12 + 3?")
     assert theirs.decode([*ids, tokenizer.eos_id], skip_special_tokens=True) == tokenizer.ids_to_text(ids)
     for marked in ("<s>What is</s> 12 </s></s>", "</s>", "6<s>fine"):

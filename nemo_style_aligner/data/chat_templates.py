@@ -11,8 +11,7 @@ import math
 import os
 import resource
 import threading
-from collections.abc import Mapping
-from io import BufferedRWPair
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_style_aligner.data.helper_process import HelperProcess
@@ -47,7 +46,7 @@ class _Renderer:
             TemplateError: the template raises an error; or it takes too much time or memory, and is not tried again.
             TypeError: a variable that JSON does not have.
         """
-        request = json.dumps([template, arguments]).encode() + b"\n"
+        request = json.dumps([template, arguments])
         with self._lock:
             reply = None
             if template not in self._refused:
@@ -59,19 +58,15 @@ class _Renderer:
             raise TemplateError(reply["error"])
         return reply["text"]
 
-    def _ask(self, request: bytes) -> dict[str, str] | None:
+    def _ask(self, request: str) -> dict[str, str] | None:
         """The process's reply; None if it has ended or is silent, and the next request starts another one."""
         if self._process is None or self._process.owner != os.getpid():
-            self._process = HelperProcess(__name__, _WAIT_SECONDS)
-        try:
-            self._process.stream.write(request)
-            self._process.stream.flush()
-            reply: dict[str, str] = json.loads(self._process.stream.readline())
-            return reply
-        except (OSError, ValueError):
-            self._process.close()
+            self._process = HelperProcess(__name__)
+        self._process.send(request)
+        reply: dict[str, str] | None = self._process.answer(_WAIT_SECONDS)
+        if reply is None:
             self._process = None
-            return None
+        return reply
 
 
 render = _Renderer().render
@@ -80,22 +75,22 @@ render = _Renderer().render
 # ---- in the process of its own ------------------------------------------------------------------
 
 
-def serve(stream: BufferedRWPair) -> None:
-    """Render texts, until the other end is closed."""
+def answerer() -> Callable[[str], dict[str, str]]:
+    """Limit this process, and return what renders a text."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as file:
         in_use = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + _MEMORY_BYTES,) * 2)
-    while request := stream.readline():
-        template, arguments = json.loads(request)
+
+    def render(request: str) -> dict[str, str]:
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds = math.ceil(used.ru_utime + used.ru_stime) + _CPU_SECONDS
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
-        reply = _rendered(render_jinja_template, template, arguments)
-        stream.write(json.dumps(reply).encode() + b"\n")
-        stream.flush()
+        return _rendered(render_jinja_template, *json.loads(request))
+
+    return render
 
 
 def _rendered(render_jinja_template: Any, template: str, arguments: dict[str, Any]) -> dict[str, str]:

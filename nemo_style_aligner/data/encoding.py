@@ -1,33 +1,38 @@
 """Lines of data files made into samples, in batches that several processes share.
 
 What a `TextEncoder` of `texts` makes of a batch depends on nothing but its lines, the tokenizer and the settings.
-Therefore it does not matter which process does so, or when: `tokenized` keeps the result.
+Therefore it does not matter which process does so.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
+import logging
 import os
-import pickle
+import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedRWPair
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from nemo_style_aligner.data.helper_process import HelperProcess
 from nemo_style_aligner.data.jsonl import DataError, Record, parse_line, read_lines
+from nemo_style_aligner.parallel.machine import available_cores, ranks_on_this_machine
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.wording import some_of
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from nemo_style_aligner.data.texts import TextEncoder
 
+LARGE = 1 << 20
+"""Bytes of text. Less is tokenized within a second or two, and a process gets no less."""
+
+_PACKED = 4  # times as much text is in a compressed file
+_TOLD_SECONDS = 30.0
 _LINES = 256  # of a batch; an even number, since two lines may be a pair
 _SECONDS = 900.0  # for a batch, whatever its template does
 
@@ -91,28 +96,6 @@ class Samples:
             self.columns[name].extend(column)
         self.counts.update(other.counts)
 
-    def save(self, file: BinaryIO) -> None:
-        """Write them as numpy's ``.npz``, which has checksums."""
-        counts = json.dumps(list(self.counts.items())).encode()
-        arrays: dict[str, Any] = {
-            f"{name}.{part}": np.asarray(getattr(column, part))
-            for name, column in self.columns.items()
-            for part in ("values", "ends")
-        }
-        np.savez(file, counts=np.frombuffer(counts, np.uint8), **arrays)
-
-    @classmethod
-    def load(cls, file: BinaryIO) -> Samples:
-        """What was saved; raises an error of any kind if it is damaged. They cannot be extended."""
-        columns: dict[str, Ragged] = {}
-        with np.load(file, allow_pickle=False) as arrays:
-            counted = json.loads(bytes(arrays["counts"]))
-            for name in arrays.files:
-                column, _, part = name.partition(".")
-                if part:
-                    setattr(columns.setdefault(column, Ragged()), part, arrays[name])
-        return cls(columns, Counter({tuple(key) if isinstance(key, list) else key: n for key, n in counted}))
-
 
 @dataclass(frozen=True)
 class Lines:
@@ -145,32 +128,32 @@ class Lines:
         return self.file == self.start == 0
 
 
-def encode_files(
-    paths: Sequence[str | Path], encoder: TextEncoder, processes: int, tell: Callable[[int], None]
-) -> Samples:
-    """The samples of files, one after the other.
-
-    Args:
-        processes: that encode beside this one; with fewer than two, this one does.
-        tell: is called after each batch, with the number of bytes of its lines.
+def encode_files(paths: Sequence[str | Path], encoder: TextEncoder) -> Samples:
+    """The samples of files, one after the other; those of large files are made by several processes.
 
     Raises:
         DataError: a file or a line is not as it should be; the first such line counts.
     """
+    sizes = [(path, os.path.getsize(path)) for path in map(Path, paths) if path.is_file()]
+    total = sum(size * (_PACKED if path.suffix == ".gz" else 1) for path, size in sizes)
+    processes = min(available_cores() // ranks_on_this_machine(), total // LARGE)
+    tell = _progress(some_of([str(path) for path in paths]), total)
     made: list[Samples] = []
-    pending: deque[tuple[_Process | None, Lines]] = deque()
+    pending: deque[tuple[HelperProcess | None, Lines]] = deque()
 
     def finish() -> None:
         process, lines = pending.popleft()
+        with activity.bounded(_SECONDS):
+            samples = None if process is None else process.answer(_SECONDS)
         try:  # errors are raised here: a process that has met one only ends
-            samples = (process and process.samples()) or encoder.encode(lines)
+            samples = samples or encoder.encode(lines)
         except DataError:
             pending.clear()  # what comes later does not count
             raise
         made[0].extend(samples) if made else made.append(samples)
         tell(sum(len(raw) for _, raw in lines.lines))
 
-    started = [_Process(encoder) for _ in range(processes)] if processes > 1 else []
+    started = [HelperProcess(__name__, encoder) for _ in range(processes)] if processes > 1 else []
     try:
         for lines, process in zip(_batches(paths), itertools.cycle(started or [None])):
             if len(pending) == max(1, len(started)):
@@ -190,6 +173,22 @@ def encode_files(
     return made[0]
 
 
+def _progress(files: str, total: int) -> Callable[[int], None]:
+    """What is to be told how many bytes more are done: there is a line in the log now and then."""
+    began = told = time.monotonic()
+    done = 0
+
+    def tell(size: int) -> None:
+        nonlocal told, done
+        activity.progress()
+        done, now = done + size, time.monotonic()
+        if now - told > _TOLD_SECONDS:
+            told = now
+            logger.info("tokenizing %s: %.0f%% after %.0f s", files, 100 * min(done / total, 0.99), now - began)
+
+    return tell
+
+
 def _batches(paths: Sequence[str | Path]) -> Iterator[Lines]:
     for file, path in enumerate(map(Path, paths)):
         first, start, lines = None, 0, read_lines(path)
@@ -199,36 +198,7 @@ def _batches(paths: Sequence[str | Path]) -> Iterator[Lines]:
             start += len(batch)
 
 
-class _Process:
-    """A process that encodes batches; one at a time."""
-
-    def __init__(self, encoder: TextEncoder) -> None:
-        self._helper = HelperProcess(__name__, _SECONDS)
-        self.send(encoder)
-
-    def send(self, what: TextEncoder | Lines) -> None:
-        """Give it the encoder, or a batch."""
-        with contextlib.suppress(OSError, ValueError):  # it has ended, which `samples` will show
-            pickle.dump(what, self._helper.stream)
-            self._helper.stream.flush()
-
-    def samples(self) -> Samples | None:
-        """What became of the batch that was sent; None if the process has ended, or is silent."""
-        with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError), activity.bounded(_SECONDS):
-            made: Samples = pickle.load(self._helper.stream)
-            return made
-        self.close()
-        return None
-
-    def close(self) -> None:
-        """End the process."""
-        self._helper.close()
-
-
-def serve(stream: BufferedRWPair) -> None:
-    """Encode batches in a process of its own, until the other end is closed."""
+def answerer(encoder: TextEncoder) -> Callable[[Lines], Samples]:
+    """What encodes batches, in a process of its own."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the processes has a core
-    encoder: TextEncoder = pickle.load(stream)
-    while True:
-        pickle.dump(encoder.encode(pickle.load(stream)), stream)
-        stream.flush()
+    return encoder.encode

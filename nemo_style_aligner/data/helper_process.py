@@ -4,60 +4,68 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import multiprocessing
 import os
+import pickle
 import signal
-import socket
 import subprocess
 import sys
+from multiprocessing.connection import Connection
+from typing import Any
 
 _ENVIRONMENT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH")  # of the variables, those that a process gets
-_START = "import sys; sys.path[:] = {path!r}; from {here} import _serve; _serve({module!r})"
+_START = "import sys; sys.path[:] = {path!r}; from {here} import _serve; _serve({descriptor}, {module!r})"
 
 
 class HelperProcess:
-    """A process that calls ``serve(stream)`` of a module of this package.
-
-    Args:
-        seconds: that are waited for it at most. What takes longer raises TimeoutError, which is an OSError.
+    """A process that answers questions, one after the other, by what ``answerer(*arguments)`` of a module returns.
 
     Attributes:
-        stream: reads what it writes, and writes what it reads.
         owner: id of the process that started it; a fork of that one cannot use it.
     """
 
-    def __init__(self, module: str, seconds: float) -> None:
+    def __init__(self, module: str, *arguments: Any) -> None:
         self.owner = os.getpid()
-        self._connection, theirs = socket.socketpair()
-        self._connection.settimeout(seconds)
+        self._connection, theirs = multiprocessing.Pipe()
         # -I and the path: nothing is imported from the folder that the job was started in.
-        start = _START.format(path=sys.path, here=__name__, module=module)
+        start = _START.format(path=sys.path, here=__name__, descriptor=theirs.fileno(), module=module)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", start],
-                stdin=theirs.fileno(),
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the job
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+                pass_fds=[theirs.fileno()],
             )
-        self.stream = self._connection.makefile("rwb")
+        self.send(arguments)
 
-    def wait_at_most(self, seconds: float) -> None:
-        """From now on."""
-        self._connection.settimeout(seconds)
+    def send(self, question: Any) -> None:
+        """Ask a question, once the one before is answered. Whether the process has ended, `answer` will show."""
+        with contextlib.suppress(OSError):
+            self._connection.send(question)
+
+    def answer(self, seconds: float) -> Any | None:
+        """The answer; None if the process has ended or is silent for so long. Then it is closed."""
+        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+            if self._connection.poll(seconds):
+                return self._connection.recv()
+        self.close()
+        return None
 
     def close(self) -> None:
         """End it."""
         self._process.kill()
         self._process.wait()
-        with contextlib.suppress(OSError):
-            self.stream.close()
         self._connection.close()
 
 
-def _serve(module: str) -> None:
+def _serve(descriptor: int, module: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the job decides what they mean
-    with socket.socket(fileno=sys.stdin.fileno()) as connection, connection.makefile("rwb") as stream:
-        with contextlib.suppress(Exception):  # its end tells the job enough
-            importlib.import_module(module).serve(stream)
-        os._exit(0)
+    with contextlib.suppress(Exception):  # its end tells the job enough
+        connection = Connection(descriptor)
+        answer = importlib.import_module(module).answerer(*connection.recv())
+        while True:
+            connection.send(answer(connection.recv()))
+    os._exit(0)

@@ -18,7 +18,6 @@ from typing import Any
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer
 from nemo_style_aligner.data.chats import (
-    REASONING_KEYS,
     Conversation,
     Turn,
     read_messages,
@@ -27,7 +26,7 @@ from nemo_style_aligner.data.chats import (
     system_turn,
 )
 from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.jsonl import Record
 from nemo_style_aligner.data.texts import (
     CONTEXT_KEYS,
     ScoredText,
@@ -234,14 +233,7 @@ def _read_pair(record: Record, chats: ChatRenderer) -> tuple[ScoredText, ScoredT
     """
     keys = next((keys for keys in _KEYS if any(key in record.fields for key in keys)), _KEYS[0])
     given = [_read(record, key) for key in keys]
-    try:
-        chosen, rejected = (_as_text(record, key, text, chats) for key, text in zip(keys, given, strict=True))
-    except DataError:
-        plain = [_without_thoughts(text) for text in given]
-        if plain[0] != plain[1]:
-            raise
-        # They differ in thoughts that the template has no place for: the same text twice.
-        chosen, rejected = (_as_text(record, key, text, chats) for key, text in zip(keys, plain, strict=True))
+    chosen, rejected = (_as_text(record, key, text, chats) for key, text in zip(keys, given, strict=True))
     _require_question(record, given[0], chosen)
     return chosen, rejected
 
@@ -274,16 +266,6 @@ def _with_prompt(record: Record, key: str, prompt: str | list[Any], turns: list[
 
 def _as_text(record: Record, what: str, given: ScoredText | Conversation, chats: ChatRenderer) -> ScoredText:
     return given if isinstance(given, ScoredText) else rendered_text(record, repr(what), given, chats)
-
-
-def _without_thoughts(given: ScoredText | Conversation) -> ScoredText | Conversation:
-    if isinstance(given, ScoredText):
-        return given
-    turns = [
-        dataclasses.replace(turn, extras={k: v for k, v in turn.extras.items() if k not in REASONING_KEYS})
-        for turn in given.turns
-    ]
-    return dataclasses.replace(given, turns=turns)
 
 
 def _require_question(record: Record, given: ScoredText | Conversation, chosen: ScoredText) -> None:

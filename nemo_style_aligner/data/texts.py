@@ -13,10 +13,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer, is_in_chat_template
 from nemo_style_aligner.data.chats import Conversation, is_conversation, read_conversation
-from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples, seen
+from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples, encode_files, seen
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatForm, ChatPromptTokens, TextFormat
-from nemo_style_aligner.data.tokenized import tokenized
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
@@ -119,17 +118,6 @@ class TextEncoder(ABC):
             DataError: it is all.
         """
 
-    def described(self) -> dict[str, Any]:
-        """What it is made of, except for the tokenizer's files; as JSON has it."""
-        tokenizer = self.tokenizer
-        return {
-            "encoder": [type(self).__module__, type(self).__name__],
-            "settings": self.settings,
-            "chat_template": tokenizer.chat_template,
-            "generation_config": tokenizer.generation_config,
-            "format": tokenizer.format.to_config(),
-        }
-
     def take_counts(self, lines: Lines, first_prompt: str) -> Counts:
         """Of lines that have been rendered; the prompt of the first one, if there is one, shows who wrote it."""
         counts, self.chats.counts = self.chats.counts, Counter()
@@ -184,7 +172,7 @@ class TextDataset(Generic[T]):
 
     def __init__(self, paths: Sequence[str | Path], encoder: TextEncoder, item: Callable[..., T]) -> None:
         """``item`` makes a sample of the values in the encoder's columns."""
-        samples = tokenized(paths, encoder)
+        samples = encode_files(paths, encoder)
         self.encoder, self.counts, self._item = encoder, samples.counts, item
         self._columns = list(samples.columns.values())
         encoder.chats.log(self.counts, paths)

@@ -23,13 +23,7 @@ from typing import TYPE_CHECKING, Any
 import sentencepiece
 
 from nemo_style_aligner.data import chat_templates
-from nemo_style_aligner.data.sentencepiece_model import (
-    read_settings,
-    to_fast_tokenizer,
-    token_of,
-    user_defined_ids,
-    with_added_tokens,
-)
+from nemo_style_aligner.data.sentencepiece_model import to_fast_tokenizer, user_defined_ids
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.errors import LFS_POINTER, UserError, is_lfs_pointer
 from nemo_style_aligner.parsing import parse_json
@@ -46,8 +40,6 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 # back by the same backend and gives the same ids.
 _BACKEND_KEY = "nemo_style_aligner_backend"
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-# Classes that give sentencepiece's own ids; others renumber them, or are code that is not run here.
-_SENTENCEPIECE_CLASSES = (None, "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 _PORTABLE_CLASS = "PreTrainedTokenizerFast"  # which takes a tokenizer.json as it is, in every version of transformers
 
 # `normalizer_spec { add_dummy_prefix: false }` of a sentencepiece model as protobuf writes it (field 3 of field 3).
@@ -369,52 +361,35 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Wraps a sentencepiece model, as NeMo archives carry one, or Hugging Face's directories of older models."""
+    """Wraps a sentencepiece model, as NeMo archives carry one."""
 
     def __init__(self, model_file: Path, files: Mapping[str, bytes]) -> None:
-        """``files`` are those of the model's Hugging Face directory, by name; `save` writes them."""
+        """``files`` are those beside the model, by name; `save` writes them."""
         self._model_file = model_file
-        model_bytes = model_file.read_bytes()
-        self.files = {"tokenizer.model": model_bytes, **files}  # to be saved again, when these may be gone
+        content = model_file.read_bytes()
+        self.files = {"tokenizer.model": content, **files}  # to be saved again, when these may be gone
         self.chat_template = _chat_template(self.files)
         try:
-            self._settings = settings = read_settings(self.files)
-            sentencepiece.SentencePieceProcessor(model_file=str(model_file))  # raises where the next one would crash
-            content = with_added_tokens(model_bytes, settings) if settings.added else model_bytes
-            model = sentencepiece.SentencePieceProcessor(model_proto=content)
+            model = self._model = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
         except (OSError, RuntimeError) as error:
             raise TokenizerError(f"{model_file} is not a sentencepiece model: {error}") from error
-        except ValueError as error:
-            raise TokenizerError(f"{model_file.parent}: {error}") from error
-        no_prefix = sentencepiece.SentencePieceProcessor(model_proto=content + _NO_DUMMY_PREFIX)
-        self._model = model if settings.add_prefix_space else no_prefix
-        self._later_parts = self._model if settings.legacy else no_prefix
+        self._later_parts = sentencepiece.SentencePieceProcessor(model_proto=content + _NO_DUMMY_PREFIX)
         self.unk_id = model.unk_id()
-        self.bos_id, eos_id, pad_id = (self._role(role) for role in ("bos_token", "eos_token", "pad_token"))
-        if eos_id is None:
+        self.eos_id, bos_id, pad_id = model.eos_id(), model.bos_id(), model.pad_id()
+        if self.eos_id < 0:
             raise TokenizerError(f"{model_file} has no end-of-sequence token, without which no response can end")
-        self.eos_id = eos_id
-        self.pad_id = eos_id if pad_id is None else pad_id
-        self.adds_bos = self.bos_id is not None and _adds_bos(self.files)
+        self.bos_id = None if bos_id < 0 else bos_id
+        self.pad_id = self.eos_id if pad_id < 0 else pad_id
+        self.adds_bos = self.bos_id is not None and bool(_config_in(self.files).get("add_bos_token"))
         self.vocab_size = model.get_piece_size()
-        special = {model.piece_to_id(token.content) for token in settings.added if token.special}
-        self.special_ids = frozenset(special | {i for i in range(self.vocab_size) if model.is_control(i)})
+        self.special_ids = frozenset(i for i in range(self.vocab_size) if model.is_control(i))
         self.added_ids = self.special_ids | {i for i in user_defined_ids(model) if model.id_to_piece(i).strip(" ▁\n\t")}
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         self.named_tokens = {name: model.id_to_piece(i) for name, i in ids.items() if i is not None}
         # sentencepiece itself never encodes text as control pieces, so texts are split at them. It also puts a space
-        # before every text, which only the first part should have, or with `legacy` all.
-        patterns = {model.id_to_piece(i): re.escape(model.id_to_piece(i)) for i in self.special_ids}
-        for token in settings.added:
-            space = [r"\s*" if strips else "" for strips in (token.lstrip, token.rstrip)]
-            patterns[token.content] = space[0] + re.escape(token.content) + space[1]
-        longest_first = [patterns[token] for token in sorted(patterns, key=len, reverse=True)]
-        self._split_at = re.compile("(" + ("|".join(longest_first) or "(?!)") + ")")
-        self._ids_of_split = {token: model.piece_to_id(token) for token in patterns}
-
-    def _role(self, role: str) -> int | None:
-        token = token_of(self._model, self._settings, role)
-        return None if token is None else self._model.piece_to_id(token)
+        # before every text, which only the first part should have.
+        longest_first = sorted((model.id_to_piece(i) for i in self.special_ids), key=len, reverse=True)
+        self._split_at = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """See `Tokenizer.texts_to_ids`."""
@@ -422,8 +397,7 @@ class SentencePieceTokenizer(Tokenizer):
         encoded: list[list[int]] = self._model.encode([parts[0] for parts in cut], out_type=int)
         for ids, parts in zip(encoded, cut, strict=True):
             for piece, part in zip(parts[1::2], parts[2::2], strict=True):
-                found = self._ids_of_split.get(piece)
-                ids.append(self._ids_of_split[piece.strip()] if found is None else found)
+                ids.append(self._model.piece_to_id(piece))
                 ids += self._later_parts.encode(part, out_type=int)
         return encoded
 
@@ -445,38 +419,23 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _saved_files(self) -> Mapping[str, bytes]:
         """The model, and for transformers a ``tokenizer.json`` that gives the same ids, if there can be one."""
-        if _BACKEND_KEY in _config_in(self.files):
-            return self.files
-        return {**self.files, **self._portable_files(), **_template_file(self.chat_template)}
-
-    def _portable_files(self) -> dict[str, bytes]:
-        config = _config_in(self.files) | {_BACKEND_KEY: "sentencepiece"}
-        config.pop("auto_map", None)
+        config = {_BACKEND_KEY: "sentencepiece", "add_bos_token": self.adds_bos, "tokenizer_class": _PORTABLE_CLASS}
         config |= {**self.named_tokens, "unk_token": self._model.id_to_piece(self._model.unk_id())}
-        fast = to_fast_tokenizer(self._model, self._settings, self.text_to_ids)
+        files = {**self.files, **_template_file(self.chat_template), _CONFIG: _json_bytes(config)}
+        fast = to_fast_tokenizer(self._model, self.adds_bos, self.text_to_ids)
         if fast is None:
             logger.warning(
                 "%s has no exact equivalent among Hugging Face's tokenizers: it is saved for sentencepiece only",
                 self._model_file,
             )
-            defaults = {"legacy": False, "add_bos_token": self.adds_bos, "add_eos_token": False}
-            config = defaults | config | {"tokenizer_class": "LlamaTokenizer"}
-            return {_CONFIG: _json_bytes(config)}
-        config["tokenizer_class"] = _PORTABLE_CLASS
-        return {_CONFIG: _json_bytes(config), "tokenizer.json": fast.to_str(pretty=True).encode()}
+            return files
+        return files | {"tokenizer.json": fast.to_str(pretty=True).encode()}
 
 
 def _config_in(files: Mapping[str, bytes]) -> dict[str, Any]:
     """The tokenizer_config.json among a directory's files; empty without one. ValueError: it cannot be read."""
     config: dict[str, Any] = parse_json(files.get(_CONFIG, b"{}").decode())
     return config
-
-
-def _adds_bos(files: Mapping[str, bytes]) -> bool:
-    """Whether the config of a sentencepiece model says that BOS stands before texts, as Llama's does by default."""
-    config = _config_in(files)
-    default = _CONFIG in files and config.get(_BACKEND_KEY) != "sentencepiece"
-    return default if (given := config.get("add_bos_token")) is None else bool(given)
 
 
 def _chat_template(files: Mapping[str, bytes]) -> str | None:
@@ -524,15 +483,10 @@ def save_made(tokenizer: transformers.PreTrainedTokenizerFast, directory: str | 
     write_files(Path(directory), files | _template_file(tokenizer.chat_template))
 
 
-def save_sentencepiece(model: bytes, directory: Path, config: Mapping[str, Any], chat_template: str | None) -> None:
-    """Write a sentencepiece model as a directory that `load_tokenizer` reads.
-
-    Args:
-        config: more of ``tokenizer_config.json``: special tokens, ``add_bos_token`` and the like.
-    """
-    whole = {"tokenizer_class": "LlamaTokenizer", "legacy": False, **config}
-    files = {"tokenizer.model": model, _CONFIG: _json_bytes(whole)}
-    write_files(directory, files | _template_file(chat_template))
+def save_sentencepiece(model: bytes, directory: Path, adds_bos: bool, chat_template: str | None) -> None:
+    """Write a sentencepiece model as a directory that `load_tokenizer` reads."""
+    config = _json_bytes({_BACKEND_KEY: "sentencepiece", "add_bos_token": adds_bos})
+    write_files(directory, {"tokenizer.model": model, _CONFIG: config, **_template_file(chat_template)})
 
 
 def _template_file(chat_template: str | None) -> dict[str, bytes]:
@@ -581,11 +535,10 @@ def _load(path: Path) -> Tokenizer:
     if len(models) != 1:
         names = ", ".join(model.name for model in models) or "neither"
         raise TokenizerError(f"{path}: expected tokenizer.json or one sentencepiece .model file, found {names}")
-    kind = config.get("tokenizer_class")
-    if backend == "huggingface" and str(kind).removesuffix("Fast") not in map(str, _SENTENCEPIECE_CLASSES):
+    if backend == "huggingface":
         raise TokenizerError(
-            f"{path}: the tokenizer_class {kind!r} of a sentencepiece model is not supported without a tokenizer.json: "
-            "make one with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            f"{path}: a sentencepiece model with Hugging Face's settings and no tokenizer.json, as of older models: "
+            "make one with transformers 4 (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
         )
     others = {name: content for name, content in files.items() if not name.endswith(".model")}
     return SentencePieceTokenizer(models[0], others)

@@ -77,7 +77,7 @@ def make_log_directory(log_dir: Path) -> None:
         OSError: it cannot be made.
     """
     try:
-        os.close(own_folder(log_dir, make=0o775))
+        own_folder(log_dir, make=0o775)
     except UntrustedPathError as error:
         raise ConfigError(untrusted_log_directory(log_dir, str(error))) from error
 

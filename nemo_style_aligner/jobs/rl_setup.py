@@ -169,7 +169,7 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
     if float(cfg.trainer.ppo.initial_policy_kl_penalty) > 0:
         # Frozen before a checkpoint is loaded: the penalty refers to the model that the run started from.
         reference = frozen_policy(model, base, cfg.trainer.ppo.reference_policy_placement)
-    per_prompt = settings.top_rollouts or cfg.trainer.ppo.num_rollouts_per_prompt
+    per_prompt = settings.top_n_rollouts or cfg.trainer.ppo.num_rollouts_per_prompt
     samples = cfg.model.ppo.num_rollout_samples * per_prompt
     updates_per_step = samples // settings.global_batch_size * settings.num_ppo_epochs
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps * updates_per_step)

@@ -108,7 +108,7 @@ def _keep_torchs_compiled_code() -> None:
     variable = "TORCHINDUCTOR_CACHE_DIR"
     try:
         folder = os.environ.setdefault(variable, str(cache_folder("torch")))
-        os.close(own_folder(folder, strict=True, make=0o700))
+        own_folder(folder, strict=True, make=0o700)
     except (UntrustedPathError, RuntimeError, OSError) as error:
         _logger.warning("torch's compiled code is kept for this start only: %s (%s)", error, variable)
         _own_folders.append(own := tempfile.TemporaryDirectory(prefix="torch_", dir=temporary_base()))

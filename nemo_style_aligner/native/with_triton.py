@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -56,7 +55,7 @@ def _require_own_cache() -> None:
     from triton import knobs
 
     try:
-        os.close(own_folder(knobs.cache.dir, strict=True, make=0o700))
+        own_folder(knobs.cache.dir, strict=True, make=0o700)
     except UntrustedPathError as error:
         raise UntrustedPathError(
             f"code in {knobs.cache.dir} would be executed, but {error}; or set TRITON_CACHE_DIR to a folder that only "

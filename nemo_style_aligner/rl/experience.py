@@ -26,40 +26,22 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageSettings:
-    """How rewards become advantages (config keys of ``trainer.ppo`` in brackets).
-
-    Attributes:
-        estimator: from rewards, and values if it needs them, to advantages [estimator].
-        kl_coef: weight of the KL penalty in the reward; 0 where it is a term of the loss [initial_policy_kl_penalty].
-        kl_estimator: see `functional.kl_penalty` [kl_estimator, or use_absolute_kl].
-        kl_clamp: bound of the per-token penalty; None for none [kl_clamp].
-        gamma: discount [discount_factor].
-        lam: lambda of GAE [gae_lambda].
-        normalize: whiten advantages over all tokens of the loss [normalize_advantages].
-        unbiased: sample variance in the whitening [advantage_whitening_unbiased].
-        mask_truncated: keep responses cut off at the length limit out of the policy's loss [mask_truncated].
-        importance_weight_cap: cap of truncated importance sampling; None turns it off [importance_weight_cap].
-        importance_sequence_bounds: sequences whose mean ratio (see `_trusted`) is outside of these are left out of the
-            policy's loss; None for no bounds [importance_sequence_bounds].
-        max_length: the longest response [model.ppo.length_params.max_length].
-        overlong_buffer: how many tokens before that a penalty begins; 0: no penalty [overlong.buffer_tokens].
-        overlong_penalty: at ``max_length`` [overlong.penalty].
-    """
+    """How rewards become advantages: keys of ``trainer.ppo`` (``config/schema.py``), and what others say of them."""
 
     estimator: Estimator
-    kl_coef: float
+    kl_coef: float  # in the reward: initial_policy_kl_penalty; 0 where that is a term of the loss
     kl_estimator: KLEstimator
     kl_clamp: float | None
-    gamma: float
-    lam: float
-    normalize: bool
-    unbiased: bool
+    discount_factor: float
+    gae_lambda: float
+    normalize_advantages: bool
+    advantage_whitening_unbiased: bool
     mask_truncated: bool
     importance_weight_cap: float | None
-    importance_sequence_bounds: tuple[float, float] | None
-    max_length: int
-    overlong_buffer: int
-    overlong_penalty: float
+    importance_sequence_bounds: Sequence[float] | None
+    max_length: int  # of a response: model.ppo.length_params.max_length
+    overlong_buffer: int  # overlong.buffer_tokens
+    overlong_penalty: float  # overlong.penalty
 
 
 @dataclasses.dataclass
@@ -241,8 +223,8 @@ def make_experience(
             own=rollouts.own,
             token_kl=settings.kl_coef * kl,
             values=values,
-            gamma=settings.gamma,
-            lam=settings.lam,
+            gamma=settings.discount_factor,
+            lam=settings.gae_lambda,
         )
     )
     weights, trusted = _importance(rollouts, logprobs, settings)
@@ -259,9 +241,10 @@ def make_experience(
     }
     if settings.overlong_buffer:
         metrics["overlong_penalty"] = overlong[counts].mean().item()
-    if settings.normalize:
+    if settings.normalize_advantages:
         in_loss = rollouts.spread(learns)
-        advantages = functional.whiten(advantages, in_loss, settings.unbiased, lambda x: rollouts.sums(x).sum())
+        is_unbiased = settings.advantage_whitening_unbiased
+        advantages = functional.whiten(advantages, in_loss, is_unbiased, lambda x: rollouts.sums(x).sum())
     made = {**columns, "advantages": advantages, "importance_weights": weights}
     return Experience(rollouts, learns, made if returns is None else made | {"returns": returns}), metrics
 

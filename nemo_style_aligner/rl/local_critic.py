@@ -6,8 +6,7 @@ Its weights and optimizer are saved in this job's checkpoints, so there is only 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from nemo_style_aligner.models.offload import WeightOffload
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.rl.experience import Experience
 from nemo_style_aligner.rl.rollouts.collector import deal
-from nemo_style_aligner.rl.sample import Rollouts, Sample
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.rl.sample import Rollouts
+from nemo_style_aligner.rl.values import ValueSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +31,8 @@ class _Trained:
         return self.metrics
 
 
-class LocalCritic:
-    """A critic with the policy's layout: a `ValueSource`.
+class LocalCritic(ValueSource):
+    """A critic with the policy's layout.
 
     From a step's values to its update its weights are on the device; while rollouts are generated and the policy is
     trained, they may be in host memory.
@@ -43,8 +42,6 @@ class LocalCritic:
         build: loads it. Collective.
         placement: ``swap``: its weights leave the device between its turns; ``auto``: see `choose_placement`.
     """
-
-    last_progress = -math.inf
 
     def __init__(self, base: BaseModel, build: Callable[[], Critic], placement: Placement) -> None:
         self.base = base
@@ -59,9 +56,6 @@ class LocalCritic:
         if placement == "swap":
             self._weights = WeightOffload(self.critic.model.module)
         return self.critic
-
-    def values(self, samples: Sequence[Sample]) -> None:
-        """See `ValueSource.values`: its passes need all ranks."""
 
     def values_of(self, share: Rollouts) -> torch.Tensor:
         """See `ValueSource.values_of`."""
@@ -99,26 +93,10 @@ class LocalCritic:
 
     # ---- the run ----------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """See `ValueSource.begin`: loading the checkpoint has brought it there."""
-
     def start_save(self) -> None:
         """See `ValueSource.start_save`; the copy for the checkpoint that follows is made of weights on the device."""
         self._take_turn()
 
-    def confirm_save(self, save: Any) -> None:
-        """See `ValueSource.confirm_save`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `ValueSource.state_dict`."""
-        return {}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `ValueSource.load_state_dict`."""
         self.critic.weights_changed()
-
-    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
-        """See `ValueSource.wait_until_ready`."""
-
-    def close(self) -> None:
-        """See `ValueSource.close`."""

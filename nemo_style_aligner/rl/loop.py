@@ -148,7 +148,7 @@ class RLTrainer(TrainingLoop):
         metrics |= drawn | {"consumed_samples": self.consumed_samples, "epoch": epoch + 1}
         self._log(metrics, "train_rollouts/")
         self._log_samples("table/train_rollouts", rollouts, scores)
-        if self.settings.saves_samples and stream == TRAINING:
+        if self.settings.save_samples and stream == TRAINING:
             records = self.collector.sample_records(rollouts, scores, experience.columns)
             self.metrics.log_samples([{"step": self.step + 1, **record} for record in records])
         return experience, metrics
@@ -169,8 +169,8 @@ class RLTrainer(TrainingLoop):
         consumed, metrics = prompts.batch_size, dict[str, float]()
         if settings.sampling_rounds > 1:
             collected, consumed, metrics = self._with_useful_groups(collected, start, stream)
-        if settings.top_rollouts is not None:
-            collected, of_all = self._best(collected, settings.top_rollouts)
+        if settings.top_n_rollouts is not None:
+            collected, of_all = self._best(collected, settings.top_n_rollouts)
             metrics |= of_all
         self.schedule.unload()
         self._log(of_generation, "generation/")
@@ -428,7 +428,7 @@ class RLTrainer(TrainingLoop):
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
         if self.step > 0:  # before that, consumed_samples counts the warm-up's prompts
             prompts = self.train_prompts
-            of_prompt = self.settings.top_rollouts or prompts.samples_per_prompt
+            of_prompt = self.settings.top_n_rollouts or prompts.samples_per_prompt
             minibatches = prompts.batch_size * of_prompt // self.settings.global_batch_size
             in_first_rounds = prompts.sampler(max(0, self.consumed_samples - self.redrawn_samples))
             steps_left = in_first_rounds.batches_until(self.settings.max_epochs)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import logging
 import queue
 import resource
 import signal
-from collections.abc import Mapping
-from io import BufferedRWPair
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_style_aligner.data.answers import EXTRACTION, find_answer, is_right, right_answers
@@ -29,8 +27,6 @@ _START_SECONDS = 120.0  # importing sympy
 _MEMORY_BYTES = 4 << 30
 MAX_SECONDS = _START_SECONDS + 2 * _KILL_SECONDS
 """What verifying a response may take at most."""
-
-_READY = b"ready\n"
 
 
 class MathVerifyError(UserError, RuntimeError):
@@ -79,14 +75,10 @@ class MathVerifier:
             process = self._idle.get_nowait()
         except queue.Empty:
             process = _started()
-        try:
-            process.stream.write(json.dumps(question).encode() + b"\n")
-            process.stream.flush()
-            verdict: dict[str, Any] = json.loads(process.stream.readline())
-        except (OSError, ValueError):
-            process.close()
-            return None
-        self._idle.put(process)
+        process.send(question)
+        verdict: dict[str, Any] | None = process.answer(_KILL_SECONDS)
+        if verdict is not None:
+            self._idle.put(process)
         return verdict or None
 
     def close(self) -> None:
@@ -97,15 +89,10 @@ class MathVerifier:
 
 
 def _started() -> HelperProcess:
-    process = HelperProcess(__name__, _START_SECONDS)
-    try:
-        is_ready = process.stream.readline() == _READY
-    except OSError:
-        is_ready = False
-    if not is_ready:
-        process.close()
+    process = HelperProcess(__name__)
+    process.send({"right": ["1"], "given": "1", "is_answer": True})
+    if process.answer(_START_SECONDS) is None:
         raise MathVerifyError(f"a process that imports math-verify did not start within {_START_SECONDS:g} s")
-    process.wait_at_most(_KILL_SECONDS)
     return process
 
 
@@ -116,29 +103,25 @@ class _TooLongError(BaseException):
     """The time for a response is up. No error of Python's own, lest computer algebra catch it."""
 
 
-def serve(stream: BufferedRWPair) -> None:
-    """Answer questions, until the other end is closed."""
+def answerer() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Limit this process, and return what finds a verdict; an empty one where it gives up."""
     import math_verify
 
     logging.disable()  # of limits that are switched off, and of each expression that cannot be read
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     signal.signal(signal.SIGALRM, _raise_too_long)
-    _write(stream, _READY)
-    while question := stream.readline():
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
         signal.alarm(_SECONDS)
         try:
-            verdict = _verdict(math_verify, **json.loads(question))
+            return _verdict(math_verify, **question)
         except (_TooLongError, MemoryError, RecursionError):
-            verdict = {}
+            return {}
         finally:
             signal.alarm(0)
-        _write(stream, json.dumps(verdict).encode() + b"\n")
 
-
-def _write(stream: BufferedRWPair, line: bytes) -> None:
-    stream.write(line)
-    stream.flush()
+    return answer
 
 
 def _raise_too_long(*_: object) -> None:

@@ -9,7 +9,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +19,9 @@ from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rl.experience import Experience
-from nemo_style_aligner.rl.rewards import Reward, when_all
-from nemo_style_aligner.rl.sample import Rollouts, Sample
-from nemo_style_aligner.rl.values import ValueBatch
+from nemo_style_aligner.rl.rewards import Reward, RewardSource, when_all
+from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.values import ValueBatch, ValueSource
 from nemo_style_aligner.services.client import CriticClient, Scores, SequenceConflictError
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
 from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
@@ -82,8 +82,8 @@ class CriticTraining:
         return {"critic_loss": loss}
 
 
-class RemoteCritic:
-    """The critic service: a `ValueSource` and, with the rewards of its answers, a `RewardSource`.
+class RemoteCritic(ValueSource, RewardSource):
+    """The critic service, and the rewards that its answers have if there is a reward model in its job.
 
     It is trained and saved by rank 0; the other ranks follow its position and request scores only.
 
@@ -123,12 +123,6 @@ class RemoteCritic:
         answer = self._ask(samples)
         return when_all([answer], lambda: of_responses(answer.result()))
 
-    def values_of(self, share: Rollouts) -> None:
-        """See `ValueSource.values_of`: `values` has asked for them."""
-
-    def give_back_memory(self) -> None:
-        """See `ValueSource.give_back_memory`: it has none of this job's."""
-
     def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
         """See `RewardSource.score`."""
         answer = self._ask(samples)
@@ -139,10 +133,6 @@ class RemoteCritic:
             return [Reward(reward) for reward in given.tolist()]
 
         return when_all([answer], rewards)
-
-    def problem_of(self, line: Mapping[str, Any]) -> str | None:
-        """See `RewardSource.problem_of`: only the service knows."""
-        return None
 
     def _ask(self, samples: Sequence[Sample]) -> concurrent.futures.Future[Scores]:
         """One request for both values and rewards."""

@@ -14,9 +14,8 @@ from typing import Any
 
 from nemo_style_aligner.data.answers import problem_of as problem_of_answer
 from nemo_style_aligner.rl.math_verifier import MAX_SECONDS, MathVerifier
-from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, fits_fp32, when_all
+from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, RewardSource, fits_fp32, when_all
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.services.reward_client import SequencesToScore
 from nemo_style_aligner.user_code import describe, load_function, require_arguments
 
 logger = logging.getLogger(__name__)
@@ -28,16 +27,14 @@ a number, or named parts of one: the reward is their sum, or the part ``reward``
 _ARGUMENTS = ("prompt", "response", "line")
 DEFAULT_SECONDS = 60.0
 _COROUTINES = 64  # at once
-_MOST_HANGING = 8  # calls that are over their limit and still run
 _PROCESSES = 2  # that verify mathematics, of each rank
-_CANCEL_SECONDS = 5.0  # for a coroutine that is over its limit to end
 
 
-class FunctionRewards:
+class FunctionRewards(RewardSource):
     """Calls a function for each response, several at once in threads of its own or in an event loop.
 
     A call over its limit is a failed reward. A coroutine is cancelled then; a thread cannot be ended, so the call goes
-    on in it, beside later ones. With `_MOST_HANGING` such calls the source ends with a `RewardError`.
+    on in it, beside later ones.
 
     Args:
         function: see `RewardFunction`.
@@ -69,16 +66,7 @@ class FunctionRewards:
             threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
         self.max_parallel = max_parallel or (1 if self._loop is None else _COROUTINES)
         self._waiting = concurrent.futures.ThreadPoolExecutor(self.max_parallel, "reward-function")
-        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()  # has the reason as its exception
-        self._hanging: set[concurrent.futures.Future[Any]] = set()
-        self._lock = threading.Lock()
-
-    def problem_of(self, line: Mapping[str, Any]) -> str | None:
-        """See `RewardSource.problem_of`: only the function knows."""
-        return None
-
-    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
-        """See `RewardSource.wait_until_ready`."""
+        self._closed: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def score(self, responses: Sequence[Sample]) -> Rewards:
         """See `RewardSource.score`."""
@@ -87,7 +75,8 @@ class FunctionRewards:
 
     def close(self) -> None:
         """See `RewardSource.close`. Calls that are under way go on, but nobody waits for them."""
-        self._end(RewardError(f"the reward function {self._name} was closed"))
+        if not self._closed.done():
+            self._closed.set_result(None)
         self._waiting.shutdown(wait=False, cancel_futures=True)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -95,18 +84,18 @@ class FunctionRewards:
     # ---- in the threads that wait for calls
 
     def _reward(self, response: Sample) -> Reward:
-        if self._ended.done():
-            self._ended.result()
         line = copy.deepcopy(dict(response.line))
         call: concurrent.futures.Future[Any] = concurrent.futures.Future()
         cancel = self._begin(call, response.prompt, response.response, line)
-        if not self._is_done(call, self._seconds):
+        concurrent.futures.wait([call, self._closed], self._seconds, concurrent.futures.FIRST_COMPLETED)
+        if not call.done():
+            if self._closed.done():
+                raise RewardError(f"the reward function {self._name} was closed")
             cancel()
-            problem = f"the reward function {self._name} took more than {self._seconds:g} s for {response}"
-            if self._loop is None or not self._is_done(call, _CANCEL_SECONDS):
-                self._note_hanging(call)
-                problem += "; the call goes on, for a thread cannot be ended"
-            return Reward.failed(problem)
+            hangs = "; the call goes on, for a thread cannot be ended" if self._loop is None else ""
+            return Reward.failed(
+                f"the reward function {self._name} took more than {self._seconds:g} s for {response}{hangs}"
+            )
         try:
             returned = call.result()
         except BaseException as error:  # also sys.exit(), and a panic in a library's Rust code
@@ -116,13 +105,6 @@ class FunctionRewards:
             )
         return self._as_reward(returned, response)
 
-    def _is_done(self, call: concurrent.futures.Future[Any], seconds: float) -> bool:
-        """Wait for a call; whether it is done in time. Raises the error with which this source has ended."""
-        concurrent.futures.wait([call, self._ended], seconds, concurrent.futures.FIRST_COMPLETED)
-        if not call.done() and self._ended.done():
-            self._ended.result()
-        return call.done()
-
     def _begin(self, call: concurrent.futures.Future[Any], *args: Any) -> Callable[[], object]:
         """Begin a call whose result goes to ``call``; returns what cancels it, if it can be."""
         if self._loop is not None:
@@ -131,23 +113,6 @@ class FunctionRewards:
         thread = threading.Thread(target=_run, args=(call, self._function, *args), name="reward-call", daemon=True)
         thread.start()
         return lambda: None
-
-    def _note_hanging(self, call: concurrent.futures.Future[Any]) -> None:
-        with self._lock:
-            self._hanging = {other for other in self._hanging if not other.done()} | {call}
-            count = len(self._hanging)
-        if count >= _MOST_HANGING:
-            self._end(
-                RewardError(
-                    f"{count} calls of the reward function {self._name} have not returned, each after more than "
-                    f"{self._seconds:g} s, and cannot be ended: give what it waits for a limit, or its calls more time"
-                )
-            )
-
-    def _end(self, reason: RewardError) -> None:
-        with self._lock:
-            if not self._ended.done():
-                self._ended.set_exception(reason)
 
     def _as_reward(self, returned: Any, response: Sample) -> Reward:
         parts = returned if isinstance(returned, Mapping) else {"reward": returned}

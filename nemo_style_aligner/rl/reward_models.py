@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,12 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching, shares
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import all_gather_rows, current_layout, device, exchange_rows
-from nemo_style_aligner.rl.rewards import Reward, Rewards
+from nemo_style_aligner.rl.rewards import Reward, Rewards, RewardSource
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.services.reward_client import SequencesToScore
 
 
-class ModelRewards:
-    """The rewards of a frozen model with the policy's layout: a `RewardSource`.
+class ModelRewards(RewardSource):
+    """The rewards of a frozen model with the policy's layout.
 
     Its passes need all ranks, so `score` only collects, and `score_together` computes.
 
@@ -47,13 +45,6 @@ class ModelRewards:
         """Load the weights. Collective. For the errors see `BaseModel.load`."""
         model = self.base.load(head=self._head, trainable=False, needs_head=True)
         self._frozen = FrozenModel(model, self.placement)
-
-    def problem_of(self, line: Mapping[str, Any]) -> str | None:
-        """See `RewardSource.problem_of`: it scores responses to any prompt."""
-        return None
-
-    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
-        """See `RewardSource.wait_until_ready`."""
 
     def score(self, responses: Sequence[Sample]) -> Rewards:
         """See `RewardSource.score`: done after the next `score_together`."""
@@ -101,6 +92,3 @@ class ModelRewards:
         if math.isfinite(value):
             return Reward(value)
         return Reward.failed(f"the reward model {self.base.path} gave {value} for {sample}")
-
-    def close(self) -> None:
-        """See `RewardSource.close`."""

@@ -6,13 +6,14 @@ has the reward NaN and a text that says why; ``on_nonfinite`` decides what becom
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import dataclasses
 import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -65,38 +66,33 @@ Rewards = concurrent.futures.Future[list[Reward]]
 """One for each response, in their order."""
 
 
-class RewardSource(Protocol):
+class RewardSource(abc.ABC):
     """Scores responses."""
 
-    def problem_of(self, line: Mapping[str, Any]) -> str | None:
-        """Why responses to this line of a prompt file cannot be scored; None if they can."""
-        ...
-
-    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
-        """Wait until responses can be scored, and make sure that these ``sequences`` can be. Raises `UserError`."""
-        ...
-
+    @abc.abstractmethod
     def score(self, responses: Sequence[Sample]) -> Rewards:
         """Begin to score responses, and return at once.
 
         The future raises `UserError` if the source cannot go on; responses that it cannot score are `Reward.failed`.
         """
-        ...
 
-    def close(self) -> None:
+    def problem_of(self, line: Mapping[str, Any]) -> str | None:
+        """Why responses to this line of a prompt file cannot be scored; None if they can, as far as is known here."""
+        return None
+
+    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:  # noqa: B027  (most are)
+        """Wait until responses can be scored, and make sure that these ``sequences`` can be. Raises `UserError`."""
+
+    def close(self) -> None:  # noqa: B027  (most have nothing open)
         """Abandon what is under way."""
-        ...
 
 
-class ExactMatch:
+class ExactMatch(RewardSource):
     """1 for the right answer of the prompt's line, by the line's own rule, else 0; see `data.answers`."""
 
     def problem_of(self, line: Mapping[str, Any]) -> str | None:
         """See `RewardSource.problem_of`."""
         return problem_of_answer(line)
-
-    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
-        """See `RewardSource.wait_until_ready`."""
 
     def score(self, responses: Sequence[Sample]) -> Rewards:
         """See `RewardSource.score`."""
@@ -104,11 +100,8 @@ class ExactMatch:
         result.set_result([Reward(float(is_right(r.response, r.line))) for r in responses])
         return result
 
-    def close(self) -> None:
-        """See `RewardSource.close`."""
 
-
-class RemoteRewards:
+class RemoteRewards(RewardSource):
     """The rewards of a service: a reward model's, a function's, anybody's.
 
     Args:
@@ -122,10 +115,6 @@ class RemoteRewards:
     def url(self) -> str:
         """Of the service."""
         return self._client.base_url
-
-    def problem_of(self, line: Mapping[str, Any]) -> str | None:
-        """See `RewardSource.problem_of`: only the service knows."""
-        return None
 
     def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
         """See `RewardSource.wait_until_ready`."""
@@ -185,8 +174,8 @@ def _same(one: Any, other: Any) -> bool:
     return one == other and isinstance(one, bool) == isinstance(other, bool)  # True is 1 in Python alone
 
 
-class RewardSum:
-    """The weighted sum of several sources, each for all prompts or for some: a `RewardSource`.
+class RewardSum(RewardSource):
+    """The weighted sum of several sources, each for all prompts or for some.
 
     Every source's rewards are a part of their own, unweighted; their parts are called ``NAME/PART``. Where one source
     fails, so does the sum.

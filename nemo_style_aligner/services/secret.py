@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.trusted_paths import UntrustedPathError, open_path
+from nemo_style_aligner.trusted_paths import UntrustedPathError, trusted_path
 
 logger = logging.getLogger(__name__)
 
@@ -95,11 +95,8 @@ def read_secret(path: str | os.PathLike[str]) -> Secret:
     """Read a secret file. Raises `SecretError` when it is missing, somebody else's, or open to others."""
     path = Path(path)
     try:
-        entry = open_path(path)
-        try:  # not blocking: opening a FIFO would wait for its writer
-            descriptor = os.open(f"/proc/self/fd/{entry}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        finally:
-            os.close(entry)
+        # Not blocking: opening a FIFO would wait for its writer.
+        descriptor = os.open(trusted_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except UntrustedPathError as error:
         raise SecretError(
             f"what is at {path} need not be the secret: {error}; or name another file in {TOKEN_FILE_VARIABLE}"
@@ -138,7 +135,7 @@ def make_secret(path: str | os.PathLike[str]) -> Secret:
     path = Path(path)
     if not os.path.exists(path):  # False also in a folder that cannot be entered, for which Path.exists raises
         try:
-            os.close(open_path(path.parent, make=0o700))
+            trusted_path(path.parent, make=0o700)
             _create(path)
         except UntrustedPathError as error:
             raise SecretError(cannot_be_made(path, str(error))) from error

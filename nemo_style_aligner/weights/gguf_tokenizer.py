@@ -234,6 +234,9 @@ class _Vocabulary:
         for token, score, kind in zip(self.tokens, scores, self.types, strict=True):
             text = token.replace(" ", "▁") if kind == _USER_DEFINED else token
             model.pieces.add(piece=text, score=score, type=kind or _NORMAL)
+        for name, i in self.special.items():
+            if name != "unk_token":
+                model.pieces[i].type = _CONTROL
         pieces = {name: model.pieces[i].piece for name, i in self.special.items()}
         model.trainer_spec.model_type = model.trainer_spec.BPE
         model.trainer_spec.byte_fallback = _BYTE in self.types
@@ -244,8 +247,7 @@ class _Vocabulary:
         normalizer.add_dummy_prefix = self._file.value(f"{_KEY}add_space_prefix", bool, True)
         normalizer.remove_extra_whitespaces = self._file.value(f"{_KEY}remove_extra_whitespaces", bool, False)
         normalizer.precompiled_charsmap = bytes(self._file.values_of(f"{_KEY}precompiled_charsmap", int))
-        flags = {"add_bos_token": self._adds("bos", True), "add_eos_token": self._adds("eos", False)}
-        save_sentencepiece(model.SerializeToString(), directory, pieces | flags, self.template)
+        save_sentencepiece(model.SerializeToString(), directory, self._adds("bos", True), self.template)
 
 
 def _pre_tokenizer(splitting: Splitting) -> pre_tokenizers.PreTokenizer:

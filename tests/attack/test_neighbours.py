@@ -503,9 +503,9 @@ def test_groups_and_lists_of_who_may_write(ground: Path, attack_count: Callable[
         as_user(VICTIM, lambda: own_folder(folder, strict=True))
     (ground / "roots").mkdir()
     (ground / "roots").chmod(0o775)  # group 0's
-    os.close(own_folder(ground / "roots", strict=True))
+    own_folder(ground / "roots", strict=True)
     with pytest.raises(OSError) as circle:
         (ground / "circle").symlink_to(ground / "circle")
-        trusted_paths.open_path(ground / "circle")
+        trusted_paths.trusted_path(ground / "circle")
     assert circle.value.errno == errno.ELOOP
     attack_count("folders of groups", tried=2, refused=2)

@@ -27,8 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dialogues import DialogueStyle
+
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
-from nemo_style_aligner.data.dialogues import DialogueStyle
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
 from nemo_style_aligner.data.tokenizer import TokenizerError, tokenizer_argument
 

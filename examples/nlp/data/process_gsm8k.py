@@ -32,8 +32,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dialogues import DialogueStyle
+
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
-from nemo_style_aligner.data.dialogues import DialogueStyle
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl, write_jsonl
 from nemo_style_aligner.data.tokenizer import TokenizerError, tokenizer_argument
 

@@ -1,4 +1,4 @@
-"""Dialogues as the lines that the scripts in ``examples/nlp/data`` write: plain text, or what a chat template makes."""
+"""Dialogues as the lines that the scripts beside this file write: plain text, or what a chat template makes."""
 
 from __future__ import annotations
 
