@@ -6,6 +6,7 @@ Numbers of jobs are compared by the jobs' own logs; those of a PPO step by what 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,27 @@ def test_sft(artefacts: Artefacts, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert weights.keys() == expected.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, expected[name], atol=2e-3, rtol=1e-2)
+
+
+def test_adapters_in_bf16(artefacts: Artefacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near to those of a CPU in fp32. With Transformer Engine they are beside its layers, whose norms are apart."""
+    curves = []
+    for name, devices, precision in (("gpu", os.environ.get("CUDA_VISIBLE_DEVICES"), "bf16"), ("cpu", "", "32")):
+        if devices is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        tuning = "model.peft.lora_tuning"
+        adapters = ("model.peft.peft_scheme=lora", f"{tuning}.target_modules=[all]", f"{tuning}.adapter_dim=8")
+        flags = artefacts.sft_flags(tmp_path / name)
+        run(
+            script("train_gpt_sft.py", *flags, f"trainer.precision={precision}", *adapters),
+            tmp_path / f"{name}.log",
+            TIMEOUT,
+        )
+        curves.append(read_metrics(tmp_path / name))
+    for name in ("train/loss", "val/loss"):
+        assert curves[0][name] == [(step, pytest.approx(value, rel=0.02)) for step, value in curves[1][name]], name
+    losses = [value for _, value in curves[1]["val/loss"]]
+    assert losses[-1] < 0.99 * losses[0], "the adapters learn"
 
 
 SMALL = ("model.ppo.num_rollout_samples=16", "trainer.ppo.max_steps=2", "trainer.ppo.val_check_interval=2")
