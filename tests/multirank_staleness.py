@@ -288,7 +288,7 @@ def run_ways(folder: Path, ways: Sequence[Way], store: dist.Store, rank: int, wo
             own_store = dist.PrefixStore(f"{way.name}/{number}", store)
             timeout = timedelta(seconds=60)
             if way.rollout_ranks:
-                roles.initialize(own_store, rank, world_size, way.rollout_ranks, "gloo", timeout)
+                roles.initialize(own_store, rank, world_size, {roles.ROLLOUT: way.rollout_ranks}, "gloo", timeout)
             else:
                 dist.init_process_group("gloo", store=own_store, rank=rank, world_size=world_size, timeout=timeout)
             if roles.is_rollout_rank():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -19,8 +22,10 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import check_config, load_defaults
 from nemo_style_aligner.jobs.config_checks import find_problems
 from nemo_style_aligner.jobs.placement_picture import Role, picture
+from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.models.offload import WeightOffload
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.telemetry.metrics import read_json_lines
 
 TIMEOUT = 240.0
 
@@ -98,7 +103,7 @@ def test_strategies_and_other_keys_must_agree(archive: Path) -> None:
     (both,) = problems(archive, placement="interleave", ranks=2, **{"trainer.ppo.rollout_devices": 1})
     assert "choose that, or set trainer.ppo.rollout_devices=0" in both
     (two,) = problems(archive, critic={"pretrained_checkpoint": {"restore_from_path": str(archive)}})
-    assert "choose placement=flatten for a critic in this job" in two
+    assert "choose placement=flatten for a critic on all ranks" in two and "(trainer.ppo.critic_devices)" in two
     assert problems(archive, placement="disaggregated", ranks=2, **{"trainer.ppo.rollout_devices": 1}) == []
 
 
@@ -200,6 +205,83 @@ def service(artefacts: Artefacts, tmp_path: Path) -> Iterator[str]:
         job.kill()
 
 
+def interleaved(artefacts: Artefacts, folder: Path, *others: str) -> list[str]:
+    """The policy on rank 0, the critic with its reward model on rank 1, the second reward model on rank 2."""
+    own = ("placement=interleave", "trainer.devices=3", "trainer.ppo.critic_devices=1", "exp_manager.timeline=True")
+    own += ("critic.model.forward_micro_batch_size=1", "critic.model.keep_activations=never")
+    keys = flags(artefacts, folder, *own, *of_critic(artefacts, "critic."), *others)
+    return script("train_gpt_ppo_actor.py", *(key.replace("weight: 0.5", "weight: 0.5, devices: 1") for key in keys))
+
+
+def phases(folder: Path, rank: int, name: str) -> list[tuple[float, float]]:
+    """When the phases of a rank whose path has this name began and ended."""
+    lines = read_json_lines(folder / "log" / "timeline" / f"rank_{rank}.jsonl")
+    return [(t, t + seconds) for line in lines for path, t, seconds in line if name in path.split("/")]
+
+
+def require_overlap(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> None:
+    assert any(max(a[0], b[0]) < min(a[1], b[1]) for a in some for b in others), (some, others)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_roles_on_ranks_of_their_own_overlap_and_change_no_number(artefacts: Artefacts, tmp_path: Path) -> None:
+    """One rank each, then policy and critic in layouts that differ; killed ranks of either; a stop and a new start."""
+    one, beside, wide, killed = (tmp_path / name for name in ("one", "beside", "wide", "killed"))
+    run(flattened(artefacts, one), tmp_path / "one.log", TIMEOUT)
+    told = run(interleaved(artefacts, beside), tmp_path / "beside.log", TIMEOUT)
+    for row in ("policy            0 . .", "critic            . 0 .", "reward second     . . 0"):
+        assert row in told, told
+    layout = ("trainer.devices=5", "trainer.ppo.critic_devices=2", "critic.model.tensor_model_parallel_size=2")
+    run(interleaved(artefacts, wide, *layout), tmp_path / "wide.log", TIMEOUT)
+    require_same_numbers(one, [beside, wide])
+    require_overlap(phases(beside, 0, "train_time"), phases(beside, 1, "train"))
+    for rank in (1, 2):
+        require_overlap(phases(beside, 0, "rollout_time"), phases(beside, rank, "infer"))
+    command = interleaved(artefacts, killed)
+    (killed / "kill_at").write_text("12")  # in the first step, whose critic may be ahead then
+    with ending(Job(command, tmp_path / "actor_killed.log")) as victim:
+        assert victim.wait(TIMEOUT) != 0 and not (killed / "kill_at").exists(), victim.describe()
+    with ending(Job(command, tmp_path / "critic_killed.log")) as victim:
+        wait_for_checkpoint(victim, killed, "-step=1-")
+        (critic,) = (rank for rank in psutil.Process(victim.process.pid).children() if rank.environ()["RANK"] == "1")
+        critic.kill()
+        assert victim.wait(TIMEOUT) != 0, victim.describe()
+    with ending(Job(command, tmp_path / "stopped.log")) as stopped:
+        wait_for_checkpoint(stopped, killed, "-step=2-")
+        assert stopped.stop(60.0) in (0, EXIT_REQUEUE), stopped.describe()  # 0: it was through
+    run(command, tmp_path / "last.log", TIMEOUT)
+    require_same_end(killed, beside)
+
+
+@contextlib.contextmanager
+def ending(job: Job) -> Iterator[Job]:
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def wait_for_checkpoint(job: Job, folder: Path, name: str) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not [*folder.glob(f"log/checkpoints/*{name}*/manifest.json")]:
+        assert job.process.poll() is None and time.monotonic() < deadline, job.describe()
+        time.sleep(0.05)
+
+
+def require_same_numbers(expected: Path, folders: Sequence[Path]) -> None:
+    """Rewards, values and losses of every step, and the last weights, up to rounding."""
+    wanted = curves(expected)
+    assert {"train_rollouts/rewards/rm", "train_rollouts/rewards/second"} < wanted.keys()
+    for folder in folders:
+        found = curves(folder)
+        for name in ("train_rollouts/rewards", "train_rollouts/values_mean", "train_critic/critic_loss"):
+            assert [value for _, value in found[name]] == pytest.approx([value for _, value in wanted[name]], rel=1e-3)
+        ours, theirs = (stored_weights(next(f.glob("log/checkpoints/*actor.nemo"))) for f in (folder, expected))
+        assert max((_first(ours[key], x) - x).abs().max().item() for key, x in theirs.items()) < 2e-5
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -214,14 +296,7 @@ def test_one_run_wherever_the_critic_is_and_however_often_it_is_killed(
     swaps = ("trainer.ppo.reference_policy_placement=swap", "critic.model.rm_placement=swap")
     layout = ("trainer.devices=2", "model.tensor_model_parallel_size=2", *swaps)
     run(flattened(artefacts, two, *layout), tmp_path / "two.log", TIMEOUT)
-    wanted = curves(one)
-    assert {"train_rollouts/rewards/rm", "train_rollouts/rewards/second"} < wanted.keys()
-    for folder in (apart, two):
-        found = curves(folder)
-        for name in ("train_rollouts/rewards", "train_rollouts/values_mean", "train_critic/critic_loss"):
-            assert [value for _, value in found[name]] == pytest.approx([value for _, value in wanted[name]], rel=1e-3)
-        ours, theirs = (stored_weights(next(f.glob("log/checkpoints/*actor.nemo"))) for f in (folder, one))
-        assert max((_first(ours[key], x) - x).abs().max().item() for key, x in theirs.items()) < 2e-5
+    require_same_numbers(one, [apart, two])
     kill_and_start_again(flattened(artefacts, killed), killed, at_call=20)  # in the second step
     require_same_end(killed, one)
     last = [stored_critic(folder) for folder in (killed, one)]

@@ -739,9 +739,12 @@ class ActorLoop(Updates):
     # outside give no policy gradient; null: off.
     importance_sequence_bounds: list[float] | None = None
 
-    # How many of the job's ranks (the last of trainer.devices x trainer.num_nodes) only generate, with the embedded
-    # engine; the others only train. 0: every rank does both, one after the other.
+    # How many of the job's ranks (the last of trainer.devices x trainer.num_nodes, but for those of critic and reward
+    # models) only generate, with the embedded engine; the others only train. 0: every rank does both.
     rollout_devices: Free[CountFrom0] = 0
+    # How many of the job's ranks (after those that train and those that generate) have the critic of the section
+    # critic, with a layout of its own. 0: there are none.
+    critic_devices: Free[CountFrom0] = 0
     # 0: each step trains on rollouts of its current weights. 1: a step's rollouts are generated while the step before
     # trains, with the weights that the latter started from. This needs rollout_devices, and a lower learning rate than
     # 0: the largest stable one is about half (docs/performance.md, Learning).
@@ -882,9 +885,10 @@ class PPOActor(Section):
     pretrained_checkpoint: PretrainedCheckpoint
     model: ActorModel
 
-    # Which role is on which ranks (docs/placement.md). interleave: the critic in a job of its own; flatten (colocated,
-    # colocate_all): all roles on all ranks of this job; separate (disaggregated): the last rollout_devices ranks only
-    # generate. null: separate with rollout_devices, else interleave.
+    # Which role is on which ranks (docs/placement.md). interleave: the critic in a job of its own or, with
+    # trainer.ppo.critic_devices, on ranks of its own; flatten (colocated, colocate_all): all roles on all ranks of this
+    # job; separate (disaggregated): rollout_devices ranks only generate. null: separate with rollout_devices, else
+    # interleave.
     placement: Free[Strategy | None] = None
     # The critic in this job, by the keys of conf/gpt_ppo_critic.yaml. It needs pretrained_checkpoint.restore_from_path,
     # its model and, with combine_rm_and_critic_server (the default), the reward model.
@@ -924,6 +928,7 @@ _ACTOR = {
 _NAME = "megatron_gpt-{step}-{consumed_samples}-{ALGORITHM_optimization_step}-{epoch}-{val_rewards:.3f}"
 
 _WITHOUT_CRITIC = (
+    "trainer.ppo.critic_devices",
     "trainer.ppo.critic_warmup_steps",
     "trainer.ppo.gae_lambda",
     "critic",

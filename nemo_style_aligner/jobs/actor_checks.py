@@ -27,7 +27,8 @@ from nemo_style_aligner.jobs.job_view import (
     as_served,
     base_config,
 )
-from nemo_style_aligner.jobs.placement import PLACEMENT, has_critic_here, has_reward_model_here
+from nemo_style_aligner.jobs.placement import PLACEMENT, has_critic_apart, has_critic_here, has_reward_model_here
+from nemo_style_aligner.launch.roles import ROLLOUT
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.policy_losses import LOSSES, find_policy_loss
 from nemo_style_aligner.models.restore import lay_over
@@ -80,7 +81,7 @@ def _generation(view: JobView) -> Iterator[str]:
     ranks = engine_size(view.get(size), bool(view.get(f"{ppo}.trt_llm.reshard")), view.tp_size, view.pp_size)
     if view.get(engine) != "embedded" or ranks == 1:
         return
-    generating = view.rollout_ranks or view.world_size
+    generating = view.rollout_ranks or view.training_ranks
     if generating % ranks:
         yield f"{view.show(size)}: {generating} ranks cannot be divided into groups of {ranks}"
     if view.architecture is not None and ranks != view.tp_size:
@@ -174,7 +175,7 @@ def _host(view: JobView, key: str) -> Iterator[str]:
 def _estimator_of(view: JobView) -> Estimator | None:
     """None if there is no such estimator, and on ranks that only generate, whose machine may lack the user's file."""
     try:
-        return None if view.only_generates else find_estimator(str(view.get(_ESTIMATOR)), _ESTIMATOR)
+        return None if view.is_apart else find_estimator(str(view.get(_ESTIMATOR)), _ESTIMATOR)
     except UserError:
         return None
 
@@ -198,7 +199,8 @@ def uses_reward_service(view: JobView) -> bool:
 
 def shares_secret(view: JobView) -> bool:
     """Whether the actor job serves anybody, or asks a service."""
-    is_asking = has_remote_critic(view) or uses_reward_service(view) or any(s.kind == "url" for s in _specs(view))
+    is_asking = has_remote_critic(view) or uses_reward_service(view) or {*view.apart} - {ROLLOUT}
+    is_asking = bool(is_asking) or any(spec.kind == "url" for spec in _specs(view))
     return is_asking or bool(view.get("trainer.ppo.batch_iterator.use_flask"))
 
 
@@ -215,7 +217,7 @@ def _plain_rewards(view: JobView) -> Any:
 
 
 def _estimator(view: JobView) -> Iterator[str]:
-    if view.only_generates:
+    if view.is_apart:
         return
     try:
         estimator = find_estimator(str(view.get(_ESTIMATOR)), _ESTIMATOR)
@@ -235,7 +237,7 @@ def _estimator(view: JobView) -> Iterator[str]:
 def _policy_loss(view: JobView) -> Iterator[str]:
     loss, dual, high = str(view.get(_LOSS)), "trainer.ppo.dual_clip", "model.ppo.ratio_eps_high"
     is_users = loss not in LOSSES
-    if is_users and not view.only_generates:
+    if is_users and not view.is_apart:
         try:
             find_policy_loss(loss, _LOSS)
         except UserError as error:
@@ -288,19 +290,25 @@ def _rewards(view: JobView) -> Iterator[str]:
     except ConfigError as error:
         yield from str(error).splitlines()
         return
-    if view.only_generates:
+    if view.is_apart:
         return
     for place, spec in enumerate(specs):
-        key = f"{REWARDS}[{place}].source"
-        yield from _misfits(view, spec.source, key) if spec.kind == "archive" else _missing(spec, key)
+        key = f"{REWARDS}[{place}]"
+        yield from _misfits(view, spec, key) if spec.kind == "archive" else _missing(spec, f"{key}.source")
 
 
-def _misfits(view: JobView, path: str, key: str) -> Iterator[str]:
+def _misfits(view: JobView, spec: RewardSpec, entry: str) -> Iterator[str]:
     """Problems of a reward model in this job, as far as its config tells."""
+    path, key = spec.source, f"{entry}.source"
+    tp, pp = view.tp_size, view.pp_size
+    if spec.devices:
+        tp, pp = spec.tensor_parallel_size, spec.pipeline_parallel_size
+        if spec.devices % (tp * pp):
+            yield f"{entry}.devices={spec.devices}: not a multiple of its parallel sizes, {tp} x {pp}"
     try:
         given = OmegaConf.to_container(as_served(view.cfg).model, resolve=True)
         config = lay_over(base_config(path, key), given)
-        problems = ModelArchitecture.from_nemo_config(config).layout_problems(view.tp_size, view.pp_size)
+        problems = ModelArchitecture.from_nemo_config(config).layout_problems(tp, pp)
         RewardHeadConfig.from_model_config(config)
     except (ValueError, KeyError) as error:
         problems = [str(error.args[0])]
@@ -336,7 +344,9 @@ def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Keys, each with patterns of those that have no effect with its present value."""
     loss, service = view.get(_LOSS), "remote_critic_rm"
     if not has_remote_critic(view):
-        of_critic = ("critic.*", "combine_rm_and_critic_server", "trained_critic", "journal_*", "timeouts.training_*")
+        of_critic = ("critic.*", "combine_rm_and_critic_server")
+        if not has_critic_apart(view.cfg):
+            of_critic += ("trained_critic", "journal_*", "timeouts.training_*")
         key = PLACEMENT if needs_critic(view) else _ESTIMATOR
         yield key, tuple(f"{service}.{name}" for name in of_critic)
     if not needs_critic(view):

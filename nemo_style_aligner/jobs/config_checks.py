@@ -34,6 +34,7 @@ from nemo_style_aligner.jobs.checkpoint_checks import (
     ranking_problems,
 )
 from nemo_style_aligner.jobs.job_view import (
+    CRITIC_RANKS,
     GLOBAL_BATCH,
     LENGTH,
     MICRO_BATCH,
@@ -55,11 +56,13 @@ from nemo_style_aligner.jobs.path_checks import (
 from nemo_style_aligner.jobs.placement import (
     CRITIC_JOB,
     critic_config,
+    has_critic_apart,
     has_critic_here,
     has_reward_model_here,
     of_critic,
     placement_problems,
 )
+from nemo_style_aligner.launch.roles import CRITIC, ROLLOUT
 from nemo_style_aligner.models.adapter_files import adapter_kind
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -182,7 +185,7 @@ def _paths(view: JobView) -> Iterator[str]:
     has_checkpoints = view.has("exp_manager.checkpoint_callback_params")
     if has_checkpoints or view.get("exp_manager.watchdog_minutes") is not None:
         yield from log_directory_problems(view.cfg.exp_manager)  # where every rank's watchdog writes
-    if view.only_generates:
+    if view.is_apart:
         return
     if has_checkpoints:
         yield from checkpoint_directory_problems(view.cfg.exp_manager)
@@ -222,16 +225,16 @@ def _doubts(view: JobView) -> Iterator[str]:
 
 # ---- layout -------------------------------------------------------------------------------------
 
+_SET_APART = {ROLLOUT: ROLLOUT_RANKS, CRITIC: CRITIC_RANKS}
+
 
 def _ranks(view: JobView) -> Iterator[str]:
     parts = view.tp_size * view.pp_size
+    apart = ", ".join(f"{_SET_APART.get(role, f'{role}.devices')}={count}" for role, count in view.apart.items())
     if view.training_ranks < 1:
-        yield (
-            f"{view.show(ROLLOUT_RANKS)}: none of the {view.world_size} ranks is left to train; lower it or start more "
-            "ranks"
-        )
+        yield f"{apart}: none of the {view.world_size} ranks is left to train; lower it or start more ranks"
     elif view.training_ranks % parts:
-        rest = f", less {view.show(ROLLOUT_RANKS)}" if view.rollout_ranks else ""
+        rest = f", less {apart}" if apart else ""
         yield (
             f"{view.show(TP, PP)}: {view.training_ranks} ranks (trainer.devices x trainer.num_nodes{rest}) are not a "
             f"multiple of {parts}; change the sizes or the number of ranks"
@@ -296,7 +299,7 @@ def _adapters(view: JobView) -> Iterator[str]:
             yield f"{view.show(f'{tuning}.{key}')}: not supported; leave it out"
     if view.architecture is not None:
         yield from lora.problems(view.architecture, view.pp_size)
-    if view.get(start) and not view.only_generates:
+    if view.get(start) and not view.is_apart:
         try:
             problem = adapter_kind(Path(str(view.get(start)))).problem(lora)
         except (OSError, ValueError) as error:
@@ -392,7 +395,7 @@ def _model_name(view: JobView) -> Iterator[str]:
 
 def _critic_here(view: JobView) -> Iterator[str]:
     """Problems of a critic in the actor's job: those that a job of its own would have."""
-    if not view.is_actor or not needs_critic(view) or not has_critic_here(view.cfg) or view.only_generates:
+    if not view.is_actor or not needs_critic(view) or not has_critic_here(view.cfg) or view.is_apart:
         return
     try:
         critic = critic_config(view.cfg)
@@ -405,7 +408,10 @@ def _critic_here(view: JobView) -> Iterator[str]:
             f"{view.show(start)}: the reward model beside this critic would be without these adapters; merge them into "
             f"its archive (nsa convert), or set critic.trainer.ppo.combine_rm_and_critic_server=False"
         )
-    yield from map(of_critic, find_problems(CRITIC_JOB, critic, view.training_ranks, view.rank, _OF_MODELS))
+    is_apart = has_critic_apart(view.cfg)
+    ranks = critic.trainer.devices if is_apart else view.training_ranks
+    for problem in find_problems(CRITIC_JOB, critic, ranks, view.rank, _OF_MODELS):
+        yield of_critic(problem, is_apart=is_apart)
 
 
 _OF_MODELS: tuple[Check, ...] = (

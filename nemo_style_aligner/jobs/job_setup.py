@@ -247,7 +247,10 @@ def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
     if minutes is None:
         return None
     channel = roles.channel()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if channel is None else (channel.rank, channel.size)
+    if channel is None or channel.serves:  # a service is not stuck while nobody asks it: its watchdog watches it alone
+        rank, size = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, size = channel.rank, channel.size - sum(channel.apart.values()) + channel.num_rollout_ranks
     watchdog = Watchdog(log_dir, rank, size, float(minutes) * 60, failures.run, abort_job, failures.first)
     watchdog.start()
     return watchdog

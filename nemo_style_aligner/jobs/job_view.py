@@ -11,12 +11,13 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.config.schema import fields_of_job
+from nemo_style_aligner.launch.roles import ROLLOUT, ranks_apart
 from nemo_style_aligner.models.restore import read_base_config
 
 TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
 GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
 LENGTH, POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
-ROLLOUT_RANKS = "trainer.ppo.rollout_devices"
+ROLLOUT_RANKS, CRITIC_RANKS = "trainer.ppo.rollout_devices", "trainer.ppo.critic_devices"
 PROMPTS, GROUP, BEST = (
     *("model.ppo.num_rollout_samples", "trainer.ppo.num_rollouts_per_prompt", "trainer.ppo.top_n_rollouts"),
 )
@@ -72,18 +73,23 @@ class JobView:
         return GROUP if self.get(BEST) is None else BEST
 
     @property
+    def apart(self) -> dict[str, int]:
+        """Ranks set apart: see `roles.ranks_apart`."""
+        return ranks_apart(self.cfg)
+
+    @property
     def rollout_ranks(self) -> int:
         """Ranks that only generate."""
-        return int(self.get(ROLLOUT_RANKS) or 0)
+        return self.apart.get(ROLLOUT, 0)
 
     @property
     def training_ranks(self) -> int:
         """Ranks that train."""
-        return self.world_size - self.rollout_ranks
+        return self.world_size - sum(self.apart.values())
 
     @property
-    def only_generates(self) -> bool:
-        """Whether this rank only generates: it reads no data or training checkpoint, and its machine may have none."""
+    def is_apart(self) -> bool:
+        """Whether this rank is set apart: it reads no data of the policy's, and its machine may have none."""
         return self.rank >= self.training_ranks > 0
 
     @property

@@ -1,7 +1,8 @@
 """Where the roles of an actor's job are: the key ``placement``, and ``critic``, the section of a critic in this job.
 
 That section has the keys of the critic's own job (``conf/gpt_ppo_critic.yaml``), so that what is said about a critic
-holds wherever it is. What it shares with the policy, layout and precision above all, is not given twice.
+holds wherever it is. What it shares with the policy, precision above all, is not given twice; its layout is its own
+where it has ranks of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Literal
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config.fields import values
-from nemo_style_aligner.config.loading import ConfigError, check_config, load_defaults
-from nemo_style_aligner.jobs.job_view import LENGTH, PP, ROLLOUT_RANKS, TP, JobView
+from nemo_style_aligner.config.loading import ConfigError, check_config, load_defaults, log_directory
+from nemo_style_aligner.jobs.job_view import CRITIC_RANKS, LENGTH, PP, ROLLOUT_RANKS, TP, JobView, as_served
+from nemo_style_aligner.launch.roles import ROLLOUT
+from nemo_style_aligner.rl.reward_config import RewardSpec
 
 Strategy = Literal["interleave", "flatten", "separate"]
 
@@ -24,11 +27,15 @@ CRITIC_JOB = "gpt_ppo_critic"
 CRITIC_ARCHIVE = "critic.pretrained_checkpoint.restore_from_path"
 
 _OTHER_NAMES: dict[str, Strategy] = {"colocated": "flatten", "colocate_all": "flatten", "disaggregated": "separate"}
-_SHARED = (TP, PP, "model.sequence_parallel", "model.seed", LENGTH, "trainer.precision", "trainer.devices")
+_LAYOUT = (TP, PP, "model.sequence_parallel")
+_SHARED = ("model.seed", LENGTH, "trainer.precision", "trainer.devices")
 _OF_CRITIC = (
     *("pretrained_checkpoint.restore_from_path", "model.*"),
     *(f"trainer.ppo.{name}" for name in ("gradient_clip_val", "on_nonfinite", "max_consecutive_skips", "max_steps")),
     "trainer.ppo.combine_rm_and_critic_server",
+)
+_OF_CRITIC_APART = tuple(
+    f"trainer.ppo.{name}" for name in ("inference_micro_batch_size", "*_seconds", "max_queue_delay_microseconds")
 )
 
 
@@ -42,8 +49,12 @@ def strategy_of(cfg: DictConfig) -> Strategy:
 
 def has_critic_here(cfg: DictConfig) -> bool:
     """Whether the critic is in the actor's job, if the estimator needs one."""
-    strategy = strategy_of(cfg)
-    return strategy == "flatten" or (strategy == "separate" and bool(OmegaConf.select(cfg, CRITIC_ARCHIVE)))
+    return strategy_of(cfg) == "flatten" or bool(OmegaConf.select(cfg, CRITIC_ARCHIVE))
+
+
+def has_critic_apart(cfg: DictConfig) -> bool:
+    """Whether it has ranks of that job for itself."""
+    return bool(OmegaConf.select(cfg, CRITIC_RANKS))
 
 
 def has_reward_model_here(cfg: DictConfig) -> bool:
@@ -59,33 +70,68 @@ def critic_config(cfg: DictConfig) -> DictConfig:
     """
     given = OmegaConf.create(OmegaConf.to_container(cfg.critic, resolve=True))
     assert isinstance(given, DictConfig)
+    is_apart = has_critic_apart(cfg)
+    shared = _SHARED if is_apart else (*_LAYOUT, *_SHARED)
+    allowed = (*_OF_CRITIC, *_OF_CRITIC_APART) if is_apart else _OF_CRITIC
     problems = []
     for key, value in values(given):
-        if key in _SHARED:
+        if key == "trainer.devices" and is_apart:
+            problems.append(f"critic.{key}={value}: {CRITIC_RANKS} says it; leave it out")
+        elif key in shared:
             problems.append(f"critic.{key}={value}: it is the policy's, {key}; leave it out")
-        elif not any(fnmatchcase(key, pattern) for pattern in _OF_CRITIC):
+        elif not any(fnmatchcase(key, pattern) for pattern in allowed):
             problems.append(f"critic.{key}={value}: this is not a key of a critic in this job; leave it out")
     if problems:
         raise ConfigError("\n".join(problems))
     critic = load_defaults(CRITIC_JOB)
-    for key in _SHARED:
+    for key in shared:
         OmegaConf.update(critic, key, OmegaConf.select(cfg, key))
-    critic.model.offload_adam_states = cfg.model.ppo.offload_adam_states
-    critic.exp_manager.explicit_log_dir = None
+    if is_apart:
+        critic.trainer.devices = cfg.trainer.ppo.critic_devices
+        _be_part(critic, cfg, "critic")
+        critic.trainer.ppo.port, critic.trainer.ppo.token = 0, cfg.remote_critic_rm.token
+    else:
+        critic.model.offload_adam_states = cfg.model.ppo.offload_adam_states
+        critic.exp_manager.explicit_log_dir = None
     complete = OmegaConf.merge(critic, given)
     assert isinstance(complete, DictConfig)
     try:
         check_config(complete, CRITIC_JOB)
     except ConfigError as error:
-        raise ConfigError(of_critic(str(error))) from error
+        raise ConfigError(of_critic(str(error), is_apart=is_apart)) from error
     return complete
 
 
-def of_critic(text: str) -> str:
+def reward_model_config(cfg: DictConfig, spec: RewardSpec) -> DictConfig:
+    """The config of a reward model on ranks of its own, as that of a job of its own (``inference_rm``)."""
+    served, ppo = as_served(cfg), cfg.model.ppo
+    served.rm_model_file = spec.source
+    served.model.tensor_model_parallel_size = spec.tensor_parallel_size
+    served.model.pipeline_model_parallel_size = spec.pipeline_parallel_size
+    served.model.sequence_parallel = False
+    served.model.forward_micro_batch_size = ppo.forward_micro_batch_size
+    served.model.forward_max_tokens_per_micro_batch = ppo.forward_max_tokens_per_micro_batch
+    served.trainer.devices = spec.devices
+    served.inference.model_name = spec.name
+    served.inference.port, served.inference.token = 0, cfg.remote_critic_rm.token
+    _be_part(served, cfg, f"reward_{spec.name}")
+    return served
+
+
+def _be_part(service: DictConfig, cfg: DictConfig, folder: str) -> None:
+    """Set what a service has of the job of which it is a part."""
+    service.trainer.distributed_timeout_minutes = cfg.trainer.distributed_timeout_minutes
+    service.exp_manager.explicit_log_dir = str(log_directory(cfg.exp_manager) / folder)
+    service.exp_manager.watchdog_minutes = cfg.exp_manager.watchdog_minutes
+
+
+def of_critic(text: str, *, is_apart: bool) -> str:
     """A message about a critic's config with the names that its keys have in the actor's."""
+    names = {key: key for key in (_SHARED if is_apart else (*_LAYOUT, *_SHARED))}
+    names |= {"trainer.devices": CRITIC_RANKS} if is_apart else {}
 
     def renamed(found: re.Match[str]) -> str:
-        return found[0] if found[0] in _SHARED else f"critic.{found[0]}"
+        return names.get(found[0], f"critic.{found[0]}")
 
     return re.sub(r"(?<![\w/.=-])(?:pretrained_checkpoint|model|trainer)(?:\.\w+)+", renamed, text)
 
@@ -102,8 +148,19 @@ def placement_problems(view: JobView) -> Iterator[str]:
             f"{view.show(PLACEMENT, ROLLOUT_RANKS)}: ranks that only generate are {PLACEMENT}=separate; choose that, "
             f"or set {ROLLOUT_RANKS}=0"
         )
-    if strategy == "interleave" and view.get("critic"):
+    if strategy == "flatten":
+        for role, count in view.apart.items():
+            if role != ROLLOUT:
+                yield (
+                    f"{view.show(PLACEMENT)}: all roles are on all ranks, and {role} has {count} for itself; choose "
+                    f"{PLACEMENT}=interleave, or leave these out"
+                )
+    is_apart = has_critic_apart(view.cfg)
+    if strategy == "interleave" and view.get("critic") and not is_apart:
         yield (
-            f"{view.show(PLACEMENT)} with keys below critic: then the critic has a job of its own, which they belong "
-            "to (serve_ppo_critic.py); choose placement=flatten for a critic in this job, or leave them out"
+            f"{view.show(PLACEMENT)} with keys below critic: give the ranks of this job that it has for itself "
+            f"({CRITIC_RANKS}), choose placement=flatten for a critic on all ranks, or leave them out for one in a job "
+            "of its own (serve_ppo_critic.py)"
         )
+    if is_apart and strategy != "flatten" and not view.get(CRITIC_ARCHIVE):
+        yield f"{view.show(CRITIC_RANKS, CRITIC_ARCHIVE)}: give the archive that the critic begins with"

@@ -9,26 +9,36 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.config.schema import Placement
-from nemo_style_aligner.jobs.placement import critic_config, strategy_of
+from nemo_style_aligner.jobs.placement import (
+    CRITIC_ARCHIVE,
+    critic_config,
+    has_critic_apart,
+    has_reward_model_here,
+    reward_model_config,
+    strategy_of,
+)
+from nemo_style_aligner.launch.roles import CRITIC, ROLLOUT, channel, ranks_apart
 from nemo_style_aligner.models.activation_memory import activation_bytes
 from nemo_style_aligner.models.frozen import placement_of
 from nemo_style_aligner.models.gpt import uses_distributed_optimizer
 from nemo_style_aligner.models.logprobs import chunk_bytes
 from nemo_style_aligner.models.lora import LoraSettings
-from nemo_style_aligner.models.restore import BaseModel
+from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import current_layout, device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
 from nemo_style_aligner.placement.costs import Layout, Sizes
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.rl.reward_config import REWARDS, reward_specs
 from nemo_style_aligner.rl.reward_models import ModelRewards
 from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource, RewardSum
 from nemo_style_aligner.rl.rollouts.setup import engine_size
@@ -68,22 +78,17 @@ def announce_placement(cfg: DictConfig, policy: BaseModel, scorer: Scorer) -> No
     Raises:
         ConfigError: weights, gradients and optimizer states do not fit into a rank's memory.
     """
-    roles = list(_roles(cfg, policy, scorer))
-    layout, apart = current_layout(), int(cfg.trainer.ppo.rollout_devices)
-    ranks = dist.get_world_size() + apart
+    found = list(_roles(cfg, policy, scorer))
+    layout, ranks = current_layout(), dist.get_world_size() + sum(ranks_apart(cfg).values())
     sizes = f"tensor {layout.tp_size} x pipeline {layout.pp_size} x data {layout.dp_size}"
     if dist.get_rank() == 0:
         heading = f"placement={strategy_of(cfg)}: {counted(ranks, 'ranks')}, {sizes}"
-        logger.info("%s", "\n".join([heading, *picture(roles, ranks)]))
-    training = [role for role in roles if 0 in role.ranks and role.surely]
-    needed, there = _least(training), _memory()
-    if needed > there:
+        logger.info("%s", "\n".join([heading, *picture(found, ranks)]))
+    if short := [*_shortages(found)]:
         raise ConfigError(
-            f"a rank that trains has {size_of(there)} of memory, and needs {size_of(needed)} at once, without "
-            f"activations: {', '.join(f'{role.name} {size_of(role.surely)}' for role in training)}, less what is away "
-            "between turns. Use more ranks with a larger model.tensor_model_parallel_size, "
-            "model.ppo.offload_adam_states=True, trainer.ppo.reference_policy_placement=swap, or a job of its own for "
-            "the critic (placement=interleave)"
+            "\n".join(short) + "\nUse more ranks with a larger tensor_model_parallel_size, offload_adam_states=True, "
+            "trainer.ppo.reference_policy_placement=swap, or ranks or a job of its own for the critic "
+            "(placement=interleave)"
         )
 
 
@@ -102,6 +107,18 @@ def picture(roles: Sequence[Role], ranks: int) -> Iterator[str]:
         yield f"  {role.name:{width}} {cells}   {memory}{'  ' if memory and role.note else ''}{role.note}".rstrip()
 
 
+def _shortages(roles: Sequence[Role]) -> Iterator[str]:
+    """A line for each kind of rank whose memory does not suffice."""
+    there = _memory()
+    for first in sorted({role.ranks[0] for role in roles if role.ranks}):
+        here = [role for role in roles if first in role.ranks and role.surely]
+        if here and (needed := _least(here)) > there:
+            yield (
+                f"rank {first} has {size_of(there)} of memory and needs {size_of(needed)} at once without activations: "
+                f"{', '.join(f'{role.name} {size_of(role.surely)}' for role in here)}, less what is away between turns"
+            )
+
+
 def _least(roles: Sequence[Role]) -> float:
     """Bytes that a rank with these roles surely needs at once."""
     static = [max(0.0, role.surely - role.always) for role in roles]
@@ -118,40 +135,88 @@ def _memory() -> float:
 # ---- the roles ----------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The ranks of a model, and its layout over them."""
+
+    ranks: range
+    layout: Layout
+
+    @classmethod
+    def apart(cls, role: str, tp: int, pp: int) -> _Place:
+        """The ranks that a role has for itself."""
+        to_others = channel()
+        ranks = range(0) if to_others is None else to_others.ranks_of(role)
+        return cls(ranks, Layout(tp, pp, len(ranks) // (tp * pp)))
+
+    @property
+    def copies(self) -> list[int]:
+        """By rank, in megatron-core's order: tensor, data, pipeline."""
+        return [place // self.layout.tp % self.layout.dp for place in range(len(self.ranks))]
+
+
 def _roles(cfg: DictConfig, policy: BaseModel, scorer: Scorer) -> Iterator[Role]:
-    ppo, itemsize = cfg.trainer.ppo, policy.dtype.itemsize
-    yield _trained("policy", cfg, policy.architecture, itemsize, swaps=False)
+    ppo, itemsize, layout = cfg.trainer.ppo, policy.dtype.itemsize, current_layout()
+    here = _Place(range(dist.get_world_size()), Layout(layout.tp_size, layout.pp_size, layout.dp_size))
+    yield _trained("policy", cfg, policy.architecture, itemsize, here)
     if float(ppo.initial_policy_kl_penalty) > 0:
-        yield _reference(cfg, policy.architecture, itemsize)
-    if isinstance(critic := scorer.values, LocalCritic):
-        swaps = _swaps(critic.placement, critic.base.architecture, itemsize)
-        yield _trained("critic", critic_config(cfg), critic.base.architecture, itemsize, swaps=swaps)
-    elif critic is not None:
+        yield _reference(cfg, policy.architecture, itemsize, here)
+    yield from _critic(cfg, scorer, itemsize, here)
+    specs: Any = None if ppo.rewards is None else OmegaConf.to_container(ppo.rewards, resolve=True)
+    for number, (spec, source) in enumerate(zip(reward_specs(specs), _reward_sources(scorer), strict=True)):
+        name = f"reward {spec.name}" if specs else "reward"
+        if spec.devices:
+            place = _Place.apart(f"{REWARDS}[{number}]", spec.tensor_parallel_size, spec.pipeline_parallel_size)
+            base = open_base_model(spec.source, reward_model_config(cfg, spec), key=f"{REWARDS}[{number}].source")
+            yield _frozen(name, base.architecture, itemsize, place)
+        else:
+            yield _reward(name, source, itemsize, here)
+    yield _engine(cfg, policy.architecture, itemsize, here)
+
+
+def _critic(cfg: DictConfig, scorer: Scorer, itemsize: int, here: _Place) -> Iterator[Role]:
+    """The critic's role, and that of the reward model beside it on ranks of their own."""
+    if isinstance(scorer.values, LocalCritic):
+        architecture = scorer.values.base.architecture
+        swaps = _swaps(scorer.values.placement, architecture, itemsize, here)
+        yield _trained("critic", critic_config(cfg), architecture, itemsize, here, swaps=swaps)
+    elif scorer.values is not None and has_critic_apart(cfg):
+        own = critic_config(cfg)
+        architecture = open_base_model(
+            own.pretrained_checkpoint.restore_from_path, own, key=CRITIC_ARCHIVE
+        ).architecture
+        tp, pp = own.model.tensor_model_parallel_size, own.model.pipeline_model_parallel_size
+        place = _Place.apart(CRITIC, tp, pp)
+        yield _trained("critic", own, architecture, itemsize, place)
+        if has_reward_model_here(cfg):
+            swaps = _swaps(own.model.rm_placement, architecture, itemsize, place)
+            yield _frozen("its reward model", architecture, itemsize, place, swaps=swaps)
+    elif scorer.values is not None:
         section = cfg.remote_critic_rm.critic
         yield Role("critic", note=f"a job of its own at {section.ip}:{section.port}")
-    for name, source in _reward_sources(scorer):
-        yield _reward(f"reward {name}", source, itemsize)
-    yield _engine(cfg, policy.architecture, itemsize)
 
 
-def _reward_sources(scorer: Scorer) -> list[tuple[str, RewardSource]]:
+def _reward_sources(scorer: Scorer) -> list[RewardSource]:
     rewards = scorer.rewards
-    return [(one.name, one.source) for one in rewards.sources] if isinstance(rewards, RewardSum) else [("", rewards)]
+    return [one.source for one in rewards.sources] if isinstance(rewards, RewardSum) else [rewards]
 
 
-def _reward(name: str, source: RewardSource, itemsize: int) -> Role:
+def _reward(name: str, source: RewardSource, itemsize: int, here: _Place) -> Role:
     if isinstance(source, ModelRewards):
         architecture = source.base.architecture
-        return _frozen(name, architecture, itemsize, swaps=_swaps(source.placement, architecture, itemsize))
+        swaps = _swaps(source.placement, architecture, itemsize, here)
+        return _frozen(name, architecture, itemsize, here, swaps=swaps)
     if isinstance(source, RemoteRewards):
         return Role(name, note=f"at {source.url}")
     if isinstance(source, RemoteCritic):
         return Role(name, note="with the critic")
-    return Role(name, *_copies(), note="a function")
+    return Role(name, here.ranks, here.copies, note="a function")
 
 
-def _trained(name: str, cfg: DictConfig, architecture: ModelArchitecture, itemsize: int, *, swaps: bool) -> Role:
-    model, layout = Sizes(architecture, itemsize), _layout()
+def _trained(
+    name: str, cfg: DictConfig, architecture: ModelArchitecture, itemsize: int, place: _Place, *, swaps: bool = False
+) -> Role:
+    model, layout = Sizes(architecture, itemsize), place.layout
     shards = layout if uses_distributed_optimizer(cfg.model) else dataclasses.replace(layout, dp=1)
     moments = 0.0 if cfg.model.optim.name == "sgd" else model.optimizer(shards)
     states = _trained_share(cfg, architecture) * (model.gradients(layout) + moments)
@@ -168,7 +233,7 @@ def _trained(name: str, cfg: DictConfig, architecture: ModelArchitecture, itemsi
     in_turn = activations + (weights if swaps else 0) + (states if is_away else 0)
     away = " and ".join(["weights"] * swaps + ["optimizer's states"] * is_away)
     note = f"{away} in host memory between turns" if away else ""
-    return Role(name, *_copies(), always, in_turn, weights + states, note)
+    return Role(name, place.ranks, place.copies, always, in_turn, weights + states, note)
 
 
 def _trained_share(cfg: DictConfig, architecture: ModelArchitecture) -> float:
@@ -177,52 +242,41 @@ def _trained_share(cfg: DictConfig, architecture: ModelArchitecture) -> float:
     return 1.0 if lora is None else lora.num_parameters(architecture) / architecture.num_parameters
 
 
-def _reference(cfg: DictConfig, architecture: ModelArchitecture, itemsize: int) -> Role:
+def _reference(cfg: DictConfig, architecture: ModelArchitecture, itemsize: int, here: _Place) -> Role:
     """A second set of the weights that are trained."""
-    if _swaps(cfg.trainer.ppo.reference_policy_placement, architecture, itemsize):
-        return Role("reference", *_copies(), note="in the place of the policy's weights, in host memory between turns")
-    role = _frozen("reference", architecture, itemsize, swaps=False)
+    if _swaps(cfg.trainer.ppo.reference_policy_placement, architecture, itemsize, here):
+        note = "in the place of the policy's weights, in host memory between turns"
+        return Role("reference", here.ranks, here.copies, note=note)
+    role = _frozen("reference", architecture, itemsize, here)
     size = role.always * _trained_share(cfg, architecture)
     return dataclasses.replace(role, always=size, surely=size)
 
 
-def _frozen(name: str, architecture: ModelArchitecture, itemsize: int, *, swaps: bool) -> Role:
-    weights = Sizes(architecture, itemsize).weights(_layout())
+def _frozen(name: str, architecture: ModelArchitecture, itemsize: int, place: _Place, *, swaps: bool = False) -> Role:
+    weights = Sizes(architecture, itemsize).weights(place.layout)
     if swaps:
-        return Role(name, *_copies(), 0, weights, note="in host memory between turns")
-    return Role(name, *_copies(), weights, 0, weights)
+        return Role(name, place.ranks, place.copies, 0, weights, note="in host memory between turns")
+    return Role(name, place.ranks, place.copies, weights, 0, weights)
 
 
-def _engine(cfg: DictConfig, architecture: ModelArchitecture, itemsize: int) -> Role:
-    ppo, layout, apart = cfg.trainer.ppo, _layout(), int(cfg.trainer.ppo.rollout_devices)
+def _engine(cfg: DictConfig, architecture: ModelArchitecture, itemsize: int, here: _Place) -> Role:
+    ppo, layout, apart = cfg.trainer.ppo, here.layout, _Place.apart(ROLLOUT, 1, 1).ranks
     size = engine_size(ppo.generation.tensor_parallel_size, bool(ppo.trt_llm.reshard), layout.tp, layout.pp)
-    first = dist.get_world_size() if apart else 0
-    ranks = range(first, dist.get_world_size() + apart)
+    ranks = apart or here.ranks
     model = Sizes(architecture, itemsize)
     longest = int(ppo.trt_llm.max_input_len) + int(cfg.model.ppo.length_params.max_length)
     slots = int(ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size)
     cache = int(ppo.generation.kv_cache_tokens or slots * longest) * model.kv_bytes(size)
     views = device().type == "cuda" and not apart and (layout.tp, layout.pp) == (size, 1)
     weights = 0 if views else model.weights(Layout(size))
-    copies = [(rank - first) // size for rank in ranks]
+    copies = [place // size for place in range(len(ranks))]
     if ppo.trt_llm.unload_engine_train:
         return Role("engine", ranks, copies, 0, weights + cache, note="unloaded while training")
     return Role("engine", ranks, copies, weights + cache, 0, weights)
 
 
-def _swaps(placement: Placement, architecture: ModelArchitecture, itemsize: int) -> bool:
+def _swaps(placement: Placement, architecture: ModelArchitecture, itemsize: int, place: _Place) -> bool:
     if placement != "auto":
         return placement == "swap"
-    layout = current_layout()
-    return placement_of(architecture.num_parameters * itemsize // (layout.tp_size * layout.pp_size)) == "swap"
-
-
-def _layout() -> Layout:
-    layout = current_layout()
-    return Layout(layout.tp_size, layout.pp_size, layout.dp_size)
-
-
-def _copies() -> tuple[range, list[int]]:
-    """All ranks that train, in megatron-core's order: tensor, data, pipeline."""
-    ranks, layout = range(dist.get_world_size()), _layout()
-    return ranks, [rank // layout.tp % layout.dp for rank in ranks]
+    share = place.layout.tp * place.layout.pp
+    return placement_of(architecture.num_parameters * itemsize // share) == "swap"

@@ -22,6 +22,7 @@ from nemo_style_aligner.jobs.job_setup import (
 from nemo_style_aligner.jobs.placement_picture import announce_placement
 from nemo_style_aligner.jobs.run_settings import critic_of_run
 from nemo_style_aligner.jobs.scoring_setup import build_scorer
+from nemo_style_aligner.jobs.service_setup import serve_in_job
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -51,10 +52,13 @@ from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
 
 
 def run_actor(cfg: DictConfig) -> int:
-    """Train a policy, or generate for the ranks that do; return the job's exit status. Collective.
+    """Train a policy, or generate or score for the ranks that do; return the job's exit status. Collective.
 
     For errors see `build_ppo_trainer`.
     """
+    channel = roles.channel()
+    if channel is not None and channel.serves:
+        return serve_in_job(cfg, channel)
     if roles.is_rollout_rank():
         return serve_rollouts(cfg)
     run = start_run(cfg)

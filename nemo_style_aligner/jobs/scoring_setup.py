@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +15,23 @@ from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.jobs.critic_setup import make_critic
 from nemo_style_aligner.jobs.job_setup import Run, forward_batching
 from nemo_style_aligner.jobs.job_view import as_served
-from nemo_style_aligner.jobs.placement import CRITIC_ARCHIVE, critic_config, has_critic_here
+from nemo_style_aligner.jobs.placement import (
+    CRITIC_ARCHIVE,
+    critic_config,
+    has_critic_apart,
+    has_critic_here,
+    has_reward_model_here,
+)
+from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.ending import fail_job
+from nemo_style_aligner.launch.roles import CRITIC
 from nemo_style_aligner.models.critic import Critic
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.rl.estimators import Estimator
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.reward_config import build_reward_source, reward_specs
+from nemo_style_aligner.rl.reward_config import RewardSpec, build_reward_source, reward_specs
 from nemo_style_aligner.rl.reward_models import ModelRewards
 from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource
 from nemo_style_aligner.rl.rollouts.setup import shared_token
@@ -51,21 +60,26 @@ def build_scorer(
     critic: RemoteCritic | LocalCritic | None = None
     beside_critic: ModelRewards | None = None
     models: list[ModelRewards] = []
-    if estimator.needs_values and has_critic_here(cfg):
+    remote = _as_placed(cfg)
+    if estimator.needs_values and has_critic_here(cfg) and not has_critic_apart(cfg):
         critic, beside_critic = build_local_critic(cfg, policy, sequences)
     elif estimator.needs_values:
-        critic = build_remote_critic(cfg, run)
+        critic = build_remote_critic(cfg, remote, run)
 
     def service() -> RewardSource:
-        if isinstance(critic, RemoteCritic) and cfg.remote_critic_rm.combine_rm_and_critic_server:
+        if isinstance(critic, RemoteCritic) and remote.combine_rm_and_critic_server:
             return critic
         if beside_critic is None:
             return _reward_service(cfg)
         models.append(beside_critic)
         return beside_critic
 
-    def reward_model(path: str, key: str) -> ModelRewards:
-        models.append(_reward_model(cfg, policy, sequences, path, key))
+    def reward_model(spec: RewardSpec, entry: str) -> RewardSource:
+        if spec.devices:
+            host, port = _address(entry)
+            client = RewardClient(server_url(host, port), spec.name, limits=_limits(cfg), token=shared_token(cfg))
+            return RemoteRewards(client)
+        models.append(_reward_model(cfg, policy, sequences, spec.source, f"{entry}.source"))
         return models[-1]
 
     rewards = service() if cfg.trainer.ppo.rewards is None else _listed_rewards(cfg, service, reward_model)
@@ -76,7 +90,7 @@ def build_scorer(
 
 
 def _listed_rewards(
-    cfg: DictConfig, service: Callable[[], RewardSource], reward_model: Callable[[str, str], RewardSource]
+    cfg: DictConfig, service: Callable[[], RewardSource], reward_model: Callable[[RewardSpec, str], RewardSource]
 ) -> RewardSource:
     listed: Any = OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True)
     functions = cfg.trainer.ppo.reward_functions
@@ -154,12 +168,28 @@ def _reward_service(cfg: DictConfig) -> RewardSource:
     return RemoteRewards(client)
 
 
-def build_remote_critic(cfg: DictConfig, run: Run) -> RemoteCritic:
-    """The critic in its own job."""
-    section = cfg.remote_critic_rm
+def build_remote_critic(cfg: DictConfig, remote: DictConfig, run: Run) -> RemoteCritic:
+    """The critic in its own job or on ranks of its own, as ``remote`` says."""
     journal = CriticJournal(run.log_dir / "critic_journal")
-    client = build_critic_client(cfg)
-    return RemoteCritic(client, journal if dist.get_rank() == 0 else None, section.trained_critic)
+    client = build_critic_client(cfg, remote)
+    return RemoteCritic(client, journal if dist.get_rank() == 0 else None, remote.trained_critic)
+
+
+def _as_placed(cfg: DictConfig) -> DictConfig:
+    """``remote_critic_rm``; of a critic on ranks of its own, with the address that they have told."""
+    remote: DictConfig = cfg.remote_critic_rm.copy()
+    if has_critic_apart(cfg):
+        remote.critic.ip, remote.critic.port = _address(CRITIC)
+        remote.combine_rm_and_critic_server = has_reward_model_here(cfg)
+    return remote
+
+
+def _address(role: str) -> tuple[str, int]:
+    """Where ranks of this job that are set apart serve; waits for them to say it."""
+    channel = roles.channel()
+    assert channel is not None
+    host, port = json.loads(channel.read(f"{role}/address"))
+    return host, port
 
 
 def _limits(cfg: DictConfig) -> ClientLimits:
@@ -174,8 +204,8 @@ def _limits(cfg: DictConfig) -> ClientLimits:
     )
 
 
-def build_critic_client(cfg: DictConfig) -> CriticClient:
-    """This rank's client of the critic and reward service."""
+def build_critic_client(cfg: DictConfig, remote: DictConfig) -> CriticClient:
+    """This rank's client of the critic and reward service at ``remote``'s address."""
     limits, training = _limits(cfg), float(cfg.remote_critic_rm.timeouts.training_seconds)
     train_limits = dataclasses.replace(
         limits,
@@ -185,7 +215,7 @@ def build_critic_client(cfg: DictConfig) -> CriticClient:
         "command_timeout_seconds, and remote_critic_rm.timeouts.training_seconds here)",
     )
     return CriticClient(
-        cfg.remote_critic_rm,
+        remote,
         token=shared_token(cfg),
         infer_limits=limits,
         train_limits=train_limits,

@@ -1,19 +1,40 @@
-"""Builds the critic and reward services from their configs."""
+"""The critic and reward services, from their configs: jobs of their own, or ranks set apart in an actor's job."""
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+import json
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
 from nemo_style_aligner.checkpoints.random_states import random_states, set_random_states
+from nemo_style_aligner.config.loading import log_directory
 from nemo_style_aligner.jobs.critic_setup import make_critic, make_optimizer
-from nemo_style_aligner.jobs.job_setup import Run, forward_batching
+from nemo_style_aligner.jobs.job_setup import (
+    Run,
+    forward_batching,
+    register_model,
+    start_run,
+    start_service_watchdog,
+    start_timeline,
+)
+from nemo_style_aligner.jobs.placement import critic_config, reward_model_config
+from nemo_style_aligner.launch.ending import abort_job
 from nemo_style_aligner.launch.initialization import bind_address
+from nemo_style_aligner.launch.roles import CRITIC, Channel
+from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.models.critic import RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.restore import BaseModel
-from nemo_style_aligner.parallel.groups import ParallelLayout
+from nemo_style_aligner.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.parallel.detection import LOOPBACK
+from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
+from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
+from nemo_style_aligner.rl.reward_config import REWARDS, reward_specs
 from nemo_style_aligner.services.critic_service import CriticService, RewardService
 from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
@@ -21,7 +42,57 @@ from nemo_style_aligner.services.http_server import ConnectionLimits
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer, ScoringBackend
 from nemo_style_aligner.services.routes import HttpSettings
 from nemo_style_aligner.services.secret import resolve_token
-from nemo_style_aligner.training.run_control import RunControl
+from nemo_style_aligner.training.run_control import RunControl, parse_duration
+
+_LISTEN_SECONDS = 0.2  # between two looks at whether the job ends
+
+
+def run_critic(cfg: DictConfig, channel: Channel | None = None) -> int:
+    """Serve a critic until the job ends; return the job's exit status. Collective.
+
+    Args:
+        cfg: of a critic's job.
+        channel: to the ranks that train, where these are ranks of their job.
+    """
+    run = start_run(cfg)
+    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    register_model(cfg, run, base)
+    server = listen_as_critic(cfg, run, base)
+    status = serve(server, lambda: build_critic_service(cfg, run, base, server.ledger), run.control, channel)
+    run.close()
+    return status
+
+
+def run_reward_model(cfg: DictConfig, channel: Channel | None = None) -> int:
+    """Serve a reward model until the job ends; see `run_critic`."""
+    layout = initialize_model_parallel(
+        cfg.model.tensor_model_parallel_size,
+        cfg.model.pipeline_model_parallel_size,
+        cfg.model.seed,
+        cfg.trainer.distributed_timeout_minutes,
+    )
+    control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
+    watchdog = start_service_watchdog(cfg.exp_manager)
+    base = open_base_model(cfg.rm_model_file, cfg, key="rm_model_file")
+    server = listen_as_reward_model(cfg, layout, base)
+    status = serve(server, lambda: build_reward_service(cfg, base), control, channel)
+    if watchdog is not None:
+        watchdog.stop()
+    return status
+
+
+def serve_in_job(cfg: DictConfig, channel: Channel) -> int:
+    """Serve the model that this rank of an actor's job is set apart for; return the job's exit status. Collective."""
+    start_timeline(cfg.exp_manager, log_directory(cfg.exp_manager))
+    if channel.role == CRITIC:
+        critic = critic_config(cfg)
+        critic.trainer.ppo.host = LOOPBACK if is_on_one_machine() else None
+        return run_critic(critic, channel)
+    specs = reward_specs(OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True))
+    (spec,) = (spec for place, spec in enumerate(specs) if f"{REWARDS}[{place}]" == channel.role)
+    served = reward_model_config(cfg, spec)
+    served.inference.host = LOOPBACK if is_on_one_machine() else None
+    return run_reward_model(served, channel)
 
 
 def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
@@ -88,12 +159,37 @@ def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
     return RewardService(RewardModel(model, head, forward_batching(cfg.model)))
 
 
-def serve(server: ModelServer, backend: ScoringBackend, control: RunControl) -> int:
-    """Serve until a rank is asked to stop or the time is up; return the job's exit status, the same on every rank."""
+def serve(
+    server: ModelServer, build: Callable[[], ScoringBackend], control: RunControl, channel: Channel | None
+) -> int:
+    """Serve until a rank is asked to stop or the time is up; return the job's exit status, the same on every rank.
+
+    In an actor's job (``channel``) the ranks that train are told where, and they decide when the job stops.
+    """
+    if channel is not None and dist.get_rank() == 0:
+        host = LOOPBACK if is_on_one_machine() else own_address()
+        channel.put(f"{channel.role}/address", json.dumps([host, server.port]).encode())
+    backend = build()
     control.begin()
-    control.watch_service(server.request_stop)
-    server.run(backend)
-    return control.service_status()
+    if channel is None:
+        control.watch_service(server.request_stop)
+        server.run(backend)
+        return control.service_status()
+    stops.divert(lambda number: True)
+    ending = threading.Thread(target=_end_with_job, args=(channel, server.request_stop), daemon=True)
+    ending.start()
+    server.run(backend, heeds_signals=False)
+    ending.join()  # it uses the store, which rank 0 may close next
+    return int(channel.read("ending"))
+
+
+def _end_with_job(channel: Channel, stop: Callable[[], None]) -> None:
+    try:
+        while not channel.has("ending"):
+            time.sleep(_LISTEN_SECONDS)
+    except dist.DistError:  # the job's rank 0 is gone, and with it the job
+        abort_job(1)
+    stop()
 
 
 def _limits(base: BaseModel) -> ModelLimits:

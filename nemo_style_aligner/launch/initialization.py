@@ -29,12 +29,13 @@ from nemo_style_aligner.trusted_paths import UntrustedPathError, cache_folder, o
 from nemo_style_aligner.wording import counted
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from torch.distributed import Store
 
 _logger = logging.getLogger(__name__)
 
 
-def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0) -> None:
+def initialize(info: LaunchInfo, timeout_minutes: float, cfg: DictConfig | None = None) -> None:
     """Set up this process: torch.distributed (NCCL on GPUs, gloo on CPUs), its threads and its memory.
 
     Afterwards the environment holds torchrun's variables, whatever the launcher was, for libraries that read them.
@@ -42,7 +43,7 @@ def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0)
     Args:
         info: see `detect_launch`.
         timeout_minutes: ``trainer.distributed_timeout_minutes``.
-        rollout_ranks: ``trainer.ppo.rollout_devices``; with them, see `roles`.
+        cfg: the job's config, which may set ranks apart (`roles`).
 
     Raises:
         LaunchError: the ranks cannot find each other, or have no device.
@@ -84,8 +85,8 @@ def initialize(info: LaunchInfo, timeout_minutes: float, rollout_ranks: int = 0)
     failures.run = store.get("run").decode()
     meet_over_gloo(store, info.rank, info.world_size)
     with excepthook_kept():
-        if rollout_ranks:
-            roles.initialize(store, info.rank, info.world_size, rollout_ranks, backend, timeout)
+        if cfg is not None and (apart := roles.ranks_apart(cfg)):
+            roles.initialize(store, info.rank, info.world_size, apart, backend, timeout)
         else:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     _logger.info(

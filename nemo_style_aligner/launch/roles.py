@@ -1,7 +1,7 @@
-"""A job of two roles: ranks that train, and ranks that do nothing but generate (``trainer.ppo.rollout_devices``).
+"""A job of several roles: ranks that train, and after them ranks set apart (`ranks_apart`), each with one thing to do.
 
 torch.distributed and megatron-core build everything on one default group. So each role has a default group of its
-own, and neither sees the other's collectives. A `Channel` connects them: messages in the store through which the ranks
+own, and none sees another's collectives. A `Channel` connects them: messages in the store through which the ranks
 found each other (polled, so that a wait can have any limit and a signal can end it), and one process group of the
 first training rank and all rollout ranks, for weights.
 """
@@ -14,12 +14,13 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 _logger = logging.getLogger(__name__)
 
@@ -28,28 +29,69 @@ _POLL_SECONDS = 0.01
 _PROGRESS_SECONDS = 1.0
 _LEAVING_SECONDS = 30.0
 
+TRAINING, ROLLOUT, CRITIC = "training", "rollout", "critic"
+"""Roles; a reward model's is the key that names it, ``trainer.ppo.rewards[N]``."""
+
+
+def ranks_apart(cfg: DictConfig) -> dict[str, int]:
+    """The roles that have ranks of their own in an actor's job, and how many, in the ranks' order."""
+    rewards = OmegaConf.select(cfg, "trainer.ppo.rewards")
+    found = {
+        ROLLOUT: OmegaConf.select(cfg, "trainer.ppo.rollout_devices"),
+        CRITIC: OmegaConf.select(cfg, "trainer.ppo.critic_devices"),
+    }
+    for place, reward in enumerate(rewards if isinstance(rewards, ListConfig) else ()):
+        found[f"trainer.ppo.rewards[{place}]"] = reward.get("devices") if isinstance(reward, DictConfig) else None
+    return {role: count for role, count in found.items() if isinstance(count, int) and count > 0}
+
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """This rank's connection to the ranks of the other role.
+    """This rank's connection to the ranks of the other roles.
 
     Attributes:
-        rank, size: this rank's number in the whole job, and the job's number of ranks; the rollout ranks come last.
-        num_rollout_ranks: how many rollout ranks there are.
+        rank, size: this rank's number in the whole job, and the job's number of ranks.
+        role: this rank's.
+        apart: see `ranks_apart`; the ranks that train come first.
         store: of the whole job.
         weights: process group of training rank 0 (its rank 0) and the rollout ranks; None on other training ranks.
     """
 
     rank: int
     size: int
-    num_rollout_ranks: int
+    role: str
+    apart: Mapping[str, int]
     store: dist.Store
     weights: Any
 
     @property
+    def num_rollout_ranks(self) -> int:
+        """How many do nothing but generate."""
+        return self.apart.get(ROLLOUT, 0)
+
+    @property
     def is_rollout_rank(self) -> bool:
         """Whether this rank does nothing but generate."""
-        return self.rank >= self.size - self.num_rollout_ranks
+        return self.role == ROLLOUT
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank has a model that the ranks that train ask over HTTP."""
+        return self.role not in (TRAINING, ROLLOUT)
+
+    @property
+    def generates(self) -> bool:
+        """Whether this rank has an engine."""
+        return self.role == (ROLLOUT if self.num_rollout_ranks else TRAINING)
+
+    def ranks_of(self, role: str) -> range:
+        """The ranks of a role that is set apart."""
+        first = self.size - sum(self.apart.values())
+        for name, count in self.apart.items():
+            if name == role:
+                return range(first, first + count)
+            first += count
+        return range(0)
 
     # ---- messages ---------------------------------------------------------------------------
 
@@ -150,7 +192,7 @@ class Wait:
         elif now - self._since > self._seconds:
             raise TimeoutError(
                 f"{self._what}: nothing came for {self._seconds:g} s (trainer.ppo.batch_iterator.wait_seconds); look "
-                f"at the last {self._channel.num_rollout_ranks} ranks of the job, which generate"
+                f"at the ranks of the job that generate: {[*self._channel.ranks_of(ROLLOUT)]}"
             )
 
 
@@ -158,7 +200,7 @@ _channel: Channel | None = None
 
 
 def channel() -> Channel | None:
-    """The connection to the ranks of the other role; None in a job whose ranks all do the same."""
+    """The connection to the ranks of the other roles; None in a job whose ranks all do the same."""
     return _channel
 
 
@@ -168,33 +210,32 @@ def is_rollout_rank() -> bool:
 
 
 def initialize(
-    store: dist.Store, rank: int, size: int, num_rollout_ranks: int, backend: str, timeout: timedelta
+    store: dist.Store, rank: int, size: int, apart: Mapping[str, int], backend: str, timeout: timedelta
 ) -> None:
-    """Set up torch.distributed for a job whose last ``num_rollout_ranks`` ranks only generate. Collective.
+    """Set up torch.distributed for a job with ranks set apart (`ranks_apart`). Collective.
 
     Raises:
         ValueError: no rank is left to train.
     """
     global _channel
-    first = size - num_rollout_ranks
-    if not 0 < num_rollout_ranks < size:
-        raise ValueError(
-            f"trainer.ppo.rollout_devices={num_rollout_ranks} does not fit a job of {size} ranks: at least one must "
-            "generate, and at least one must train"
-        )
-    is_rollout = rank >= first
+    first = size - sum(apart.values())
+    if first < 1:
+        raise ValueError(f"{dict(apart)} ranks set apart do not fit a job of {size}: at least one must train")
+    whole = Channel(rank, size, TRAINING, apart, dist.PrefixStore("channel", store), None)
+    role = next((name for name in apart if rank in whole.ranks_of(name)), TRAINING)
+    ranks = whole.ranks_of(role) or range(first)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("rollout" if is_rollout else "training", store),
-        rank=rank - first if is_rollout else rank,
-        world_size=num_rollout_ranks if is_rollout else first,
+        store=dist.PrefixStore(role, store),
+        rank=rank - ranks[0],
+        world_size=len(ranks),
         timeout=timeout,
     )
     weights = None
-    if is_rollout or rank == 0:
-        place = rank - first + 1 if is_rollout else 0
-        weights = _process_group(backend, dist.PrefixStore("weights", store), place, num_rollout_ranks + 1, timeout)
-    _channel = Channel(rank, size, num_rollout_ranks, dist.PrefixStore("channel", store), weights)
+    if ROLLOUT in apart and (role == ROLLOUT or rank == 0):
+        place = rank - first + 1 if role == ROLLOUT else 0
+        weights = _process_group(backend, dist.PrefixStore("weights", store), place, apart[ROLLOUT] + 1, timeout)
+    _channel = dataclasses.replace(whole, role=role, weights=weights)
 
 
 def _process_group(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -207,25 +248,26 @@ def _process_group(backend: str, store: dist.Store, rank: int, size: int, timeou
 
 
 def end(status: int) -> None:
-    """Have the rollout ranks give up what they are doing and end with ``status``. Only rank 0's call has an effect."""
+    """Have the ranks set apart give up what they do and end with ``status``. Only rank 0's call has an effect."""
     if _channel is not None and _channel.rank == 0:
-        _channel.post({"kind": "end", "status": status})
-        _channel.put("ending", b"")
+        if _channel.num_rollout_ranks:
+            _channel.post({"kind": "end", "status": status})
+        _channel.put("ending", str(status).encode())
 
 
 def leave() -> None:
-    """Close the channel, last of all: rank 0, which has the store, waits until the rollout ranks need it no more."""
+    """Close the channel, last of all: rank 0, which has the store, waits until the others set apart need it no more."""
     global _channel
     if _channel is None:
         return
-    if _channel.is_rollout_rank:
+    if _channel.role != TRAINING:
         _channel.add("left", 1)
     elif _channel.rank == 0:
-        deadline = time.monotonic() + _LEAVING_SECONDS
-        while _channel.count("left") < _channel.num_rollout_ranks and time.monotonic() < deadline:
+        apart, deadline = sum(_channel.apart.values()), time.monotonic() + _LEAVING_SECONDS
+        while _channel.count("left") < apart and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        if (left := _channel.count("left")) < _channel.num_rollout_ranks:
-            _logger.warning("of %d rollout ranks only %d have ended by themselves", _channel.num_rollout_ranks, left)
+        if (left := _channel.count("left")) < apart:
+            _logger.warning("of %d ranks set apart only %d have ended by themselves", apart, left)
     _channel = None
 
 

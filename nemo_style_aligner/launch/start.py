@@ -169,8 +169,7 @@ def _run_job(
     stops.install(functools.partial(_end_start, info, log_dir, is_service))
     if info.launcher in ("mpirun", "torchrun"):  # killed, they leave their ranks, which nobody would end then
         signal_when_parent_dies(signal.SIGTERM)
-    rollout_ranks = int(OmegaConf.select(cfg, "trainer.ppo.rollout_devices") or 0)
-    initialize(info, cfg.trainer.distributed_timeout_minutes, rollout_ranks)
+    initialize(info, cfg.trainer.distributed_timeout_minutes, cfg)
     status = main(cfg) or 0
     if status == EXIT_REQUEUE and info.rank == 0:
         write_requeue_file(log_dir, STOPPED_EARLY)
@@ -181,6 +180,6 @@ def _run_job(
 
 def _use_one_queue(cfg: DictConfig) -> None:
     """Set what megatron-core's overlap of tensor-parallel communication with GEMMs relies on, before CUDA starts."""
-    tp_size = OmegaConf.select(cfg, "model.tensor_model_parallel_size")
-    if isinstance(tp_size, int) and tp_size > 1:
+    sizes = (OmegaConf.select(cfg, f"{part}model.tensor_model_parallel_size") for part in ("", "critic."))
+    if any(isinstance(size, int) and size > 1 for size in sizes):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

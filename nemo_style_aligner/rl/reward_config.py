@@ -25,7 +25,9 @@ _PATTERNS: Mapping[str, str] = {
     "function": r".+\.py:\w+",
 }
 _KINDS: tuple[SourceKind, ...] = ("exact_match", "math_verify", "service", "url", "archive", "function")
-_KEYS: Mapping[str, Any] = {"name": None, "source": None, "weight": 1.0, "only": {}}  # and their defaults
+_LAYOUT: Mapping[str, int] = {"devices": 0, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+# And their defaults.
+_KEYS: Mapping[str, Any] = {"name": None, "source": None, "weight": 1.0, "only": {}, **_LAYOUT}
 _CHOICES = "exact_match, math_verify, service, http://HOST:PORT/NAME, FILE.py:NAME or MODEL.nemo"
 
 
@@ -38,12 +40,17 @@ class RewardSpec:
         source: as in the config; see `kind`.
         weight: of its rewards in the sum.
         only: fields of a prompt's line, and the values, any of several, that they must have for it to count.
+        devices: ranks of the job that a reward model has for itself; 0: those that train.
+        tensor_parallel_size, pipeline_parallel_size: its layout there.
     """
 
     name: str
     source: str
     weight: float = 1.0
     only: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    devices: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     @property
     def kind(self) -> SourceKind:
@@ -69,6 +76,7 @@ def reward_specs(rewards: Sequence[Any] | None) -> list[RewardSpec]:
             source=reward["source"],
             weight=float(reward.get("weight", 1.0)),
             only={field: _as_list(value) for field, value in reward.get("only", {}).items()},
+            **{key: reward[key] for key in _LAYOUT if key in reward},
         )
         for reward in rewards
     ]
@@ -78,7 +86,7 @@ def build_reward_source(
     rewards: Sequence[Any],
     *,
     service: Callable[[], RewardSource],
-    reward_model: Callable[[str, str], RewardSource],
+    reward_model: Callable[[RewardSpec, str], RewardSource],
     limits: ClientLimits,
     token: str | None,
     threads: int | None = None,
@@ -89,7 +97,7 @@ def build_reward_source(
     Args:
         rewards: the list.
         service: makes what the source ``service`` means in this job.
-        reward_model: makes a source of an archive; its arguments are its path and the config key that names it.
+        reward_model: makes a source of an archive; its other argument is the config key of its entry.
         limits: of requests to other services.
         token: the secret that is shared with them; None: no authentication.
         threads: calls of a function at a time; see `FunctionRewards`.
@@ -101,7 +109,8 @@ def build_reward_source(
         MathVerifyError: the package is not installed.
     """
 
-    def build(spec: RewardSpec, key: str) -> RewardSource:
+    def build(spec: RewardSpec, entry: str) -> RewardSource:
+        key = f"{entry}.source"
         if spec.kind == "exact_match":
             return ExactMatch()
         if spec.kind == "math_verify":
@@ -114,11 +123,11 @@ def build_reward_source(
         if spec.kind == "function":
             function = load_reward_function(spec.source, key)
             return FunctionRewards(function, spec.source, seconds=seconds, max_parallel=threads)
-        return reward_model(spec.source, key)
+        return reward_model(spec, entry)
 
     return RewardSum(
         [
-            WeightedSource(spec.name, build(spec, f"{REWARDS}[{place}].source"), spec.weight, spec.only)
+            WeightedSource(spec.name, build(spec, f"{REWARDS}[{place}]"), spec.weight, spec.only)
             for place, spec in enumerate(reward_specs(rewards))
         ]
     )
@@ -157,11 +166,19 @@ def _problems(rewards: Sequence[Any]) -> Iterator[str]:
 def _problems_of_one(reward: Mapping[str, Any], key: str) -> Iterator[str]:
     if unknown := [name for name in reward if name not in _KEYS]:
         yield f"{key} has no {', '.join(map(str, unknown))}: its keys are {', '.join(_KEYS)}"
-    name, source, weight, only = (reward.get(name, default) for name, default in _KEYS.items())
+    name, source, weight, only = (reward.get(name, _KEYS[name]) for name in ("name", "source", "weight", "only"))
     if name is not None and not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
         yield f"{key}.name={name}: give a plain word, by which it is logged"
     if not isinstance(source, str) or _kind_of(source) is None:
         yield f"{key}.source={source}: choose {_CHOICES}"
+    for field, default in _LAYOUT.items():
+        count = reward.get(field, default)
+        if not isinstance(count, int) or isinstance(count, bool) or count < default:
+            yield f"{key}.{field}={count}: give a whole number of {default} or more"
+        elif field != "devices" and field in reward and not reward.get("devices"):
+            yield f"{key}.{field}={count}: it is of ranks that this reward model has for itself: give their `devices`"
+    if reward.get("devices") and _kind_of(str(source)) != "archive":
+        yield f"{key}.devices={reward['devices']}: only a reward model (.nemo) has ranks of its own; leave it out"
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
         yield f"{key}.weight={weight}: must be a finite number"
     if not isinstance(only, Mapping):

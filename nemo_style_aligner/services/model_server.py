@@ -148,14 +148,14 @@ class ModelServer:
         """
         self._stop_requested = True
 
-    def run(self, backend: ScoringBackend) -> None:
-        """Serve ``backend`` until `request_stop` (SIGTERM and SIGINT do that, in the main thread).
+    def run(self, backend: ScoringBackend, *, heeds_signals: bool = True) -> None:
+        """Serve ``backend`` until `request_stop` (if it ``heeds_signals``, SIGTERM and SIGINT do that).
 
         Raises what the backend raised; before that the waiting clients are answered.
         """
         self._backend = backend
         try:
-            with _stop_on_signals(self.request_stop):
+            with _stop_on_signals(self.request_stop) if heeds_signals else contextlib.nullcontext():
                 if self._rank == 0:
                     self._lead()
                 else:
@@ -341,7 +341,7 @@ class ModelServer:
             self._stop_requested = any(requests)
 
     def _act(self, name: str, arguments: dict[str, Any]) -> Any:
-        with activity.phase(f"service/{name}"):
+        with activity.phase("service"), activity.phase(name):
             if name == "infer":
                 return self._backend.infer(**arguments)
             critic = cast(CriticBackend, self._backend)  # else no endpoint would have led here

@@ -13,16 +13,9 @@ from nemo_style_aligner.launch.start import job
 @job("gpt_ppo_critic", check="nemo_style_aligner.jobs.config_checks.check_job", is_service=True)
 def main(cfg: DictConfig) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.jobs.job_setup import register_model, start_run
-    from nemo_style_aligner.jobs.service_setup import build_critic_service, listen_as_critic, serve
-    from nemo_style_aligner.models.restore import open_base_model
+    from nemo_style_aligner.jobs.service_setup import run_critic
 
-    run = start_run(cfg)
-    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    register_model(cfg, run, base)
-    server = listen_as_critic(cfg, run, base)
-    serve(server, build_critic_service(cfg, run, base, server.ledger), run.control)
-    return run.close()
+    return run_critic(cfg)
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:
         SecretError: the shared secret cannot be used.
     """
     section, channel = cfg.trainer.ppo.batch_iterator, roles.channel()
-    generates = channel is None or channel.is_rollout_rank
+    generates = channel is None or channel.generates
     if not section.use_flask or not generates or dist.get_rank() != 0:
         return None
     return WorkQueueServer(
@@ -306,7 +306,7 @@ def build_generator(
 ) -> Generator:
     """The generator of responses: this rank's engine, or the job's rollout ranks. Collective."""
     channel = roles.channel()
-    if channel is not None:
+    if channel is not None and not channel.generates:
         return RemoteGenerator(
             channel,
             model.architecture,
