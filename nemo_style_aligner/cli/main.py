@@ -1,7 +1,6 @@
 """``nsa``: its commands, and how it ends.
 
-A command ``NAME`` is ``command`` in the module ``nemo_style_aligner.cli.NAME``, unless `_ELSEWHERE` says otherwise; the
-module is imported when the command is used.
+A command ``NAME`` is ``command`` in the module ``nemo_style_aligner.cli.NAME``, which is imported when it is used.
 These modules import at their top only what is light: ``--help`` of any command, and completion, take no torch.
 """
 
@@ -28,7 +27,6 @@ COMMANDS = {
     "doctor": "Say what of this machine is usable, and what would make it more so.",
 }
 """Each command and what it does."""
-_ELSEWHERE = {name: ("nemo_style_aligner.placement.commands", name) for name in ("plan", "launch")}
 
 _EXAMPLES = """\b
 Examples:
@@ -60,8 +58,7 @@ class _Imported(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        module, name = _ELSEWHERE.get(str(self.name), (f"nemo_style_aligner.cli.{self.name}", "command"))
-        command: click.Command = getattr(importlib.import_module(module), name)
+        command: click.Command = importlib.import_module(f"nemo_style_aligner.cli.{self.name}").command
         return command.make_context(info_name, args, parent, **extra)
 
 

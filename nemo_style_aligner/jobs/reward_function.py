@@ -10,12 +10,10 @@ import concurrent.futures
 import functools
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import text_before_end
 from nemo_style_aligner.rl.reward_functions import FunctionRewards
 from nemo_style_aligner.rl.rewards import Reward
@@ -28,17 +26,6 @@ from nemo_style_aligner.services.routes import HttpSettings, ServiceMetrics, sta
 _POLL_SECONDS = 0.25  # how soon a stop request is noticed
 _DRAIN_SECONDS = 60.0  # after a stop request
 _MIN_LENGTH = 1  # model.ppo.length_params.min_length by default: so many tokens do not end a response
-
-
-def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a ``.nemo`` archive (a file or a folder), a tokenizer directory or a ``.model`` file.
-
-    Raises:
-        FileNotFoundError: there is none in the archive.
-        TokenizerError: there is nothing at ``path``, or nothing that can be read.
-    """
-    is_archive = (path / "model_config.yaml").is_file() or (path.is_file() and path.suffix != ".model")
-    return load_nemo_tokenizer(path) if is_archive else load_tokenizer(path)
 
 
 class RewardFunctionService:
