@@ -20,9 +20,8 @@ from job_processes import ROOT, SCRIPTS, Job, script, wait_until_ready
 from served_critic import infer_body, outputs, reward_client, tensor
 
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
-from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.jobs.reward_function import open_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError
 from nemo_style_aligner.services.reward_client import PromptsOfSequences, SequencesToScore
@@ -145,7 +144,7 @@ def test_the_function_in_the_documentation_works(folder: Path) -> None:
     started = command(folder, "--token", "none", function="my_rewards.py:reward")
     two = {"text": "2+2=", "answer": "4"}
     with serving(started, folder / "docs.log") as (job, port):
-        rewards = outputs(ask(port, open_tokenizer(folder / "tokenizer"), [(two, "4"), (two, "55")]))["rewards"]
+        rewards = outputs(ask(port, load_tokenizer(folder / "tokenizer"), [(two, "4"), (two, "55")]))["rewards"]
         assert job.stop(number=signal.SIGINT) == 0
     assert all(math.isclose(*pair, abs_tol=1e-6) for pair in zip(rewards[:, 0], [0.999, -0.002], strict=True))
 

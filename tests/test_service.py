@@ -48,11 +48,10 @@ from nemo_style_aligner.services.exactly_once.ledger import CriticPosition, Trai
 from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
 from nemo_style_aligner.services.http_server import PlaceTakenError
 from nemo_style_aligner.services.jobs import InferJob, Job, JobQueue, QueueState, SaveJob, TrainJob
-from nemo_style_aligner.services.metrics import ServiceMetrics
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.protocol import InferRequest, ProtocolError
 from nemo_style_aligner.services.reward_client import SequencesToScore
-from nemo_style_aligner.services.routes import HttpSettings, create_app
+from nemo_style_aligner.services.routes import HttpSettings, ServiceMetrics, create_app
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -43,8 +43,8 @@ from nemo_style_aligner.services.http_client import (
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
+    server_url,
 )
-from nemo_style_aligner.services.http_connection import server_url
 from nemo_style_aligner.telemetry.log_lines import JsonFormatter
 
 TOKENS, LENGTHS = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[3], [2]])

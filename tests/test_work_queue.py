@@ -40,8 +40,12 @@ from nemo_style_aligner.rl.sample import Prompt, Sample
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.services.client import CriticClient
-from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
-from nemo_style_aligner.services.http_connection import server_url
+from nemo_style_aligner.services.http_client import (
+    ClientLimits,
+    RequestRefusedError,
+    ServerUnavailableError,
+    server_url,
+)
 
 pytestmark = pytest.mark.timeout(240)
 

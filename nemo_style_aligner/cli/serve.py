@@ -61,7 +61,7 @@ def command(
     import threading
 
     from nemo_style_aligner.parallel.groups import single_process
-    from nemo_style_aligner.services.http_connection import server_url
+    from nemo_style_aligner.services.http_client import server_url
     from nemo_style_aligner.services.secret import AUTO, NONE, read_secret, resolve_token
     from nemo_style_aligner.serving.app import ServedModel, ServingSettings
     from nemo_style_aligner.serving.checkpoint import load_model

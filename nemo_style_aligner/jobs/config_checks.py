@@ -7,6 +7,7 @@ one line per problem: key=value, why it cannot be, what to do.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -22,17 +23,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import why_unwritable
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.directory import DAMAGED, LAST, checkpoint_name
+from nemo_style_aligner.checkpoints.durable import UNFINISHED
+from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 from nemo_style_aligner.config.fields import value_problems
+from nemo_style_aligner.config.foreign_keys import section_of_job
 from nemo_style_aligner.config.loading import ConfigError, load_defaults, plain_config
 from nemo_style_aligner.config.schema import fields_of_job
 from nemo_style_aligner.data.sft import SFTFormat
 from nemo_style_aligner.jobs.actor_checks import actor_problems, needs_critic, settings_in_vain, shares_secret
-from nemo_style_aligner.jobs.checkpoint_checks import (
-    archive_name_problems,
-    checkpoint_name_problems,
-    ranking_problems,
-)
 from nemo_style_aligner.jobs.job_view import (
     CRITIC_RANKS,
     GLOBAL_BATCH,
@@ -77,6 +76,7 @@ from nemo_style_aligner.training.run_control import parse_duration
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_NAME = 200  # file systems allow 255; numbers grow, and suffixes are added
 _ARCHIVES = ("pretrained_checkpoint.restore_from_path", "model.restore_from_path", "rm_model_file")  # a job has one
 
 
@@ -135,10 +135,10 @@ def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
     cfg = view.cfg
     yield from _attempt(lambda: parse_precision(cfg.trainer.precision))
     yield from _attempt(lambda: parse_duration(cfg.exp_manager.max_time_per_run))
-    yield from archive_name_problems(str(cfg.exp_manager.name))
+    yield from _archive_name(str(cfg.exp_manager.name))
     if view.has("exp_manager.checkpoint_callback_params"):
         yield from _attempt(lambda: CheckpointSettings.from_config(cfg.exp_manager))
-        yield from checkpoint_name_problems(view, cfg.exp_manager.checkpoint_callback_params.filename)
+        yield from _checkpoint_name(view, cfg.exp_manager.checkpoint_callback_params.filename)
     if view.has("model.optim"):
         betas = view.get("model.optim.betas")
         if betas is not None and len(betas) != 2:
@@ -333,6 +333,75 @@ def _keep_activations(view: JobView) -> Iterator[str]:
     yield from (f"{view.show(key)}: {why}; choose auto or never" for why in reasons if why)
 
 
+# ---- what checkpoints are called, and by what they are ranked -----------------------------------
+
+
+def _ranking(view: JobView) -> Iterator[str]:
+    """Problems if checkpoints are to be ranked by what this job, or its steps that are saved, do not measure."""
+    params = "exp_manager.checkpoint_callback_params"
+    name = view.get(f"{params}.monitor")
+    if name is not None and not _is_measured(view, str(name)):
+        yield f"{params}.monitor={name}: this job measures no such thing; choose one of {', '.join(_measured(view))}"
+    key = f"{params}.save_best_model"
+    if not view.get(key):
+        return
+    section = f"trainer.{section_of_job(view.cfg)}"
+    save_interval, val_check_interval = (view.get(f"{section}.{name}_interval") or 0 for name in ("save", "val_check"))
+    if not any(view.get(f"model.data.{files}") for files in ("validation_ds.file_path", "data_prefix.validation")):
+        val_check_interval = 0
+    # Shares of a run are a number of steps when its length is known.
+    if isinstance(save_interval, int) and isinstance(val_check_interval, int):
+        with contextlib.suppress(ValueError):  # reported by other checks
+            settings = CheckpointSettings.from_config(view.cfg.exp_manager)
+            if (reason := settings.why_best_is_unknown(section, save_interval, val_check_interval)) is not None:
+                yield f"{key}=True: {reason}"
+
+
+def _measured(view: JobView) -> tuple[str, ...]:
+    """What checkpoints can be ranked by and named after; ``*`` stands for any text."""
+    if not view.has("exp_manager.checkpoint_callback_params.save_best_model"):  # the critic's service
+        return ("step",)
+    known = ("step", "epoch", "consumed_samples", "val_*", "train_*")
+    counters = (f"{name}_optimization_step" for name in ("ppo", "reinforce", "rs"))
+    return (*known, *counters) if view.is_actor else known
+
+
+def _is_measured(view: JobView, name: str) -> bool:
+    return any(re.fullmatch(pattern.replace("*", ".+"), monitored_name(name)) for pattern in _measured(view))
+
+
+def _archive_name(name: str) -> Iterator[str]:
+    """A problem of ``exp_manager.name``."""
+    if not name.strip() or any(len(os.fsencode(part)) > _LONGEST_NAME for part in name.split("/")):
+        yield f"exp_manager.name={name!r}: the archive NAME.nemo needs a name, of at most {_LONGEST_NAME} bytes"
+
+
+def _checkpoint_name(view: JobView, template: str) -> Iterator[str]:
+    """Problems of ``checkpoint_callback_params.filename``."""
+    key = "exp_manager.checkpoint_callback_params.filename"
+    fields = [name.split(":")[0] for name in re.findall(r"\{([^{}]+)\}", template)]
+    monitor = str(view.get("exp_manager.checkpoint_callback_params.monitor"))  # `_monitor` checks it; it may be null
+    if unknown := [field for field in fields if field != monitor and not _is_measured(view, field)]:
+        names = ", ".join(_measured(view))
+        yield f"{key}={template}: this job measures no {', '.join(unknown)}; fields in braces can be {names}"
+        return
+    # Values to try the template with: counters are integers, metrics of steps and validations are floats.
+    examples = {name: 0.5 if name.startswith(("val_", "train_")) else 1 for name in fields}
+    try:
+        name = checkpoint_name(template, examples)
+    except ValueError as error:
+        yield f"exp_manager.{error}"
+        return
+    taken = (UNFINISHED, DAMAGED, LAST)
+    if name.strip() in ("", ".", "..") or name.endswith(taken):
+        yield (
+            f"{key}={template!r}: a checkpoint needs a name, and it must not end with {', '.join(taken)}, which "
+            "mark its state; try megatron_gpt-{step}"
+        )
+    elif len(os.fsencode(name)) > _LONGEST_NAME:
+        yield f"{key}={template}: makes names of more than {_LONGEST_NAME} bytes; choose a shorter one"
+
+
 # ---- the reward model and the critic ------------------------------------------------------------
 
 
@@ -419,6 +488,6 @@ _OF_MODELS: tuple[Check, ...] = (
     *(_reward_head, _attributes, _schedule_of_the_critic, _keep_activations),
 )
 _CHECKS: tuple[Check, ...] = (
-    *(*_OF_MODELS, _wandb, ranking_problems, _sft_format, _preferences, _model_name),
+    *(*_OF_MODELS, _wandb, _ranking, _sft_format, _preferences, _model_name),
     *(placement_problems, _critic_here, actor_problems, _paths),
 )  # each concerns the jobs that have the keys of which it speaks

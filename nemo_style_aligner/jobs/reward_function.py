@@ -6,39 +6,26 @@ The function gets the prompt's whole line, with the right answer, say, which the
 
 from __future__ import annotations
 
-import threading
+import concurrent.futures
+import functools
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import text_before_end
-from nemo_style_aligner.launch.ending import fail_job
 from nemo_style_aligner.rl.reward_functions import FunctionRewards
+from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.services.endpoints import ModelLimits, reward_endpoint
-from nemo_style_aligner.services.jobs import InferJob, Job, JobQueue, QueueState
-from nemo_style_aligner.services.metrics import ServiceMetrics
+from nemo_style_aligner.services.jobs import InferJob, JobQueue, QueueState
 from nemo_style_aligner.services.protocol import ProtocolError
-from nemo_style_aligner.services.routes import HttpSettings, start_http_server
+from nemo_style_aligner.services.routes import HttpSettings, ServiceMetrics, start_http_server
 
 _POLL_SECONDS = 0.25  # how soon a stop request is noticed
-_DRAIN_SECONDS = 60.0  # after a stop request: requests not begun by then are refused
+_DRAIN_SECONDS = 60.0  # after a stop request
 _MIN_LENGTH = 1  # model.ppo.length_params.min_length by default: so many tokens do not end a response
-
-
-def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a ``.nemo`` archive (a file or a folder), a tokenizer directory or a ``.model`` file.
-
-    Raises:
-        FileNotFoundError: there is none in the archive.
-        TokenizerError: there is nothing at ``path``, or nothing that can be read.
-    """
-    is_archive = (path / "model_config.yaml").is_file() or (path.is_file() and path.suffix != ".model")
-    return load_nemo_tokenizer(path) if is_archive else load_tokenizer(path)
 
 
 class RewardFunctionService:
@@ -67,7 +54,7 @@ class RewardFunctionService:
         self._tokenizer = tokenizer
         self._end_strings = tokenizer.end_strings(end_strings)
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
-        self._is_closed = False
+        self._failure: Exception | None = None  # of the source of rewards as a whole
         self._queue = JobQueue(http.max_outstanding_requests)
         self._metrics = ServiceMetrics()
         limits = ModelLimits(vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint())
@@ -84,54 +71,40 @@ class RewardFunctionService:
         self._stop_requested = True
 
     def run(self) -> None:
-        """Serve until `request_stop`."""
-        threads = [
-            threading.Thread(target=self._work, name=f"reward-{number}", daemon=True)
-            for number in range(self._rewards.max_parallel)
-        ]
-        for thread in threads:
-            thread.start()
+        """Serve until `request_stop`. Raises `RewardError` if too many calls of the function hang."""
         self._queue.set_state(QueueState.SERVING)
         while not self._stop_requested:
-            time.sleep(_POLL_SECONDS)
+            self._begin_next()
         self._queue.set_state(QueueState.DRAINING)
         deadline = time.monotonic() + _DRAIN_SECONDS
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self._queue.refuse_waiting(ProtocolError(503, QueueState.DRAINING.value, {"Retry-After": "5"}))
-        self._is_closed = True
+        while self._queue.outstanding and time.monotonic() < deadline:
+            self._begin_next()
         self._rewards.close()
         self._http.stop()
 
-    def _work(self) -> None:
-        """A thread's loop: answer one request after the other. An unexpected error ends the whole service."""
-        try:
-            while self._queue.state is not QueueState.DRAINING or self._queue.waiting:
-                # One row: requests are not merged, so that an error fails one request only.
-                for job in self._queue.take(_POLL_SECONDS, 1, 0.0):
-                    self._do(job)
-        except BaseException as error:
-            if self._is_closed:  # it was time to end, whatever this thread still waited for
-                return
-            fail_job(error)
-            raise
+    def _begin_next(self) -> None:
+        """Have the next request scored, if one comes soon."""
+        if self._failure is not None:
+            raise self._failure
+        for job in self._queue.take(_POLL_SECONDS, 1, 0.0):  # one row: an error fails one request only
+            assert isinstance(job, InferJob)  # there is no other endpoint
+            job.taken, job.batch_rows = time.monotonic(), job.rows
+            self._metrics.queue_time.observe(job.taken - job.arrived)
+            self._metrics.batch_rows.observe(job.rows)
+            rewards = self._rewards.score([self._sample(job, row) for row in range(job.rows)])
+            rewards.add_done_callback(functools.partial(self._answer, job))
 
-    def _do(self, job: Job) -> None:
-        try:
-            job.future.set_result(self._answer(job))
-        except ProtocolError as error:
-            job.future.set_exception(error)
-
-    def _answer(self, job: Job) -> dict[str, np.ndarray]:
-        assert isinstance(job, InferJob)  # there is no other endpoint
-        job.taken, job.batch_rows = time.monotonic(), job.rows
-        self._metrics.queue_time.observe(job.taken - job.arrived)
-        self._metrics.batch_rows.observe(job.rows)
-        rewards = self._rewards.score([self._sample(job, row) for row in range(job.rows)]).result()
-        for row, reward in enumerate(rewards):
+    def _answer(self, job: InferJob, scored: concurrent.futures.Future[list[Reward]]) -> None:
+        if (error := scored.exception()) is not None:
+            self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            job.future.set_exception(ProtocolError(500, f"the service failed: {error}"))
+            return
+        for row, reward in enumerate(scored.result()):
             if reward.problem is not None:
-                raise ProtocolError(500, f"sequence {row} of the request: {reward.problem}")
-        return {"rewards": np.array([reward.value for reward in rewards], dtype=np.float32).reshape(-1, 1)}
+                job.future.set_exception(ProtocolError(500, f"sequence {row} of the request: {reward.problem}"))
+                return
+        values = np.array([reward.value for reward in scored.result()], dtype=np.float32)
+        job.future.set_result({"rewards": values.reshape(-1, 1)})
 
     def _sample(self, job: InferJob, row: int) -> Sample:
         assert job.lines is not None and job.prompt_lengths is not None  # the endpoint asks for them

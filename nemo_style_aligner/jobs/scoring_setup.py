@@ -38,8 +38,7 @@ from nemo_style_aligner.rl.rollouts.setup import shared_token
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.services.client import CriticClient
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
-from nemo_style_aligner.services.http_client import ClientLimits
-from nemo_style_aligner.services.http_connection import server_url
+from nemo_style_aligner.services.http_client import ClientLimits, server_url
 from nemo_style_aligner.services.reward_client import RewardClient, SequencesToScore
 
 _INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted

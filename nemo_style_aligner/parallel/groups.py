@@ -2,6 +2,8 @@
 
 Ranks are ordered tensor-parallel first, then data-parallel, then pipeline (megatron-core's order
 ``tp-cp-ep-dp-pp``), so that a tensor-parallel group sits inside one node.
+
+megatron-core takes seconds to import: functions that need it do that.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
 
 from nemo_style_aligner.errors import excepthook_kept
 from nemo_style_aligner.parallel.detection import LaunchError
@@ -72,6 +73,8 @@ def initialize_model_parallel(
     Raises:
         ValueError: the world size is not a multiple of ``tp_size * pp_size``.
     """
+    from megatron.core import parallel_state, tensor_parallel
+
     world_size = dist.get_world_size()
     if tp_size < 1 or pp_size < 1 or world_size % (tp_size * pp_size):
         raise ValueError(
@@ -94,6 +97,8 @@ def initialize_model_parallel(
 
 def current_layout() -> ParallelLayout:
     """The layout that `initialize_model_parallel` set up."""
+    from megatron.core import parallel_state
+
     return ParallelLayout(
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -106,6 +111,8 @@ def current_layout() -> ParallelLayout:
 
 def broadcast_from_last_stage(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Give every pipeline stage the last stage's ``tensor`` (``None`` on the other stages)."""
+    from megatron.core import parallel_state
+
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         assert tensor is not None
         return tensor
@@ -316,6 +323,8 @@ def set_up_cuda_arithmetic() -> None:
 @contextlib.contextmanager
 def single_process(seed: int = 1234) -> Iterator[ParallelLayout]:
     """Process groups of one process for the body of a ``with`` statement; see `initialize_single_process`."""
+    from megatron.core import parallel_state
+
     initialize_single_process()
     try:
         yield initialize_model_parallel(1, 1, seed)

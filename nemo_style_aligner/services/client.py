@@ -33,8 +33,8 @@ from nemo_style_aligner.services.http_client import (
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
+    server_url,
 )
-from nemo_style_aligner.services.http_connection import server_url
 from nemo_style_aligner.services.reward_client import (
     SequencesToScore,
     as_array,

@@ -689,7 +689,7 @@ class PlaceTakenError(UserError, OSError):
 
 
 def _bind(host: str, port: int, name: str, section: str | None, port_key: str | None) -> socket.socket:
-    if host == "localhost":  # clients resolve this name to its IPv4 address, see `http_connection`
+    if host == "localhost":  # clients resolve this name to its IPv4 address, see `http_client`
         host = "127.0.0.1"
     try:
         if not 0 <= port <= LARGEST_PORT:  # getaddrinfo would take its last 16 bits

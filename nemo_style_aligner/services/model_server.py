@@ -35,9 +35,8 @@ from nemo_style_aligner.services.jobs import (
     merge,
     split,
 )
-from nemo_style_aligner.services.metrics import ServiceMetrics
 from nemo_style_aligner.services.protocol import ProtocolError
-from nemo_style_aligner.services.routes import HttpSettings, start_http_server
+from nemo_style_aligner.services.routes import HttpSettings, ServiceMetrics, start_http_server
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)

@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import prometheus_client as prometheus
 from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
 import nemo_style_aligner
 from nemo_style_aligner.services.endpoints import MODEL_VERSION, Endpoint
 from nemo_style_aligner.services.exactly_once.ledger import INSTANCE_HEADER
-from nemo_style_aligner.services.http_connection import server_url
+from nemo_style_aligner.services.http_client import server_url
 from nemo_style_aligner.services.http_server import ConnectionLimits, WsgiServer
 from nemo_style_aligner.services.jobs import InferJob, Job, JobQueue, QueueState
-from nemo_style_aligner.services.metrics import ServiceMetrics
 from nemo_style_aligner.services.protocol import (
     HEADER_LENGTH_FIELD,
     JSON_TYPE,
@@ -62,6 +62,40 @@ class HttpSettings:
     infer_timeout_s: float = 600.0  # until an inference request is answered 504; twice that if being computed
     command_timeout_s: float = 3600.0  # until training, saving or restoring is answered 504
     connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
+
+
+_PREFIX = "aligner_server_"
+_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class ServiceMetrics:
+    """What `/metrics` shows, in a registry of its own: several services may live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = prometheus.CollectorRegistry()
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS, label: str = "") -> Any:
+            labels = [label] if label else []
+            return prometheus.Histogram(_PREFIX + name, what, labels, buckets=buckets, registry=self.registry)
+
+        def counter(name: str, what: str, *labels: str) -> Any:
+            return prometheus.Counter(_PREFIX + name, what, labels, registry=self.registry)
+
+        self.requests = counter("requests", "Inference-protocol requests answered", "model", "status")
+        self.latency = histogram("request_seconds", "Time from a request's arrival to its answer", label="model")
+        self.queue_time = histogram("queue_seconds", "Time a job waited for the model")
+        self.batch_rows = histogram("batch_rows", "Rows in a merged inference batch", _ROWS)
+        self.command_time = histogram("command_seconds", "Time the model took for one command", label="command")
+        self.training_steps = counter("training_steps", "Training requests applied")
+        self.training_repeats = counter("training_repeats", "Training requests answered from the ledger")
+        self.outstanding = prometheus.Gauge(
+            f"{_PREFIX}outstanding_requests", "Requests accepted and not yet answered", registry=self.registry
+        )
+
+    def exposition(self) -> tuple[bytes, str]:
+        """The text for Prometheus, and its content type."""
+        return prometheus.generate_latest(self.registry), prometheus.CONTENT_TYPE_LATEST
 
 
 def create_app(

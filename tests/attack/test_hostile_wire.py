@@ -29,7 +29,7 @@ import torch
 from served_critic import CountingBackend, client_config, critic_client, infer_body, outputs, post, serve, train_body
 
 from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueClient, WorkQueueServer
-from nemo_style_aligner.services import http_connection
+from nemo_style_aligner.services import http_client
 from nemo_style_aligner.services.client import CriticClient
 from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
 from nemo_style_aligner.services.http_client import (
@@ -516,7 +516,7 @@ def test_no_step_of_a_connection_waits_for_long_or_in_silence(
     step: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even of a training request, whose answer may take an hour: only a whole request is waited for so long."""
-    monkeypatch.setattr(http_connection, "_WORD_SECONDS", 0.2)
+    monkeypatch.setattr(http_client, "_WORD_SECONDS", 0.2)
     key, message = SILENT[step]
     limits = ClientLimits(**({"read_s": 3900.0, "total_s": 2.0, "away_s": 2.0} | {key: 0.6}))
     with silent_after(step) as port:

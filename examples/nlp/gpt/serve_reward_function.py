@@ -65,13 +65,14 @@ def main() -> None:
         parser.error(f"--threads {args.threads}: give at least 1")
 
     # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.jobs.reward_function import RewardFunctionService, open_tokenizer
+    from nemo_style_aligner.jobs.reward_function import RewardFunctionService
+    from nemo_style_aligner.models.files import tokenizer_of
     from nemo_style_aligner.rl.reward_functions import FunctionRewards, load_reward_function
     from nemo_style_aligner.services.routes import HttpSettings
 
     configure_logging(level=getattr(logging, args.log_level.upper()), log_format=args.log_format)
     try:
-        tokenizer = open_tokenizer(args.tokenizer)
+        tokenizer = tokenizer_of(args.tokenizer)
         function = load_reward_function(args.function, "--function")
         service = RewardFunctionService(
             FunctionRewards(function, args.function, seconds=CALL_SECONDS, max_parallel=args.threads),

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 from flask import Flask, Response, request
 from werkzeug.exceptions import BadRequest, HTTPException
 
-from nemo_style_aligner.services.http_client import ClientLimits, HttpClient
-from nemo_style_aligner.services.http_connection import server_url
+from nemo_style_aligner.services.http_client import ClientLimits, HttpClient, server_url
 from nemo_style_aligner.services.http_server import WsgiServer
 from nemo_style_aligner.services.protocol import JSON_TYPE, LIVE_PATH, is_int
 
