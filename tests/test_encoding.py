@@ -72,6 +72,10 @@ def rows_of(kind: str, count: int = LINES, length: int = 30) -> list[dict[str, A
     return rows
 
 
+def long(kind: str) -> Any:
+    return pytest.param(kind, marks=pytest.mark.long)
+
+
 def build(kind: str, path: Path, tokenizer: Tokenizer) -> Any:
     if kind == "sft":
         return SFTDataset([path], tokenizer, FORMAT)
