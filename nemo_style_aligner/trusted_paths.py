@@ -15,9 +15,10 @@ import os
 import pwd
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.errors import NotWrittenError, UserError
 
 _MOST_STEPS = 1000  # names on the way, those of links included; more are links in a circle
 
@@ -143,6 +144,30 @@ def temporary_base() -> str:
     except UntrustedPathError as error:
         raise UntrustedPathError(f"no temporary files are safe in {base}: {error}; or set TMPDIR") from error
     return base
+
+
+@contextlib.contextmanager
+def temporary_folder(contents: str) -> Iterator[Path]:
+    """A folder of this user's alone, in ``TMPDIR`` or ``/tmp``, that is removed at the end.
+
+    Args:
+        contents: what is put there, for the message.
+
+    Raises:
+        NotWrittenError: it cannot be made.
+        UntrustedPathError: others can replace what lies there.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(
+            prefix="nemo_style_aligner.", dir=temporary_base(), ignore_cleanup_errors=True
+        )
+    except OSError as error:  # Python says which folders it has tried
+        raise NotWrittenError(
+            f"{contents} cannot be unpacked ({error.strerror}): name a folder for temporary files, with room in it, in "
+            "TMPDIR"
+        ) from error
+    with folder as path:
+        yield Path(path)
 
 
 def _status(entry: Path, make: int | None) -> os.stat_result:

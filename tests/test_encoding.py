@@ -72,6 +72,10 @@ def rows_of(kind: str, count: int = LINES, length: int = 30) -> list[dict[str, A
     return rows
 
 
+def long(kind: str) -> Any:
+    return pytest.param(kind, marks=pytest.mark.long)
+
+
 def build(kind: str, path: Path, tokenizer: Tokenizer) -> Any:
     if kind == "sft":
         return SFTDataset([path], tokenizer, FORMAT)
@@ -86,7 +90,9 @@ def items_of(data: Any) -> list[Any]:
     return [data[i] for i in range(len(data))]
 
 
-@pytest.mark.parametrize("kind", ["sft", "comparisons", "labelled", "prompts"])
+@pytest.mark.parametrize(
+    "kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("comparisons", "labelled", "prompts"))]
+)
 def test_two_processes_make_what_one_makes(
     kind: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
@@ -111,7 +117,9 @@ def test_two_processes_make_what_one_makes(
     assert expected[kind] in "".join(alone[2])
 
 
-@pytest.mark.parametrize("fault", ['{"messages": [{"role": "critic", "content": "hm"}]}', "["])
+@pytest.mark.parametrize(
+    "fault", ['{"messages": [{"role": "critic", "content": "hm"}]}', pytest.param("[", marks=pytest.mark.long)]
+)
 def test_errors_are_those_of_one_process(fault: str, folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Also if lines that others make are before or behind it, with errors of their own."""
     path = tmp_path / "data.jsonl"

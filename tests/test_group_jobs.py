@@ -254,10 +254,11 @@ def test_ranks_change_nothing(
 def test_killed_and_resumed_is_as_if_never_killed(
     artefacts: Artefacts, done: Path, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """In the middle of a step of several rounds."""
+    """In the middle of a step, of several rounds if there is one after the first save."""
     drawn = [int(rounds) * SAMPLES for _, rounds in curves(done)["train_rollouts/sampling_rounds"]]
     command = script("train_gpt_ppo_actor.py", *flags(tmp_path, *grpo(tmp_path, artefacts.rm)))
-    kill_and_start_again(command, tmp_path, at_call=sum(drawn[:3]) + SAMPLES + 2)
+    step = max(range(2, len(drawn)), key=drawn.__getitem__)
+    kill_and_start_again(command, tmp_path, at_call=sum(drawn[:step]) + min(SAMPLES + 2, drawn[step] - 1))
     require_same_end(tmp_path, done)
 
 
@@ -294,6 +295,7 @@ def test_own_estimator_loss_and_reward_a_step_ahead(flags: Callable[..., list[st
     assert "train_optim/ratio" in found and "train_optim/ppo_ratio" not in found
 
 
+@pytest.mark.long
 def test_a_reward_model_in_the_job(artefacts: Artefacts, flags: Callable[..., list[str]], tmp_path: Path) -> None:
     """The only source, on two ranks, of which some have nothing to score; its weights come and go."""
     arguments = flags(

@@ -227,7 +227,11 @@ def test_experience_is_what_the_formulas_say() -> None:
     made = step()
     made.rollouts.weight_versions[:] = torch.tensor([3, 3, 5, 5, 4, 4])
     settings = dataclasses.replace(
-        SETTINGS, unbiased=True, kl_clamp=0.3, importance_weight_cap=1.2, importance_sequence_bounds=(0.9, 1.2)
+        SETTINGS,
+        advantage_whitening_unbiased=True,
+        kl_clamp=0.3,
+        importance_weight_cap=1.2,
+        importance_sequence_bounds=(0.9, 1.2),
     )
     batch, columns = made.rollouts, made.columns
     experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)

@@ -54,7 +54,7 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_to
 from nemo_style_aligner.parallel.agreement import on_first_rank, patiently_on_first_rank
 from nemo_style_aligner.parsing import parse_json, parse_yaml, read_json
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.temporary import temporary_folder
+from nemo_style_aligner.trusted_paths import temporary_folder
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -73,15 +73,15 @@ def compose(name: str, description: str) -> Composed | None:
     parser.add_argument("-cn", "--config-name", default=name)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args(sys.argv[1:])
+    if options.help or options.cfg:  # whatever reads this (``| head``, a pager) may end before it has read all of it
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if options.help:
-        with _reader_may_leave():
-            print(_help(name, description))
+        print(_help(name, description))
         return None
     overrides, notes = _without_removals(options.overrides)
     cfg = _by_hydra(options.config_name, overrides, Path(options.config_path))
     if options.cfg:
-        with _reader_may_leave():
-            print(OmegaConf.to_yaml(cfg))
+        print(OmegaConf.to_yaml(cfg))
         return None
     return Composed(complete_config(cfg, name), notes)
 
@@ -145,18 +145,6 @@ def _prepared(override: str) -> str:
     if is_template or (is_path and not re.fullmatch(r"[A-Za-z0-9_/.@%+ -]*", value)):
         return f"++{key}={quote}{value}{quote}"
     return f"++{key}={value}"
-
-
-@contextlib.contextmanager
-def _reader_may_leave() -> Iterator[None]:
-    """Let whatever reads what is printed here (``| head``, a pager) end before it has read all of it."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # for what is still buffered, which Python would write at its end
-        os.close(null)
 
 
 def _help(name: str, description: str) -> str:

@@ -34,12 +34,20 @@ def to_fast_tokenizer(
     fast = _convert(model)
     if fast is None or any(fast.encode(t, add_special_tokens=False).ids != encode(t) for t in _EXAMPLES):
         return None
-    if adds_bos:
-        bos = model.id_to_piece(model.bos_id())
-        fast.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, model.bos_id())]
-        )
+    put_around_texts(fast, model.bos_id() if adds_bos else None, None)
     return fast
+
+
+def put_around_texts(fast: Tokenizer, bos: int | None, eos: int | None) -> None:
+    """Have a tokenizer put BOS before and EOS behind each text that it is given; None: not."""
+    special = {i: fast.id_to_token(i) for i in (bos, eos) if i is not None}
+    before, after = ([special[i]] if i is not None else [] for i in (bos, eos))
+    if special:
+        fast.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *before, "$B", *after],
+            special_tokens=[(token, i) for i, token in special.items()],
+        )
 
 
 def user_defined_ids(model: sentencepiece.SentencePieceProcessor) -> frozenset[int]:

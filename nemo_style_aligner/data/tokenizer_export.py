@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from nemo_style_aligner.data.sentencepiece_model import put_around_texts
 from nemo_style_aligner.data.text_format import ChatPromptTokens
 from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, Tokenizer, TokenizerError, load_tokenizer
 
@@ -105,13 +106,6 @@ def _write_special_tokens(tokenizer: Tokenizer, directory: Path, add_bos: bool |
     if not (directory / _FAST).is_file() or (adds_bos == add_bos and not append_eod):
         return
     fast = tokenizers.Tokenizer.from_file(str(directory / _FAST))
-    special = {"$bos": tokenizer.bos_id} if add_bos else {}
-    special |= {"$eos": tokenizer.eos_id} if append_eod else {}
-    names = {name: tokenizer.ids_to_text([i], keep_special=True) for name, i in special.items() if i is not None}
-    bos, eos = (f"{names[name]} " if name in names else "" for name in ("$bos", "$eos"))
-    fast.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{bos}$A {eos}".strip(),
-        pair=f"{bos}$A {eos}$B {eos}".strip(),
-        special_tokens=[(names[name], i) for name, i in special.items() if i is not None],
-    )
+    fast.post_processor = tokenizers.processors.Sequence([])
+    put_around_texts(fast, tokenizer.bos_id if add_bos else None, tokenizer.eos_id if append_eod else None)
     fast.save(str(directory / _FAST))

@@ -50,7 +50,7 @@ from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parsing import parse_yaml
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.progress import Progress
-from nemo_style_aligner.temporary import temporary_folder
+from nemo_style_aligner.trusted_paths import temporary_folder
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import (
     HuggingFaceCheckpoint,

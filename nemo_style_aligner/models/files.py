@@ -29,7 +29,7 @@ from nemo_style_aligner.models.conversion import (
 from nemo_style_aligner.models.gpt import parse_precision
 from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.parallel.agreement import on_first_rank
-from nemo_style_aligner.temporary import temporary_folder
+from nemo_style_aligner.trusted_paths import temporary_folder
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import copy_tokenizer_files, require_empty
 from nemo_style_aligner.wording import download_hint

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from nemo_style_aligner.data.sentencepiece_model import put_around_texts
 from nemo_style_aligner.data.tokenizer import GENERATION_CONFIG, save_made, save_sentencepiece
 from nemo_style_aligner.weights.gguf_file import GGUFFile
 
@@ -187,13 +188,8 @@ class _Vocabulary:
             texts = [token for token, of in zip(self.tokens, self.types, strict=True) if of in kind]
             fast.add_tokens([AddedToken(text, normalized=False, special=is_special) for text in texts])
         names = {name: self.tokens[i] for name, i in self.special.items()}
-        before = [names["bos_token"]] if self._adds("bos", splitting.add_bos) else []
-        after = [names["eos_token"]] if self._adds("eos", False) else []
-        if before or after:
-            around = [(token, self.tokens.index(token)) for token in (*before, *after)]
-            fast.post_processor = processors.TemplateProcessing(
-                single=[*before, "$A", *after], pair=[*before, "$A", *before, "$B", *after], special_tokens=around
-            )
+        adds = {"bos": self._adds("bos", splitting.add_bos), "eos": self._adds("eos", False)}
+        put_around_texts(fast, *(self.special[f"{name}_token"] if added else None for name, added in adds.items()))
         made = PreTrainedTokenizerFast(tokenizer_object=fast, chat_template=self.template, **names)
         save_made(made, directory)
 
