@@ -408,12 +408,8 @@ def _flag(cfg: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_by_tanh(cfg: Mapping[str, Any], gated: bool) -> bool:
-    """Whether NeMo computes GELU by its approximation: its kernel fused with biases, the default, does.
-
-    This project's archives before the key had a meaning here hold models that were trained with GELU itself.
-    """
-    fused = cfg.get("bias_activation_fusion")
-    is_fused = "hf_model_type" not in cfg if fused is None else _flag(cfg, "bias_activation_fusion")
+    """Whether NeMo computes GELU by its approximation: its kernel fused with biases, the default, does."""
+    is_fused = cfg.get("bias_activation_fusion") is None or _flag(cfg, "bias_activation_fusion")
     return _flag(cfg, "openai_gelu") or (is_fused and (gated or _flag(cfg, "bias")))
 
 

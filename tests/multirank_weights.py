@@ -67,8 +67,8 @@ ARCHITECTURES = {
 MODEL_CFG = {"make_vocab_size_divisible_by": 8}
 # Training layout -> model -> ranks of the engines that get its weights; 4 are more than there are key heads.
 ENGINE_SIZES = {
-    (1, 1): {"llama": (2, 4), "tied": (4,), "qwen": (2,), "gpt": (2,)},
-    (2, 1): {"llama": (2,), "gpt": (2,)},
+    (1, 1): {"llama": (2, 4), "tied": (4,)},
+    (2, 1): {"gpt": (2,)},
     (4, 1): {"qwen": (4,)},
     (2, 2): {"llama": (2,), "tied": (2,)},
 }

@@ -162,8 +162,6 @@ def restore(
             load_optimizer(its_optimizer, other, state["beside"][name], source, STATE, prefix)
     if state["layout"] != _layout(model):
         warn_for_all_ranks(logger, "%s was saved with %s: random streams start anew", directory, state["layout"])
-    elif (directory / "random" / "00000.pt").exists():
-        warn_for_all_ranks(logger, "%s is of an earlier version: random streams start anew", directory)
     else:
         load_random_states(_random_file(directory))
     return state["trainer"]

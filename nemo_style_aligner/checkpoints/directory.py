@@ -109,7 +109,7 @@ class CheckpointDirectory:
             return entries
         sign = 1 if self.settings.mode == "min" else -1
         # The run may have had another monitor before, whose values compare with nothing.
-        alike = [entry for entry in entries if entry.manifest.monitor in (monitor, None)]
+        alike = [entry for entry in entries if entry.manifest.monitor == monitor]
         measured = [entry for entry in alike if entry.manifest.value is not None]
         return sorted(measured, key=lambda entry: sign * (entry.manifest.value or 0.0))
 
@@ -202,13 +202,11 @@ def origin_in(directory: Path, named: Path) -> str:
     return path.name if path.parent == directory.resolve() else str(path)
 
 
-def had_resumed_from(manifest: Manifest, origin: str | None, directory: Path) -> bool:
-    """Whether the run of a checkpoint in ``directory`` had resumed from ``origin`` (`origin_in`), ``-last`` or not."""
+def had_resumed_from(manifest: Manifest, origin: str | None) -> bool:
+    """Whether the run of a checkpoint had resumed from ``origin`` (`origin_in`), ``-last`` or not."""
     if manifest.resumed_from is None or origin is None:
         return False
-    # Joined: earlier versions recorded whole paths.
-    recorded, wanted = (directory.resolve() / name.removesuffix(LAST) for name in (manifest.resumed_from, origin))
-    return recorded == wanted
+    return manifest.resumed_from.removesuffix(LAST) == origin.removesuffix(LAST)
 
 
 def staging_of(target: Path) -> Path:

@@ -45,7 +45,7 @@ class Manifest:
         value: the monitored metric, None where it was not measured.
         files: name -> {"bytes": ..., "sha256": ...} of every file but the manifest.
         resumed_from: the `resume_from_checkpoint` of the run that wrote it; see `directory.origin_in`.
-        monitor: the metric's name; None in checkpoints of earlier versions, too.
+        monitor: the metric's name.
     """
 
     sequence: int

@@ -12,8 +12,8 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
-from nemo_style_aligner.checkpoints.inert_pickle import one_line
 from nemo_style_aligner.checkpoints.manifest import read_patiently
+from nemo_style_aligner.checkpoints.sharded_index import one_line
 from nemo_style_aligner.parsing import read_json
 
 _NUMPY_WORDS = 624  # of its Mersenne twister

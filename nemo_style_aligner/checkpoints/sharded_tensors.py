@@ -20,9 +20,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, FileSource
-from nemo_style_aligner.checkpoints.inert_pickle import one_line
 from nemo_style_aligner.checkpoints.manifest import read_patiently
-from nemo_style_aligner.checkpoints.sharded_index import Chunk, Index, StoredTensor, read_index
+from nemo_style_aligner.checkpoints.sharded_index import Chunk, Index, StoredTensor, one_line, read_index
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parallel.agreement import on_every_rank
 from nemo_style_aligner.telemetry import activity

@@ -399,7 +399,7 @@ class CheckpointManager:
 
         A job that is requeued then goes on from it, instead of going back again.
         """
-        newest = self._newest_whole(lambda newest: had_resumed_from(newest, self._resumed_from, self.directory))
+        newest = self._newest_whole(lambda newest: had_resumed_from(newest, self._resumed_from))
         if newest is not None:
             logger.warning(
                 "continuing from %s, written by a run that resumed from %s: to start from the latter again, move away "

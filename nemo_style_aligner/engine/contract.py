@@ -229,6 +229,9 @@ class GenerationEngine(abc.ABC):
     def refit(self, weights: WeightStream, version: int) -> None:
         """Replace all weights; neither recompiles nor allocates lasting memory.
 
+        Tensors may come in any order, and need not outlive the step of the iterator that brings them: see ``transient``
+        of `weights.stream.export_weights`.
+
         Raises:
             ValueError: a tensor is missing, unknown, given twice or misshapen; the message names it.
                 The engine then refuses to generate until a refit has succeeded.
@@ -302,14 +305,6 @@ class GenerationEngine(abc.ABC):
         to `generate` after that without a refit is an error.
         """
         return frozenset()
-
-    @property
-    def takes_transient_weights(self) -> bool:
-        """Whether `refit` has finished with each tensor when it asks for the next one, and accepts any order.
-
-        See ``transient`` of `weights.stream.export_weights`.
-        """
-        return False
 
     @property
     def num_compilations(self) -> int:

@@ -1,7 +1,4 @@
-"""Frozen weights beside a model that is trained: a second set for the same model, or a model of its own.
-
-The initial policy beside the actor, the reward model beside the critic; a reward model beside the actor.
-"""
+"""Frozen weights beside those of a model in training: the initial policy, the reward model beside the critic."""
 
 from __future__ import annotations
 
@@ -143,42 +140,6 @@ class FrozenWeights:
     def _load(self, weights: dict[str, torch.Tensor]) -> None:
         # In place: the parameters are views into megatron's contiguous buffers.
         _copy(weights, dict(self._model.named_parameters()))
-
-
-class FrozenModel:
-    """A model that is never trained, of any shape, and in use now and then.
-
-    Args:
-        model: is on the device.
-        placement: ``swap`` keeps the weights in CPU memory while the model is not in use, ``resident`` on the device;
-            ``auto``: see `choose_placement`.
-    """
-
-    def __init__(self, model: MegatronModel, placement: Placement) -> None:
-        self._model = model
-        self._on_cpu: dict[str, torch.Tensor] = {}  # with `swap`
-        if (choose_placement(model) if placement == "auto" else placement) == "swap":
-            pin = torch.cuda.is_available()
-            for name, parameter in model.named_parameters():
-                cpu = torch.empty_like(parameter, device="cpu", pin_memory=pin)
-                self._on_cpu[name] = cpu.copy_(parameter.detach())
-            self._give_back_memory()
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[MegatronModel]:
-        """The model, on the device until the end of the context."""
-        parameters = dict(self._model.named_parameters())
-        try:
-            for name, weights in self._on_cpu.items():
-                parameters[name].data = weights.to(device(), non_blocking=True)
-            yield self._model
-        finally:
-            self._give_back_memory()
-
-    def _give_back_memory(self) -> None:
-        parameters = dict(self._model.named_parameters())
-        for name, weights in self._on_cpu.items():
-            parameters[name].data = weights
 
 
 @torch.no_grad()

@@ -77,31 +77,34 @@ class AdamOffload:
 
 
 class WeightOffload:
-    """Moves a trained model's weights to host memory and back, bit for bit.
+    """Moves a model's weights to host memory and back, bit for bit.
 
     Only the storages lose their memory: parameters, and megatron-core's buffers and shards that are views of them, stay
     what they are. Nothing may read or change them meanwhile.
 
     Args:
         module: whose parameters these are.
+        is_frozen: they never change, so they are copied to host memory once.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, *, is_frozen: bool = False) -> None:
         storages = (parameter.untyped_storage() for parameter in module.parameters())
         self._storages = list({storage.data_ptr(): storage for storage in storages}.values())
         self._resting: list[torch.UntypedStorage] = []
+        self._is_frozen = is_frozen
         self.is_away = False
 
     def offload(self) -> None:
         """Move the weights to host memory, unless they are there."""
         if self.is_away:
             return
+        is_copied = bool(self._resting) and self._is_frozen
         if not self._resting:
             pins = self._storages[0].is_cuda
             self._resting = [
                 torch.empty(len(s), dtype=torch.uint8, pin_memory=pins).untyped_storage() for s in self._storages
             ]
-        for there, here in zip(self._resting, self._storages, strict=True):
+        for there, here in zip(self._resting, self._storages, strict=True) if not is_copied else ():
             there.copy_(here, non_blocking=True)
         if self._storages[0].is_cuda:
             torch.cuda.current_stream().synchronize()

@@ -31,10 +31,10 @@ from attack.hostile_pickles import enumeration_attack, hostile_pickles, sign, to
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import sharded_writing
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
-from nemo_style_aligner.checkpoints.inert_pickle import UnsafeCheckpointError
 from nemo_style_aligner.checkpoints.nemo_archive import require_weights, save_nemo
 from nemo_style_aligner.checkpoints.random_states import encoded_random_states, load_random_states, random_states
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.checkpoints.sharded_index import UnsafeCheckpointError
 from nemo_style_aligner.checkpoints.sharded_tensors import Part, load_sharded_tensors, part_of, stored_shapes
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer

@@ -147,11 +147,6 @@ class EmbeddedEngine(GenerationEngine):
         """See `GenerationEngine.viewed_weights`; known from `build` on."""
         return self._trainer.names
 
-    @property
-    def takes_transient_weights(self) -> bool:
-        """See `GenerationEngine.takes_transient_weights`."""
-        return True
-
     # ---- generation -------------------------------------------------------------------------
 
     def task(

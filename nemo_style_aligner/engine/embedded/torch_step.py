@@ -13,9 +13,8 @@ from nemo_style_aligner.engine.embedded.arena import Arena
 from nemo_style_aligner.engine.embedded.choose_operations import choose_operations
 from nemo_style_aligner.engine.embedded.decode_graphs import DecodeGraphs
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
-from nemo_style_aligner.engine.embedded.torch_model import TorchModel
+from nemo_style_aligner.engine.embedded.torch_model import TorchModel, TorchWeights
 from nemo_style_aligner.engine.embedded.torch_operations import Batch, ChunkSegment, TorchOperations
-from nemo_style_aligner.engine.embedded.torch_weights import TorchWeights
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.embedded.weight_table import WeightTable
 from nemo_style_aligner.transfers import moved

@@ -146,12 +146,11 @@ class SidecarEngine(GenerationEngine):
         """Send all buckets, then end the refit. A bucket lives until every worker has read it."""
         uuid = self._settings.device_uuids[self._group.tensor_parallel.rank]
         for bucket in buckets(checked_stream(weights, self._shapes), self._settings.bucket_bytes):
-            copies = [(name, tensor.detach().clone()) for name, tensor in bucket]  # see `ipc_handles`
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # another process reads them
-            handles = dict(self._group.gather((uuid, self._make_handles(copies))))
+            handles = dict(self._group.gather((uuid, self._make_handles(bucket))))
             self._call("weights", handles=handles)
-            del copies
+            del bucket  # before the next one is made
         self._call("finish_weights")
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
@@ -327,14 +326,14 @@ def _with_tensors_apart(architecture: ModelArchitecture) -> ModelArchitecture:
 
 
 def buckets(weights: WeightStream, most_bytes: int) -> Iterator[Bucket]:
-    """Split a stream, in order, into runs of at most ``most_bytes``; a larger tensor gets a bucket of its own."""
+    """Copy a stream, in order, in runs of at most ``most_bytes``; a larger tensor gets a bucket of its own."""
     bucket: Bucket = []
     size = 0
     for name, tensor in weights:
         if bucket and size + tensor.nbytes > most_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
+        bucket.append((name, tensor.detach().clone()))
         size += tensor.nbytes
     if bucket:
         yield bucket

@@ -60,7 +60,7 @@ class LocalGenerator:
         engine = self.engine
         engine.reload()
         # Weights that the engine reads in the model's own memory are not streamed.
-        weights = export_weights(model, without=engine.viewed_weights, transient=engine.takes_transient_weights)
+        weights = export_weights(model, without=engine.viewed_weights, transient=True)
         engine.refit(weights, version)
 
     def unload(self) -> None:

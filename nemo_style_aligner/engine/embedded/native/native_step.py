@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -10,20 +13,11 @@ import torch
 from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.engine.embedded.arena import Arena
 from nemo_style_aligner.engine.embedded.native.library import load_library
-from nemo_style_aligner.engine.embedded.native.panels import (
-    GATE,
-    PANEL,
-    SOURCE_DTYPES,
-    UP,
-    WHOLE,
-    PackedFromTrainer,
-    PackedRows,
-    lane_places,
-)
 from nemo_style_aligner.engine.embedded.native.structures import (
     Context,
     Layer,
     Model,
+    PackArguments,
     Pass,
     SampleArguments,
 )
@@ -38,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_STOP_IDS = 64  # as in sample.h
 _MATRICES = ("qkv", "output", "fc1", "fc2")  # of a layer
+_PANEL = 32  # output features per panel, as in panels.h
+_WHOLE, _GATE, _UP = 0, 1, 2  # `Half` in panels.h
+_SOURCE_DTYPES = (torch.float32, torch.bfloat16)  # that can be packed
 
 
 class NativeStep(ModelStep):
@@ -199,9 +196,9 @@ class NativeStep(ModelStep):
         regions: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name in [f"{layer}.{matrix}" for layer in range(a.num_layers) for matrix in _MATRICES] + ["head"]:
             kind = name.rpartition(".")[2]
-            panels = -(-outputs[kind] // PANEL)
-            regions[name] = ((panels, _round_up(self._columns[kind], 32), PANEL), shape.dtype)
-            regions[f"{name}.bias"] = ((panels * PANEL,), torch.float32)
+            panels = -(-outputs[kind] // _PANEL)
+            regions[name] = ((panels, _round_up(self._columns[kind], 32), _PANEL), shape.dtype)
+            regions[f"{name}.bias"] = ((panels * _PANEL,), torch.float32)
         if not a.tied_embeddings:
             regions["embedding"] = ((shard.vocab_rows, a.hidden_size), shape.dtype)
         for layer in range(a.num_layers):
@@ -259,26 +256,26 @@ class NativeStep(ModelStep):
     def _weight_table(self) -> WeightTable:
         """Where each tensor goes, from a refit's stream or from the trainer's memory."""
         shard, a, weights = self._shape.shard, self._shape.architecture, self._weights
-        packed = PackedFromTrainer(self._context)
+        packed = _PackedFromTrainer(self._context)
         writes: dict[str, Write] = {}
 
         def pack(matrix: str, parts: dict[str, Rows], num_rows: int, has_bias: bool = False) -> None:
             names = tuple(f"{module}.weight" for module in parts)
             size = (num_rows, self._columns[matrix.rpartition(".")[2]])
-            source = self._trainer.find(names, size, SOURCE_DTYPES, torch.device("cpu"))
+            source = self._trainer.find(names, size, _SOURCE_DTYPES, torch.device("cpu"))
             if source is not None:
                 self._trainer.copied[names] = source
-            halves = (GATE, UP) if matrix.endswith("fc1") and len(parts) == 2 else (WHOLE,) * len(parts)
+            halves = (_GATE, _UP) if matrix.endswith("fc1") and len(parts) == 2 else (_WHOLE,) * len(parts)
             first_row = 0
             for (module, rows), half in zip(parts.items(), halves, strict=True):
-                to = PackedRows(self._context, weights[matrix], first_row, half)
+                to = _PackedRows(self._context, weights[matrix], first_row, half)
                 writes[f"{module}.weight"] = to.write
                 if source is not None:
                     packed.add(f"{module}.weight", to, source, rows)
                 count = rows.count * rows.groups
                 if has_bias:
-                    writes[f"{module}.bias"] = _into(weights[f"{matrix}.bias"], lane_places(count, first_row, half))
-                first_row += count if half == WHOLE else 0
+                    writes[f"{module}.bias"] = _into(weights[f"{matrix}.bias"], _lane_places(count, first_row, half))
+                first_row += count if half == _WHOLE else 0
 
         for layer in range(a.num_layers):
             prefix = f"model.layers.{layer}."
@@ -318,9 +315,83 @@ def _activation_regions(shape: EngineShape, bf16: bool) -> dict[str, tuple[tuple
         "hidden": ((rows, a.hidden_size), torch.float32),
         "qkv": ((rows, shard.query_size + 2 * shard.group_size), torch.float32),
         "partial": ((rows, a.hidden_size), torch.float32),
-        "logits": ((_round_up(shape.num_slots + SCORED_ROWS, 32), _round_up(shard.vocab_rows, PANEL)), torch.float32),
+        "logits": ((_round_up(shape.num_slots + SCORED_ROWS, 32), _round_up(shard.vocab_rows, _PANEL)), torch.float32),
         "normed": ((rows, _round_up(a.hidden_size, 32)), multiplied),
         "queries": ((rows, shard.num_heads, _round_up(a.kv_channels, 16)), multiplied),
         "attended": ((rows, _round_up(shard.query_size, 32)), multiplied),
         "inner": ((rows, _round_up(shard.ffn_size, 32)), multiplied),
     }
+
+
+# ---- where a refit's tensors go: panels of matrices, lanes of biases ----------------------------------
+
+
+def _lane_places(num_rows: int, first_row: int, half: int) -> torch.Tensor:
+    """panel * 32 + lane of each of ``num_rows`` features from ``first_row`` on, int64; as `place_of` in panels.h."""
+    row = torch.arange(first_row, first_row + num_rows)
+    if half == _WHOLE:
+        return row
+    return row // 16 * _PANEL + row % 16 + (16 if half == _UP else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PackedRows:
+    """Some rows of a packed matrix from ``first_row`` on, filled by the library.
+
+    Attributes:
+        data: the matrix, [panels, padded columns, 32] with pairs interleaved as in panels.h.
+    """
+
+    context: Context
+    data: torch.Tensor
+    first_row: int = 0
+    half: int = _WHOLE
+
+    def write(self, part: torch.Tensor) -> None:
+        """See `weight_table.Write`."""
+        if part.dtype not in _SOURCE_DTYPES or part.stride(-1) != 1 or part.device.type != "cpu":
+            part = part.to("cpu", torch.float32 if part.dtype != torch.bfloat16 else part.dtype).contiguous()
+        self.context.call("step_pack", self.arguments(part, Rows(0, len(part))), 1)
+
+    def arguments(self, source: torch.Tensor, rows: Rows) -> PackArguments:
+        """Arguments to pack ``rows`` of ``source`` [all rows, columns], float32 or bfloat16, columns contiguous."""
+        stride = source.stride(0)
+        return PackArguments(
+            data=self.data.data_ptr(),
+            source=source.data_ptr() + rows.start * stride * source.itemsize,
+            source_stride=stride,
+            run_stride=len(source) // rows.groups * stride,
+            run_rows=rows.count,
+            source_is_f32=int(source.dtype == torch.float32),
+            rows=rows.count * rows.groups,
+            columns=source.shape[1],
+            padded_columns=self.data.shape[1],
+            first_row=self.first_row,
+            half=self.half,
+        )
+
+
+class _PackedFromTrainer:
+    """Tensors that a refit's stream leaves out: `write` packs them all in one call of the library."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._parts: dict[str, tuple[_PackedRows, torch.Tensor, Rows]] = {}
+
+    def add(self, name: str, to: _PackedRows, source: torch.Tensor, rows: Rows) -> None:
+        """Have ``rows`` of the trainer's ``source``, which never moves, packed as tensor ``name``."""
+        self._parts[name] = (to, source, rows)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Hugging Face names of these tensors."""
+        return frozenset(self._parts)
+
+    def write(self) -> None:
+        """Pack all of them."""
+        self._context.call("step_pack", self._arguments, len(self._arguments))
+
+    @functools.cached_property
+    def _arguments(self) -> ctypes.Array[PackArguments]:
+        arguments = [to.arguments(source, rows) for to, source, rows in self._parts.values()]
+        return (PackArguments * len(arguments))(*arguments)
