@@ -2,6 +2,7 @@
 # make demo           from a base model to PPO, on a small model made from scratch: about 10 minutes on 2 cores
 # make demo-grpo      the same task by GRPO with the right answers as the reward: no reward model, no critic
 # make demo-preferences  the same task by DPO, KTO and best of n
+# make demo-distillation  the same task from a teacher: its stored logits, and its say on the policy's own answers
 # make demo-smollm2   the same on SmolLM2-135M-Instruct and GSM8K questions
 # make check          what a developer runs between two edits: lint, and the tests that start no processes
 # make test           the test suite
@@ -44,7 +45,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-preferences demo-smollm2 bench faults attack check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-slurm docs lint clean
+.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-smollm2 bench faults attack check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-slurm docs lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -85,6 +86,9 @@ demo-grpo: $(STAMP)
 
 demo-preferences: $(STAMP)
 	$(BIN)/python examples/demo/run_demo_preferences.py
+
+demo-distillation: $(STAMP)
+	$(BIN)/python examples/demo/run_demo_distillation.py
 
 demo-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/python examples/demo/run_demo_smollm2.py
@@ -156,5 +160,5 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf results/demo results/demo-grpo results/demo-preferences results/demo-smollm2 results/benchmarks results/learning results/site build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf results/demo results/demo-grpo results/demo-preferences results/demo-distillation results/demo-smollm2 results/benchmarks results/learning results/site build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +

@@ -56,7 +56,7 @@ SLOW_FILES = (
     ),
     *("test_service_clients.py", "test_service_limits.py", "test_staleness.py", "test_encoding.py"),
     *("test_generation_views.py", "test_ragged.py", "test_triton_kernels.py", "test_trtllm_sidecar.py"),
-    *("test_evaluation.py", "test_preferences.py", "test_serving.py", "test_software_cuda.py"),
+    *("test_distillation.py", "test_evaluation.py", "test_preferences.py", "test_serving.py", "test_software_cuda.py"),
     *("test_hostile_checkpoints.py", "test_hostile_files.py", "test_hostile_wire.py", "test_neighbours.py"),
     *("test_protocol_fuzz.py", "test_second_user.py"),
 )

@@ -34,7 +34,7 @@ from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, forward_batching
 from nemo_style_aligner.jobs.job_view import as_served
 from nemo_style_aligner.jobs.rl_setup import build_actor
-from nemo_style_aligner.jobs.scoring_setup import build_local_critic
+from nemo_style_aligner.jobs.scoring_setup import build_local_critic, open_teacher
 from nemo_style_aligner.jobs.service_setup import build_critic_service
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -139,6 +139,12 @@ GROUP_ALGORITHMS: dict[str, dict[str, Any]] = {
         "trainer.ppo.loss_aggregation": "sequence_sum",
         "trainer.ppo.mask_truncated": False,
     },
+    "distillation": {
+        "trainer.ppo.estimator": "on_policy_distillation",
+        "trainer.ppo.policy_loss": "reinforce",
+        "trainer.ppo.teacher.weight": 0.5,
+        "trainer.ppo.mask_truncated": False,
+    },
 }
 """Keys of the actor job that make a group estimator's step of it."""
 
@@ -169,6 +175,8 @@ LAYOUTS = (
     Layout("gspo_reference", algorithm="gspo"),
     Layout("gspo_micro1", algorithm="gspo", micro=1, placement="resident", is_long=True),
     Layout("rloo_reference", algorithm="rloo"),
+    Layout("distillation_reference", algorithm="distillation"),
+    Layout("distillation_micro1", algorithm="distillation", micro=1, placement="resident"),
     # two
     Layout("tp2", tp=2),
     Layout("tp2_micro1", tp=2, micro=1, optimizer="fused_adam", placement="resident", is_long=True),
@@ -194,6 +202,9 @@ LAYOUTS = (
     Layout("gspo_dp2", algorithm="gspo", dp=2, is_long=True),
     Layout("gspo_dp2_tokens", algorithm="gspo", dp=2, max_tokens=30, overlap=True),
     Layout("rloo_dp2", algorithm="rloo", dp=2, micro=1),
+    Layout("distillation_tp2", algorithm="distillation", tp=2),
+    Layout("distillation_pp2", algorithm="distillation", pp=2),
+    Layout("distillation_dp2", algorithm="distillation", dp=2),
     Layout("bf16_tp2_sp", tp=2, sequence_parallel=True, precision="bf16"),
     Layout("bf16_pp2", pp=2, precision="bf16", is_long=True),
     Layout("bf16_dp2", dp=2, precision="bf16", is_long=True),
@@ -232,6 +243,10 @@ def make_archives(folder: Path) -> None:
         save_nemo(folder / _file("policy", tied), model, config, folder / "tokenizer")
         critic = build_model(shape, {}, torch.float32, head=RewardHeadConfig(), trainable=False)
         save_nemo(folder / _file("rm", tied), critic, config | {"force_head_dtype": "float32"}, folder / "tokenizer")
+
+    teacher = build_model(dataclasses.replace(shape, num_layers=4), {}, torch.float32, trainable=False)
+    config = teacher.architecture.to_nemo_config() | {"encoder_seq_length": 64}
+    save_nemo(folder / "teacher.nemo", teacher, config, folder / "tokenizer")
 
 
 def _file(name: str, tied: bool) -> str:
@@ -330,6 +345,8 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
                 "max_steps": 4,
             },
         )
+        if layout.algorithm == "distillation":
+            cfg.trainer.ppo.teacher.restore_from_path = str(archive.with_name("teacher.nemo"))
         for key, value in GROUP_ALGORITHMS.get(layout.algorithm, {}).items():
             OmegaConf.update(cfg, key, value)
     else:
@@ -524,7 +541,8 @@ def _tensors(experience: Experience) -> dict[str, torch.Tensor]:
 def _trainer(folder: Path, layout: Layout, cfg: DictConfig, base: BaseModel, log_dir: Path) -> RLTrainer:
     """The trainer around the policy, without the parts that make rollouts."""
     settings = RLSettings.from_config(cfg, steps_per_epoch=4)
-    actor = build_actor(cfg, base, base.load(), settings)
+    sequences = SequencesToScore(WIDTH, base.architecture.vocab_size, base.tokenizer.fingerprint())
+    actor = build_actor(cfg, base, base.load(), settings, open_teacher(cfg, base, sequences))
     load_nemo_weights(folder / _file("policy", layout.tied), actor.model)  # as if it had been trained for a while
     actor.optimizer.megatron.reload_model_params()
     missing: Any = None

@@ -1,10 +1,12 @@
-"""DPO and KTO on a small model, in this process and, ``python multirank_preferences.py <folder>``, at several layouts.
+"""DPO, KTO and distillation on a small model, in this process and at several layouts.
 
-That leaves ``<folder>/<method>_<layout>.pt``: what a validation and two updates report, and the weights at the end.
+``python multirank_preferences.py <folder>`` does the latter. That leaves ``<folder>/<method>_<layout>.pt``: what a
+validation and two updates report, and the weights at the end.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -21,10 +23,13 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config.loading import check_config, load_defaults
 from nemo_style_aligner.data.jsonl import write_jsonl
+from nemo_style_aligner.data.sft import SFTItem
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.jobs.distillation_setup import build_distillation_trainer, teacher_lines
 from nemo_style_aligner.jobs.job_setup import Run
 from nemo_style_aligner.jobs.preference_setup import build_dpo_trainer, build_kto_trainer
 from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import current_layout, initialize_model_parallel
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
@@ -33,7 +38,8 @@ from nemo_style_aligner.training.supervised import SupervisedTrainer
 from nemo_style_aligner.weights.stream import export_weights
 
 LAYOUTS = {"one": (1, 1, 1), "tensor": (2, 1, 2), "pipeline": (1, 2, 2), "data": (1, 1, 2)}  # tp, pp, ranks
-BUILD = {"dpo": build_dpo_trainer, "kto": build_kto_trainer}
+KD = "knowledge_distillation"
+BUILD = {"dpo": build_dpo_trainer, "kto": build_kto_trainer, KD: build_distillation_trainer}
 
 
 def make_files(folder: Path) -> None:
@@ -64,6 +70,13 @@ def make_files(folder: Path) -> None:
         max_position_embeddings=64,
         init_method_std=0.2,
     )
+    fingerprint, items = {"tokenizer": tokenizer.fingerprint()}, {}
+    for n, pair in enumerate(pairs):
+        prompt, response = (tokenizer.text_to_ids(pair[part]) for part in ("prompt", "chosen"))
+        items[n] = SFTItem(prompt + response, [0] * len(prompt) + [1] * len(response))
+    teacher = build_model(dataclasses.replace(shape, num_layers=3), {}, torch.float32, trainable=False)
+    lines = teacher_lines(teacher, items, MicroBatching(5), top_k=6)
+    write_jsonl(folder / f"{KD}.jsonl", [line | fingerprint for line in lines])
     model = build_model(shape, {}, torch.float32, trainable=False)
     config = shape.to_nemo_config() | {"encoder_seq_length": 64}
     save_nemo(folder / "base.nemo", model, config, folder / "tokenizer")
@@ -76,7 +89,8 @@ def trainer_for(method: str, folder: Path, log_dir: Path, *keys: str) -> Supervi
         f"exp_manager.explicit_log_dir={log_dir}",
         f"pretrained_checkpoint.restore_from_path={folder / 'base.nemo'}",
         f"model.data.data_prefix={{train: [{folder / method}.jsonl], validation: [{folder / method}.jsonl]}}",
-        *("model.encoder_seq_length=64", "model.global_batch_size=6", "model.data.append_eod=True"),
+        *("model.encoder_seq_length=64", "model.global_batch_size=6"),
+        *(["model.data.append_eod=True"] if method != KD else []),
         *("model.optim.name=sgd", "model.optim.lr=0.1", "model.optim.weight_decay=0", "model.optim.sched=null"),
         f"trainer.{method}.gradient_clip_val=0",
         *keys,
@@ -112,7 +126,11 @@ def main(folder: Path) -> None:
             def action() -> None:
                 initialize_model_parallel(tp, pp, seed=3)  # noqa: B023
                 keys = (f"model.tensor_model_parallel_size={tp}", f"model.pipeline_model_parallel_size={pp}")  # noqa: B023
-                result = report(trainer_for(method, folder, folder / f"{method}_{name}", *keys))  # noqa: B023
+                trainer = trainer_for(method, folder, folder / f"{method}_{name}", *keys)  # noqa: B023
+                result = report(trainer)
+                if method == KD:  # noqa: B023
+                    items = {n: trainer.train_data[n] for n in range(5)}
+                    result["lines"] = teacher_lines(trainer.model, items, MicroBatching(2), top_k=4)
                 if dist.get_rank() == 0:
                     torch.save(result, folder / f"{method}_{name}.pt")  # noqa: B023
 

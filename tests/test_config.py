@@ -245,6 +245,16 @@ GIVEN_ELSEWHERE = {
         exp_manager.create_checkpoint_callback=False""",
     "gpt_kto": """model.mcore_gpt=true model.data.dataloader_type=single
         model.kto.preference_average_log_probs=false model.data.data_prefix={train:[/a]}""",
+    "gpt_knowledge_distillation": """model.data.data_impl=chunked_jsonl model.data.n_chunks=1 model.data.seq_length=128
+        "model.data.n_examples_per_chunk={train: 50, validation: 50, test: 50}" model.mcore_gpt=true
+        "model.data.data_prefix={train: [a_CHUNK_ID.jsonl], validation: [a_CHUNK_ID.jsonl], test: [a_CHUNK_ID.jsonl]}"
+        model.megatron_amp_O2=true model.data.num_workers=2 "model.data.splits_string='98,1,1'"
+        model.tensor_model_parallel_size=1 model.pipeline_model_parallel_size=2
+        model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform
+        model.activations_checkpoint_num_layers=1 model.dist_ckpt_load_strictness=log_all
+        model.knowledge_distillation.kd_loss=bwd_kl exp_manager.create_checkpoint_callback=False""",
+    "compute_topk_logits": """model.megatron_amp_O2=True data.sample=True data.num_workers=0 data.data.add_eos=False
+        data.data.hf_dataset=True output_path=/a data.data.file_path=/b""",
     "gpt_rs_actor": """model.rs.num_rollouts_per_prompt=8 model.rs.top_n_rollouts=2 trainer.rs.val_check_interval=3
         remote_rm.reward_model.port=5567 exp_manager.create_checkpoint_callback=True""",
     "inference_rm": """inference.micro_batch_size=2 model.dist_ckpt_load_strictness=log_all

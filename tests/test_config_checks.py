@@ -45,6 +45,8 @@ SFT_FILES = (f"model.data.train_ds.file_path={DATA}", "model.data.validation_ds.
 GIVEN = {"gpt_sft": SFT_FILES} | dict.fromkeys(
     ("training_rm", "gpt_dpo", "gpt_kto", "gpt_ppo_actor", "gpt_reinforce_actor", "gpt_rs_actor"), (PREFIX,)
 )
+GIVEN["gpt_knowledge_distillation"] = (PREFIX,)
+GIVEN["compute_topk_logits"] = (f"data.data.file_path={DATA}", "output_path=/tmp/logits.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ SETTINGS = AdvantageSettings(
     kl_clamp=None,
     discount_factor=0.9,
     gae_lambda=0.8,
+    teacher_weight=1.0,
     normalize_advantages=True,
     advantage_whitening_unbiased=False,
     mask_truncated=True,

@@ -72,6 +72,12 @@ def test_the_step_is_one_that_could_differ(result: Callable[[str], Result]) -> N
     assert gspo["learns"].eq(False).sum() == 3 and of_gspo["nonfinite_samples"] == 1
     rloo, _ = result("rloo_reference")
     assert rloo["learns"].eq(False).sum() == 1 and rloo["advantages"].std() > 0.1
+    distilled, of_distillation = result("distillation_reference")
+    gap = distilled["teacher_logprobs"] - distilled["old_logprobs"]
+    penalty = 0.1 * (distilled["old_logprobs"] - distilled["reference_logprobs"]).abs()
+    expected = 0.5 * gap - penalty  # the reward of sample 5 is missing, and it does not count
+    assert of_distillation["teacher_kl"] > 0.05 and distilled["learns"].eq(False).sum() == 1
+    torch.testing.assert_close(distilled["advantages"], expected, rtol=0, atol=1e-6)
     tied, _ = result("tied_reference")
     assert "policy.lm_head.weight" in tensors and "policy.lm_head.weight" not in tied
 

@@ -219,32 +219,32 @@ def test_a_kept_reference_goes_on_where_it_was_and_is_of_one_model_and_data(file
         trainer_for("dpo", files, tmp_path / "fourth", *keys)
 
 
-@pytest.mark.parametrize("method", [long("dpo"), "kto"])
-def test_a_resumed_run_is_as_if_never_stopped(method: str, files: Path, tmp_path: Path) -> None:
+def straight_and_resumed(
+    method: str, files: Path, folder: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights after four steps, and after two and two more in a job resumed from their checkpoint."""
+    params = "exp_manager.checkpoint_callback_params"
     keys = [
         *("model.optim.name=distributed_fused_adam", "model.optim.lr=1e-2", "model.hidden_dropout=0.1"),
-        *(
-            f"trainer.{method}.max_epochs=2",
-            f"trainer.{method}.save_interval=2",
-            f"trainer.{method}.val_check_interval=0",
-        ),
-        *(
-            "exp_manager.checkpoint_callback_params.save_top_k=-1",
-            "exp_manager.checkpoint_callback_params.monitor=null",
-        ),
-        "exp_manager.checkpoint_callback_params.filename=at-{step}",
-        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=False",
+        *(f"trainer.{method}.{key}" for key in ("max_epochs=2", "save_interval=2", "val_check_interval=0")),
+        *(f"{params}.{key}" for key in ("save_top_k=-1", "monitor=null", "save_nemo_on_train_end=False")),
+        f"{params}.filename=at-{{step}}",
     ]
-    straight = trainer_for(method, files, tmp_path / "straight", *keys)
+    straight = trainer_for(method, files, folder / "straight", *keys)
     straight.fit()
     straight.checkpoints.finish()
-    middle = tmp_path / "straight" / "checkpoints" / "at-step=2"
-    resumed = trainer_for(method, files, tmp_path / "resumed", *keys, f"exp_manager.resume_from_checkpoint={middle}")
+    middle = folder / "straight" / "checkpoints" / "at-step=2"
+    resumed = trainer_for(method, files, folder / "resumed", *keys, f"exp_manager.resume_from_checkpoint={middle}")
     assert (straight.step, resumed.step) == (4, 2)
     resumed.fit()
     resumed.checkpoints.finish()
-    expected = weights_of(straight)
-    assert [name for name, tensor in weights_of(resumed).items() if not torch.equal(tensor, expected[name])] == []
+    return weights_of(straight), weights_of(resumed)
+
+
+@pytest.mark.parametrize("method", [long("dpo"), "kto"])
+def test_a_resumed_run_is_as_if_never_stopped(method: str, files: Path, tmp_path: Path) -> None:
+    straight, resumed = straight_and_resumed(method, files, tmp_path)
+    assert [name for name, tensor in resumed.items() if not torch.equal(tensor, straight[name])] == []
 
 
 # ---- lines --------------------------------------------------------------------------------------

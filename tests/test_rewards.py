@@ -260,7 +260,6 @@ def test_sources_are_chosen_by_the_line_and_lines_are_checked_at_the_start(build
                 r"\[9\].name=exact_match: another source has this name",
             ],
         ),
-        ([], [r"=\[\]: nothing would be rewarded"]),
         ([{"source": "/nowhere.py:reward"}], [r"\[0\].source=/nowhere.py:reward: /nowhere.py: no such file"]),
         ([{"source": "FILE:three"}], [r"\[0\].source=.*functions.py has no function three; it has [a-z_]+, "]),
     ],

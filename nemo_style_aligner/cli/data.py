@@ -29,6 +29,7 @@ _JOBS = {  # the config of each, and what its lines are
     "rm": ("training_rm", "texts for a reward model"),
     "dpo": ("gpt_dpo", "pairs of responses to a prompt"),
     "kto": ("gpt_kto", "judged responses"),
+    "kd": ("gpt_knowledge_distillation", "texts with a teacher's logits"),
     "ppo": ("gpt_ppo_actor", "prompts for reinforcement learning"),
 }
 _HAS_BOTH = {"chosen", "chosen_response"}  # keys of lines that are a pair each
@@ -108,6 +109,8 @@ def _job_of(first: Record) -> str:
     keys = first.fields.keys()
     if {"chosen_response", "rejected_response"} <= keys:
         return "dpo"
+    if "topk_logits" in keys:
+        return "kd"
     if {"response", "preference"} <= keys or {"completion", "label"} <= keys:
         return "kto"
     if {"chosen", "rejected"} <= keys or "label" in keys:
@@ -165,6 +168,7 @@ def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[TextDatas
     """The job's own dataset of the file, and how its texts are written."""
     from nemo_style_aligner.data.datasets import load_data_prefix
     from nemo_style_aligner.data.texts import TextDataset
+    from nemo_style_aligner.jobs.distillation_setup import distillation_dataset
     from nemo_style_aligner.jobs.preference_setup import judged_dataset, pair_dataset
     from nemo_style_aligner.jobs.supervised_setup import reward_dataset, sft_dataset
     from nemo_style_aligner.rl.rollouts.prompts import prompt_dataset
@@ -174,7 +178,8 @@ def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[TextDatas
         made, written = sft_dataset(cfg, "train_ds", tokenizer)
     else:
         source = load_data_prefix(cfg.model.data.data_prefix).train
-        build: Any = {"rm": reward_dataset, "dpo": pair_dataset, "kto": judged_dataset, "ppo": prompt_dataset}[job]
+        builds: Any = {"rm": reward_dataset, "dpo": pair_dataset, "kto": judged_dataset, "kd": distillation_dataset}
+        build = builds.get(job, prompt_dataset)
         made, written = build(cfg, source, tokenizer)
     assert isinstance(made, TextDataset)  # of a single file
     return made, written

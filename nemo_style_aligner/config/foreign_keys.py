@@ -68,7 +68,11 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     # Of the reward model's service, in the guide of REINFORCE
     ForeignKey("trainer.reinforce.inference_micro_batch_size", moved_to="inference.inference_micro_batch_size"),
     ForeignKey("model.resume_from_checkpoint", moved_to="exp_manager.resume_from_checkpoint"),
-    ForeignKey("model.save_nemo_on_validation_end", moved_to="exp_manager.checkpoint_callback_params.always_save_nemo"),
+    ForeignKey(
+        "model.save_nemo_on_validation_end",
+        moved_to="exp_manager.checkpoint_callback_params.always_save_nemo",
+        means=((True, True), (False, False)),
+    ),
     # OpenRLHF
     ForeignKey("*colocate_all_models", moved_to="placement", means=((True, "flatten"),)),
     ForeignKey("*colocate_actor_ref", "has no effect: the initial policy is always on the policy's ranks"),
@@ -136,6 +140,11 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
         for key, plain in NEMO_FEATURES_NOT_BUILT.items()
     ),
     ForeignKey("model.activations_checkpoint_layers_per_pipeline", "not supported", allowed=_NONE),
+    ForeignKey(
+        "model.knowledge_distillation.cross_tokenizer",
+        "not supported: a student learns from a teacher with its own tokenizer",
+        allowed=(False, *_NONE),
+    ),
     ForeignKey("model.ffn_dropout", "not supported", allowed=(*_NONE, 0)),
     ForeignKey("model.dist_ckpt_format", "has no effect: checkpoints are Megatron-Core's torch_dist"),
     ForeignKey("model.dist_ckpt_*", "has no effect: checkpoints are Megatron-Core's torch_dist"),
@@ -164,6 +173,9 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
         ForeignKey(f"model.activations_checkpoint_{name}", "has no effect: nothing is trained in this job")
         for name in ("granularity", "method", "num_layers")
     ),
+    ForeignKey("model.*_dropout", "has no effect: nothing is trained in this job"),
+    ForeignKey("model.answer_only_loss", "has no effect in this job"),
+    ForeignKey("model.restore_from_path", "has no effect: pretrained_checkpoint.restore_from_path names the model"),
     ForeignKey("model.global_batch_size", "has no effect: nothing is trained in this job"),
     ForeignKey("model.micro_batch_size", "has no effect: see forward_micro_batch_size"),
     # In a job that only trains one
@@ -174,12 +186,11 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("model.optim.grad_sync_dtype", "has no effect: gradients are reduced in fp32"),
     ForeignKey("model.optim.overlap_param_sync", "not supported", allowed=(*_NONE, False)),
     # Data
-    ForeignKey("model.data.data_impl", "only JSONL files are read", allowed=("jsonl", "json")),
-    ForeignKey("model.data.splits_string", "data_prefix names the files of each split", allowed=_NONE),
-    ForeignKey(
-        "model.data.*drop_last", "has no effect: training leaves out a last incomplete batch, validation does not"
-    ),
-    ForeignKey("model.data.*num_workers", "has no effect: data are read by the job's own processes"),
+    ForeignKey("model.data.data_impl", "only JSONL files are read", allowed=("jsonl", "json", "chunked_jsonl")),
+    ForeignKey("model.data.n_examples_per_chunk", "has no effect: all lines of a file are read"),
+    ForeignKey("model.data.splits_string", "has no effect: data_prefix names the files of each split"),
+    ForeignKey("*data.*drop_last", "has no effect: training leaves out a last incomplete batch, validation does not"),
+    ForeignKey("*data.*num_workers", "has no effect: data are read by the job's own processes"),
     ForeignKey(  # of a reward model's data; a fine-tuning job has the keys
         "model.data.*_ds.shuffle",
         "has no effect: train_random_sampler and val_random_sampler of the job's own section decide",
@@ -192,13 +203,15 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ),
     ForeignKey("model.data.skip_warmup", "has no effect"),
     ForeignKey("model.data.pad_length_to_multiple_of", "has no effect: sequences are packed without padding"),
-    ForeignKey("model.data.dataloader_type", "has no effect: the samplers' keys decide"),
+    ForeignKey("*data.dataloader_type", "has no effect: the samplers' keys decide"),
     ForeignKey("model.data.reset_position_ids", "not supported", allowed=(False,)),
     ForeignKey("model.data.reset_attention_mask", "not supported", allowed=(False,)),
     ForeignKey("model.data.eod_mask_loss", "not supported", allowed=(False,)),
-    ForeignKey("model.data.*index_mapping_dir", "has no effect: no index files are written"),
-    ForeignKey("model.data.*memmap_workers", "has no effect: no index files are written"),
-    ForeignKey("model.data.*hf_dataset", "has no effect: JSONL files are read in either case"),
+    ForeignKey("*data.*index_mapping_dir", "has no effect: no index files are written"),
+    ForeignKey("*data.*memmap_workers", "has no effect: no index files are written"),
+    ForeignKey("*data.*hf_dataset", "has no effect: JSONL files are read in either case"),
+    ForeignKey("data.sample", "has no effect: there is a line for each example"),
+    ForeignKey("data.data.shuffle", "has no effect: examples are in the order of the file"),
     ForeignKey("model.data.sample", "has no effect: data are repeated for max_epochs; raise it to reach max_steps"),
     ForeignKey("model.data.*output_original_text", "has no effect"),
     ForeignKey("model.data.*concat_sampling_probabilities", "not supported: put the files together", allowed=_NONE),
@@ -252,5 +265,5 @@ def take_foreign(cfg: DictConfig, defaults: DictConfig, key: str, foreign: Forei
 
 
 def section_of_job(defaults: DictConfig) -> str:
-    """The name of the job's own section in ``trainer``: sft, rm, dpo, kto, or ppo, which is also that of none."""
+    """The name of the job's own section in ``trainer``, such as sft or dpo; ppo where it has none."""
     return next((str(name) for name, value in defaults.trainer.items() if isinstance(value, DictConfig)), "ppo")

@@ -54,6 +54,7 @@ KeepChoice = Literal["auto", "always", "never"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning"]
 Placement = Literal["auto", "swap", "resident"]
+DistillationLoss = Literal["fwd_kl", "bwd_kl"]
 PreferenceLoss = Literal["dpo", "ipo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
 Strategy = Literal["interleave", "flatten", "colocated", "colocate_all", "separate", "disaggregated"]
 StepChoice = Literal["auto", "native", "torch"]
@@ -331,11 +332,13 @@ class SFTValidationFiles(SFTFiles):
     prompt_template: str = of("${model.data.train_ds.prompt_template}")  # as train_ds
 
 
-class SFTData(Section):
+class ChatData(Section):
     # True: every line must be a conversation; False: pairs and conversations, told apart by their keys.
     chat: bool = False
     chat_prompt_tokens: ChatTokens  # strings that mark the parts of a conversation, where there is no chat template
 
+
+class SFTData(ChatData):
     train_ds: SFTFiles
 
     validation_ds: Free[SFTValidationFiles]
@@ -368,6 +371,22 @@ class RewardLoop(SupervisedLoop):
     val_random_sampler: Free[bool] = False  # shuffle the validation data
 
 
+class SupervisedModel(TrainedModel):
+    encoder_seq_length: Length = 4096
+    # Examples (comparisons, pairs, responses, texts) per forward-backward pass and rank.
+    micro_batch_size: Free[Count | None] = 1
+    global_batch_size: Count | None = 64  # examples per update, over all ranks
+
+    optim: Optimizer
+
+
+class SupervisedJob(Section):
+    trainer: Trainer
+    exp_manager: Free[ExpManager]
+    pretrained_checkpoint: PretrainedCheckpoint
+    model: SupervisedModel
+
+
 class RewardTrainer(Trainer):
     rm: RewardLoop
 
@@ -383,10 +402,8 @@ class RewardData(Data):
     add_bos: bool | None = None
 
 
-class RewardModel(TrainedModel):
-    encoder_seq_length: Length = 4096
+class RewardModel(SupervisedModel):
     micro_batch_size: Free[Count | None] = 2  # comparisons (binary_ranking: pairs) per forward-backward pass and rank
-    global_batch_size: Count | None = 64  # comparisons per update, over all ranks
 
     # binary_ranking (Bradley-Terry) or regression (mean squared error on attributes).
     reward_model_type: str | None = "binary_ranking"
@@ -396,15 +413,11 @@ class RewardModel(TrainedModel):
     # precision.
     force_head_dtype: str | int | None = "bfloat16"
 
-    optim: Optimizer
-
     data: RewardData
 
 
-class RewardTraining(Section):
+class RewardTraining(SupervisedJob):
     trainer: RewardTrainer
-    exp_manager: Free[ExpManager]
-    pretrained_checkpoint: PretrainedCheckpoint
     model: RewardModel
 
 
@@ -449,22 +462,14 @@ class DPOData(RewardData):
     default_rejected_reward: Finite = 0.0  # RPO: of rejected responses without a rejected_reward
 
 
-class DPOModel(TrainedModel):
-    encoder_seq_length: Length = 4096
-    micro_batch_size: Free[Count | None] = 1  # pairs per forward-backward pass and rank
-    global_batch_size: Count | None = 64  # pairs per update, over all ranks
-
+class DPOModel(SupervisedModel):
     dpo: DPO
-
-    optim: Optimizer
 
     data: DPOData
 
 
-class DPOTraining(Section):
+class DPOTraining(SupervisedJob):
     trainer: DPOTrainer
-    exp_manager: Free[ExpManager]
-    pretrained_checkpoint: PretrainedCheckpoint
     model: DPOModel
 
 
@@ -484,23 +489,79 @@ class KTOData(RewardData):
     data_prefix: Given[Open[dict[str, Any] | Files]] = of(None)
 
 
-class KTOModel(TrainedModel):
-    encoder_seq_length: Length = 4096
-    micro_batch_size: Free[Count | None] = 1  # responses per forward-backward pass and rank
-    global_batch_size: Count | None = 64  # responses per update, over all ranks
-
+class KTOModel(SupervisedModel):
     kto: KTO
-
-    optim: Optimizer
 
     data: KTOData
 
 
-class KTOTraining(Section):
+class KTOTraining(SupervisedJob):
     trainer: KTOTrainer
-    exp_manager: Free[ExpManager]
-    pretrained_checkpoint: PretrainedCheckpoint
     model: KTOModel
+
+
+# ---- distillation -------------------------------------------------------------------------------
+
+
+class DistillationTrainer(Trainer):
+    knowledge_distillation: RewardLoop
+
+
+class Distillation(Section):
+    target_logits_scale: Positive = 1.0  # the teacher's logits are multiplied by it first
+    logits_scale: Positive = 1.0  # the student's logits are multiplied by it first, for the SFT loss, too
+    kd_loss_weight: Number = 1.0  # of the distillation loss
+    sft_loss_weight: Number = 0.0  # of the SFT loss: the negative log-probs of the text
+    # Over the teacher's top-k tokens. fwd_kl: KL(teacher || student), which covers all that the teacher says; bwd_kl:
+    # KL(student || teacher), which prefers what it is surest of.
+    kd_loss: DistillationLoss = "fwd_kl"
+
+
+class DistillationData(Data):
+    # {train: [files], validation: [files], test: [files]}: JSONL as compute_topk_logits.py writes it
+    # (docs/distillation.md); test is not read. CHUNK_ID in a name stands for 0, 1, 2, ...: the files that are there.
+    data_prefix: Given[Open[dict[str, Any] | Files]] = of(None)
+    # How many files CHUNK_ID stands for: a number, or {train: 4, validation: 1}; null: as many as there are.
+    n_chunks: Open[dict[str, Any] | int | None] = None
+    top_k: Count | None = None  # use so many of the teacher's tokens, the most likely ones; null: all that lines have
+
+
+class DistillationModel(SupervisedModel):
+    knowledge_distillation: Distillation
+
+    data: DistillationData
+
+
+class DistillationTraining(SupervisedJob):
+    name: Free[str] = "megatron_gpt_knowledge_distillation"  # see exp_manager.name
+    trainer: DistillationTrainer
+    model: DistillationModel
+
+
+class TeacherData(ChatData):
+    data: SFTFiles
+
+
+class TeacherModel(Model):
+    encoder_seq_length: Length | None = 4096  # longest sequence
+    micro_batch_size: Free[Count] = 1  # sequences per pass and rank, packed without padding
+    # At most this many tokens per pass and rank, in place of a number of sequences; longer sequences are computed
+    # alone. null: off.
+    max_tokens_per_micro_batch: Free[Count | None] = None
+    global_batch_size: Free[Count] = 1  # examples between two writes, over all ranks
+
+
+class TeacherLogits(Section):
+    # JSONL, for model.data.data_prefix of the student; examples that it has already are not computed again.
+    output_path: Given[str] = of("???")
+    top_k: Count = 100  # tokens at each position, the most likely ones
+    start_from_idx: CountFrom0 | None = None  # the first example, counted from 0; null: 0
+    end_at_idx: CountFrom0 | None = None  # the last one; null: that of the file
+    trainer: Trainer
+    exp_manager: ExpManager
+    pretrained_checkpoint: PretrainedCheckpoint
+    data: TeacherData
+    model: TeacherModel
 
 
 # ---- the reward model's service -----------------------------------------------------------------
@@ -601,6 +662,13 @@ class RewardFunctions(Section):
     seconds: Seconds = 60  # longest time of one call; then it has failed, as with an error (on_nonfinite)
 
 
+class Teacher(Section):
+    # On-policy distillation (docs/distillation.md): a model (.nemo) with the policy's tokenizer; null: none.
+    restore_from_path: str | None = None
+    # The advantage of each token gains this times (its log-prob by the teacher - that by the policy).
+    weight: Number = 1.0
+
+
 class Overlong(Section):
     buffer_tokens: CountFrom0 = 0  # so many tokens before max_length the reward begins to fall, linearly; 0: off
     penalty: Number = 1.0  # by how much it is lower at max_length
@@ -688,7 +756,8 @@ class ActorLoop(Updates):
     # The algorithm. FILE.py:NAME is a function in a file of yours (docs/extending.md).
     # From rewards to advantages: gae, the only one that needs a critic; grpo, dr_grpo or rloo (the mean reward of a
     # prompt's other responses is the baseline), which compare the responses to a prompt; reinforce_plus_plus;
-    # best_of_n, which imitates the best responses (top_n_rollouts); or FILE.py:NAME.
+    # best_of_n, which imitates the best responses (top_n_rollouts); on_policy_distillation, which learns from the
+    # teacher alone; or FILE.py:NAME.
     estimator: str = "gae"
     num_rollouts_per_prompt: Count = 1  # responses to a prompt in a step, a group; grpo, dr_grpo, rloo need 2 or more
     # Train on this many responses of each prompt, those with the largest rewards; null: on all of them.
@@ -704,13 +773,15 @@ class ActorLoop(Updates):
 
     # Rewards
     # A list of {name, source, weight: 1.0, only: {FIELD: VALUE}}: the weighted sum counts, and each is logged by name
-    # (docs/rewards.md). null: the service that remote_critic_rm names.
+    # (docs/rewards.md). null: the service that remote_critic_rm names; []: none, beside a teacher.
     # source: exact_match, math_verify (responses against the prompt line's answer), FILE.py:NAME, MODEL.nemo (a reward
     # model in this job), service (that of remote_critic_rm) or http://HOST:PORT/NAME (another one).
     # only: the prompts whose line has VALUE, or one of [VALUES], in FIELD.
     rewards: list[Any] | None = None
     reward_functions: Free[RewardFunctions]  # those of rewards: FILE.py:NAME
     overlong: Overlong
+
+    teacher: Teacher
 
     # KL divergence and advantages
     initial_policy_kl_penalty: Number = 0.01  # weight of the KL divergence from the initial policy
@@ -752,8 +823,8 @@ class ActorLoop(Updates):
 
     # Where the initial policy's weights are kept while not in use: `swap` has one set of weights on the device and the
     # other on the CPU, `resident` has both on the device. auto: resident on a CPU, and on a GPU if the weights of a
-    # rank take at most a sixteenth of its memory. The same goes for the reward models in `rewards`: with `swap` they
-    # are on the device only while they score.
+    # rank take at most a sixteenth of its memory. The same goes for the teacher and the reward models in `rewards`:
+    # with `swap` they are on the device only while they score.
     reference_policy_placement: Free[Placement] = "auto"
 
     generation: Free[Generation]
@@ -927,6 +998,10 @@ _ACTOR = {
 }
 _NAME = "megatron_gpt-{step}-{consumed_samples}-{ALGORITHM_optimization_step}-{epoch}-{val_rewards:.3f}"
 
+_WITHOUT_CHECKPOINTS = (
+    *("exp_manager.create_wandb_logger", _WANDB, "exp_manager.resume_*", _PARAMS),
+    *("exp_manager.dashboard_port", "exp_manager.timeline"),
+)
 _WITHOUT_CRITIC = (
     "trainer.ppo.critic_devices",
     "trainer.ppo.critic_warmup_steps",
@@ -980,14 +1055,32 @@ JOBS: Mapping[str, Job] = {
             "trainer.kto.save_interval": 100,
         },
     ),
+    "gpt_knowledge_distillation": Job(
+        "Knowledge distillation: examples/nlp/gpt/train_gpt_knowledge_distillation.py",
+        DistillationTraining,
+        {
+            "exp_manager.explicit_log_dir": None,
+            "exp_manager.name": "${name}",
+            f"{_PARAMS}.save_top_k": 5,
+            f"{_PARAMS}.filename": "megatron_gpt_sft--{${.monitor}:.3f}-{step}-{consumed_samples}-{epoch}",
+            "model.optim.lr": 3e-5,
+            "model.optim.weight_decay": 0.01,
+        },
+    ),
+    "compute_topk_logits": Job(
+        "A teacher's logits, for distillation: examples/nlp/synthetic_data_gen/compute_topk_logits.py",
+        TeacherLogits,
+        {"exp_manager.explicit_log_dir": None, "exp_manager.name": "megatron_gpt_infer_topk_logits"},
+        without=(
+            *_WITHOUT_CHECKPOINTS,
+            *(f"data.data.{name}" for name in ("shuffle", "global_batch_size", "micro_batch_size")),
+        ),
+    ),
     "inference_rm": Job(
         "The reward model as a service of its own: examples/nlp/gpt/serve_reward_model.py",
         RewardService,
         {"inference.port": 5555, "exp_manager.explicit_log_dir": None, "exp_manager.name": "inference_rm"},
-        without=(
-            *("exp_manager.create_wandb_logger", _WANDB, "exp_manager.resume_*", _PARAMS),
-            *("exp_manager.dashboard_port", "exp_manager.timeline"),
-        ),
+        without=_WITHOUT_CHECKPOINTS,
     ),
     "gpt_ppo_critic": Job(
         "The critic job: examples/nlp/gpt/serve_ppo_critic.py",

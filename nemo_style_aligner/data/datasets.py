@@ -7,6 +7,7 @@ Supervised fine-tuning data has a module of its own, `sft`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -74,6 +75,7 @@ class DataPrefix:
     validation: DataSource | None  # None: not given
 
 
+CHUNK = "CHUNK_ID"
 _PREFIX_KEY = "model.data.data_prefix"
 
 
@@ -106,6 +108,8 @@ def load_data_prefix(data_prefix: Any) -> DataPrefix:
 def data_source(entry: Any, key: str) -> DataSource:
     """Read the files of one split: ``a``, ``[a, b]`` or ``[0.3, a, 0.7, b]``. None is opened.
 
+    A name with ``CHUNK_ID`` stands for several files, see `chunks`, but in a blend.
+
     Args:
         entry: the config's value.
         key: the config's key, for messages.
@@ -132,7 +136,8 @@ def data_source(entry: Any, key: str) -> DataSource:
         raise DataError(f"{key} names no file; leave it out or give it one")
     if not all(isinstance(item, str | Path) for item in entries):
         raise DataError(f"{key}={entries}: give a file, or a list of files")
-    paths = tuple(Path(os.path.expanduser(item)) for item in entries)
+    names = [os.path.expanduser(item) for item in entries]
+    paths = tuple(map(Path, names if weights else [chunk for name in names for chunk in chunks(name)]))
     for path in paths:
         if may_not_read(path):
             raise DataError(f"{key} names {path}: this user may not read it")
@@ -140,6 +145,17 @@ def data_source(entry: Any, key: str) -> DataSource:
             reason = "this is a folder" if os.path.isdir(path) else "no such data file"
             raise DataError(f"{key} names {path}: {reason}")
     return DataSource(paths, weights)
+
+
+def chunks(name: str) -> list[str]:
+    """The files that a name with NeMo-Aligner's ``CHUNK_ID`` stands for: those with 0, 1, ... in its place, 0 at least.
+
+    Another name stands for itself.
+    """
+    if CHUNK not in name:
+        return [name]
+    numbered = (name.replace(CHUNK, str(number)) for number in itertools.count(1))
+    return [name.replace(CHUNK, "0"), *itertools.takewhile(os.path.isfile, numbered)]
 
 
 def _as_number(entry: Any) -> float | None:

@@ -19,7 +19,7 @@ FIRST_EXAMPLE = "the first training example, what is learnt in double brackets:\
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _CLIPPED = 600  # characters of each end of a text that a log shows
 # Keys whose values are not text of their own; tools and calls are proved to be in the text as it is rendered.
-_NO_TEXT = ("role", "from", "type", "mask", "tools", "tool_calls", "functions", "function_call")
+_NO_TEXT = ("role", "from", "type", "mask", "tools", "tool_calls", "functions", "function_call", "tokenizer", "teacher")
 _LONG = 20  # characters of a text that does not stand somewhere twice by chance
 
 

@@ -23,6 +23,7 @@ from nemo_style_aligner.jobs.job_view import (
     LENGTH,
     PROMPTS,
     ROLLOUT_RANKS,
+    TEACHER,
     JobView,
     as_served,
     base_config,
@@ -292,19 +293,31 @@ def _rewards(view: JobView) -> Iterator[str]:
         return
     if view.is_apart:
         return
+    if not specs and not view.get(TEACHER):
+        yield f"{REWARDS}=[]: nothing would be rewarded; list a source, or give null for the service"
     for place, spec in enumerate(specs):
-        key = f"{REWARDS}[{place}]"
-        yield from _misfits(view, spec, key) if spec.kind == "archive" else _missing(spec, f"{key}.source")
+        key = f"{REWARDS}[{place}].source"
+        yield from _misfits(view, spec, key) if spec.kind == "archive" else _missing(spec, key)
 
 
-def _misfits(view: JobView, spec: RewardSpec, entry: str) -> Iterator[str]:
-    """Problems of a reward model in this job, as far as its config tells."""
-    path, key = spec.source, f"{entry}.source"
-    tp, pp = view.tp_size, view.pp_size
+def _teacher(view: JobView) -> Iterator[str]:
+    path, weight = view.get(TEACHER), "trainer.ppo.teacher.weight"
+    if path and not view.is_apart:
+        yield from _misfits(view, RewardSpec("teacher", path), TEACHER)
+    if path and not view.get(weight):
+        yield f"{view.show(TEACHER, weight)}: nothing would be learnt from it; give it a weight, or leave it out"
+    if not path and view.get(_ESTIMATOR) == "on_policy_distillation":
+        yield f"{view.show(_ESTIMATOR, TEACHER)}: there is nobody to learn from; give a teacher"
+
+
+def _misfits(view: JobView, spec: RewardSpec, key: str) -> Iterator[str]:
+    """Problems of a frozen model in this job, as far as its config tells."""
+    path, tp, pp = spec.source, view.tp_size, view.pp_size
     if spec.devices:
         tp, pp = spec.tensor_parallel_size, spec.pipeline_parallel_size
         if spec.devices % (tp * pp):
-            yield f"{entry}.devices={spec.devices}: not a multiple of its parallel sizes, {tp} x {pp}"
+            devices = f"{key.removesuffix('source')}devices"
+            yield f"{devices}={spec.devices}: not a multiple of its parallel sizes, {tp} x {pp}"
     try:
         given = OmegaConf.to_container(as_served(view.cfg).model, resolve=True)
         config = lay_over(base_config(path, key), given)
@@ -353,7 +366,7 @@ def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield _ESTIMATOR, ("critic.*",)
         if view.get(_ESTIMATOR) in ESTIMATORS:
             yield _ESTIMATOR, ("trainer.ppo.gae_lambda",)
-    if view.get(_ESTIMATOR) == "best_of_n":
+    if view.get(_ESTIMATOR) in ("best_of_n", "on_policy_distillation"):
         yield _ESTIMATOR, ("trainer.ppo.overlong.*", "trainer.ppo.discount_factor")
     if loss in LOSSES and loss not in _CLIPPED:
         yield _LOSS, ("model.ppo.ratio_eps",)
@@ -361,6 +374,8 @@ def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield _LOSS, ("model.ppo.cispo_ratio_max",)
     if not view.get("trainer.ppo.dynamic_sampling.enable"):
         yield "trainer.ppo.dynamic_sampling.enable", ("trainer.ppo.dynamic_sampling.max_rounds",)
+    if not view.get(TEACHER):
+        yield TEACHER, ("trainer.ppo.teacher.weight",)
     if view.get("trainer.ppo.overlong.buffer_tokens") == 0:
         yield "trainer.ppo.overlong.buffer_tokens", ("trainer.ppo.overlong.penalty",)
     if view.get(REWARDS) is None:
@@ -372,5 +387,6 @@ def actor_problems(view: JobView) -> Iterator[str]:
     for check in (
         *(_rollout_batches, _rollout_lengths, _generation, _trtllm, _rollout_ranks, _importance, _policy_logprobs),
         *(_kl_estimator, _estimator, _policy_loss, _best_of_n, _dynamic_sampling, _overlong, _rewards, _services),
+        *(_teacher,),
     ):
         yield from check(view) if view.is_actor else ()

@@ -30,6 +30,7 @@ from nemo_style_aligner.config.fields import value_problems
 from nemo_style_aligner.config.foreign_keys import section_of_job
 from nemo_style_aligner.config.loading import ConfigError, load_defaults, plain_config
 from nemo_style_aligner.config.schema import fields_of_job
+from nemo_style_aligner.data.datasets import CHUNK, chunks, data_source
 from nemo_style_aligner.data.sft import SFTFormat
 from nemo_style_aligner.jobs.actor_checks import actor_problems, needs_critic, settings_in_vain, shares_secret
 from nemo_style_aligner.jobs.job_view import (
@@ -430,13 +431,18 @@ def _attributes(view: JobView) -> Iterator[str]:
         )
 
 
+def _loss_weights(view: JobView) -> Iterator[str]:
+    losses = {"dpo": "preference", "kto": "preference", "knowledge_distillation": "kd"}
+    for section, loss in losses.items():
+        weights = f"model.{section}.{loss}_loss_weight", f"model.{section}.sft_loss_weight"
+        if view.has(weights[0]) and not any(map(view.get, weights)):
+            yield f"{view.show(*weights)}: there is nothing to learn; raise one of them"
+
+
 def _preferences(view: JobView) -> Iterator[str]:
     for section in ("model.dpo", "model.kto"):
         if not view.has(section):
             continue
-        weights = f"{section}.preference_loss_weight", f"{section}.sft_loss_weight"
-        if not any(map(view.get, weights)):
-            yield f"{view.show(*weights)}: there is nothing to learn; raise one of them"
         folder = f"{section}.reference_logprobs_dir"
         if view.get(folder) and (reason := why_unwritable(Path(os.path.expanduser(view.get(folder))))) is not None:
             yield f"{view.show(folder)} cannot be written to ({reason}): give a folder that you may write to"
@@ -447,6 +453,31 @@ def _preferences(view: JobView) -> Iterator[str]:
                 f"{view.show(folder, start, init)}: what is kept is of the base model alone, and the reference has "
                 f"adapters of its own; set {folder}=null"
             )
+
+
+def _chunks(view: JobView) -> Iterator[str]:
+    key, prefix = "model.data.n_chunks", view.get("model.data.data_prefix")
+    given = view.get(key)
+    if given is None or not isinstance(prefix, DictConfig):
+        return
+    for split in ("train", "validation"):
+        count, files = given.get(split) if isinstance(given, DictConfig) else given, prefix.get(split) or ()
+        for name in [files] if isinstance(files, str) else files:
+            if CHUNK in str(name) and count is not None and (found := len(chunks(os.path.expanduser(name)))) != count:
+                yield f"{view.show(key)}: of {name} there are {found} files, from 0 on; leave it out, or mend the files"
+
+
+def _teacher_logits(view: JobView) -> Iterator[str]:
+    output, top_k, first, last = "output_path", "top_k", "start_from_idx", "end_at_idx"
+    if not view.has(output):
+        return
+    yield from _attempt(lambda: data_source(view.get("data.data.file_path"), "data.data.file_path"))
+    if (reason := why_unwritable(Path(os.path.expanduser(view.get(output))).absolute().parent)) is not None:
+        yield f"{view.show(output)} cannot be written ({reason}): give a file in a folder that you may write to"
+    if view.architecture is not None and view.get(top_k) > view.architecture.vocab_size:
+        yield f"{view.show(top_k)}: the model's vocabulary has {view.architecture.vocab_size} tokens; lower it"
+    if view.get(last) is not None and view.get(last) < (view.get(first) or 0):
+        yield f"{view.show(first, last)}: no example is asked for; raise the latter"
 
 
 def _schedule_of_the_critic(view: JobView) -> Iterator[str]:
@@ -488,6 +519,7 @@ _OF_MODELS: tuple[Check, ...] = (
     *(_reward_head, _attributes, _schedule_of_the_critic, _keep_activations),
 )
 _CHECKS: tuple[Check, ...] = (
-    *(*_OF_MODELS, _wandb, _ranking, _sft_format, _preferences, _model_name),
+    *(*_OF_MODELS, _wandb, _ranking, _sft_format, _loss_weights, _preferences, _model_name),
+    *(_chunks, _teacher_logits),
     *(placement_problems, _critic_here, actor_problems, _paths),
 )  # each concerns the jobs that have the keys of which it speaks

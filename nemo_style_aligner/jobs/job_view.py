@@ -18,6 +18,7 @@ TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size
 GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
 LENGTH, POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
 ROLLOUT_RANKS, CRITIC_RANKS = "trainer.ppo.rollout_devices", "trainer.ppo.critic_devices"
+TEACHER = "trainer.ppo.teacher.restore_from_path"
 PROMPTS, GROUP, BEST = (
     *("model.ppo.num_rollout_samples", "trainer.ppo.num_rollouts_per_prompt", "trainer.ppo.top_n_rollouts"),
 )
@@ -123,7 +124,7 @@ def base_config(path: str | None, key: str) -> dict[str, Any]:
 def as_served(cfg: DictConfig) -> DictConfig:
     """The config with which ``serve_reward_model.py`` would serve a reward model in the layout of an actor's job.
 
-    As in the critic's job, the attributes of a regression model are merged.
+    A teacher is of the same layout. As in the critic's job, the attributes of a regression model are merged.
     """
     served = load_defaults("inference_rm")
     for key in (TP, PP, "model.sequence_parallel", "trainer.precision"):

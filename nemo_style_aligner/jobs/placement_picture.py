@@ -72,13 +72,13 @@ class Role:
     note: str = ""
 
 
-def announce_placement(cfg: DictConfig, policy: BaseModel, scorer: Scorer) -> None:
+def announce_placement(cfg: DictConfig, policy: BaseModel, scorer: Scorer, teacher: BaseModel | None) -> None:
     """Log the picture on rank 0.
 
     Raises:
         ConfigError: weights, gradients and optimizer states do not fit into a rank's memory.
     """
-    found = list(_roles(cfg, policy, scorer))
+    found = list(_roles(cfg, policy, scorer, teacher))
     layout, ranks = current_layout(), dist.get_world_size() + sum(ranks_apart(cfg).values())
     sizes = f"tensor {layout.tp_size} x pipeline {layout.pp_size} x data {layout.dp_size}"
     if dist.get_rank() == 0:
@@ -155,12 +155,15 @@ class _Place:
         return [place // self.layout.tp % self.layout.dp for place in range(len(self.ranks))]
 
 
-def _roles(cfg: DictConfig, policy: BaseModel, scorer: Scorer) -> Iterator[Role]:
+def _roles(cfg: DictConfig, policy: BaseModel, scorer: Scorer, teacher: BaseModel | None) -> Iterator[Role]:
     ppo, itemsize, layout = cfg.trainer.ppo, policy.dtype.itemsize, current_layout()
     here = _Place(range(dist.get_world_size()), Layout(layout.tp_size, layout.pp_size, layout.dp_size))
     yield _trained("policy", cfg, policy.architecture, itemsize, here)
     if float(ppo.initial_policy_kl_penalty) > 0:
         yield _reference(cfg, policy.architecture, itemsize, here)
+    if teacher is not None:
+        swaps = _swaps(ppo.reference_policy_placement, teacher.architecture, itemsize, here)
+        yield _frozen("teacher", teacher.architecture, itemsize, here, swaps=swaps)
     yield from _critic(cfg, scorer, itemsize, here)
     specs: Any = None if ppo.rewards is None else OmegaConf.to_container(ppo.rewards, resolve=True)
     for number, (spec, source) in enumerate(zip(reward_specs(specs), _reward_sources(scorer), strict=True)):

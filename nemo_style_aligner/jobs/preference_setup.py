@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,14 +19,12 @@ from nemo_style_aligner.data.datasets import (
     MismatchedDataset,
     PreferenceDataset,
     PreferenceItem,
-    load_data_prefix,
     pad_rows,
 )
-from nemo_style_aligner.data.examples import FIRST_EXAMPLE, for_log
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, frozen_policy
-from nemo_style_aligner.jobs.supervised_setup import SupervisedTask, build_supervised_trainer, training_sampler
+from nemo_style_aligner.jobs.supervised_setup import SupervisedTask, build_supervised_trainer, prefix_task
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.packing import MicroBatching
@@ -43,9 +40,8 @@ from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.training.reference import Reference, keep_reference, with_reference
 from nemo_style_aligner.training.supervised import SupervisedTrainer
 
-logger = logging.getLogger(__name__)
-
-BuildDataset = Callable[[DictConfig, DataSource, Tokenizer], tuple[Dataset[Any], TextFormat]]
+BuildDataset = Callable[..., tuple[Dataset[Any], TextFormat]]
+"""Of a config, a part of ``model.data.data_prefix`` and a tokenizer; see `prefix_task`."""
 
 
 def build_dpo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
@@ -75,16 +71,11 @@ def _starting_point(
 
     The reference is the model that the run began with: this is before a checkpoint is loaded.
     """
-    loop, method = cfg.trainer[section], cfg.model[section]
-    prefix = load_data_prefix(cfg.model.data.data_prefix)
-    train, written = dataset(cfg, prefix.train, base.tokenizer)
-    written = dataclasses.replace(written, append_eod=None)  # which says how a reward model's texts end
-    logger.info(FIRST_EXAMPLE, for_log(train[0], base.tokenizer))
-    validation = None if prefix.validation is None else dataset(cfg, prefix.validation, base.tokenizer)[0]
-    collate = preference_collate(base.tokenizer)
-    shuffled = bool(loop.train_random_sampler), bool(loop.val_random_sampler)
-    task = SupervisedTask(train, validation, collate, 2, *shuffled, written=written)
-    training_sampler(cfg, task)
+    method, collate = cfg.model[section], preference_collate(base.tokenizer)
+    build = partial(dataset, cfg, tokenizer=base.tokenizer)
+    task = prefix_task(cfg, cfg.trainer[section], base.tokenizer, build, collate, 2)
+    # It says how a reward model's texts end.
+    task = dataclasses.replace(task, written=dataclasses.replace(task.written, append_eod=None))
     model = base.load()
     batching = MicroBatching(2 * int(method.log_prob_forward_micro_batch_size), cfg.model.max_tokens_per_micro_batch, 2)
     if method.reference_logprobs_dir is None:
@@ -94,8 +85,8 @@ def _starting_point(
         described["adapters"] = str(LoraSettings.from_config(base.config))
     folder = Path(method.reference_logprobs_dir).expanduser()
     keep = partial(keep_reference, model=model, collate=collate, batching=batching, folder=folder, described=described)
-    kept_validation = None if validation is None else keep(validation)
-    return dataclasses.replace(task, train=keep(train), validation=kept_validation), model, None, batching
+    kept_validation = None if task.validation is None else keep(task.validation)
+    return dataclasses.replace(task, train=keep(task.train), validation=kept_validation), model, None, batching
 
 
 def preference_settings(section: DictConfig) -> PreferenceSettings:

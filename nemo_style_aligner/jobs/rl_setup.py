@@ -21,10 +21,11 @@ from nemo_style_aligner.jobs.job_setup import (
 )
 from nemo_style_aligner.jobs.placement_picture import announce_placement
 from nemo_style_aligner.jobs.run_settings import critic_of_run
-from nemo_style_aligner.jobs.scoring_setup import build_scorer
+from nemo_style_aligner.jobs.scoring_setup import build_scorer, open_teacher
 from nemo_style_aligner.jobs.service_setup import serve_in_job
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.models.actor import Actor
+from nemo_style_aligner.models.frozen import FrozenModel
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
@@ -98,11 +99,12 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     scorer = build_scorer(cfg, run, estimator, base, sequences)  # the secret may be missing: before weights are read
     if isinstance(scorer.rewards, RewardSum):
         scorer.rewards.check(train_prompts.lines() | ({} if val_prompts is None else val_prompts.lines()))
-    announce_placement(cfg, base, scorer)
+    teacher = open_teacher(cfg, base, sequences)
+    announce_placement(cfg, base, scorer, teacher)
     if isinstance(scorer.values, LocalCritic):
         load_local_critic(run, scorer.values)
     scorer.load_models()  # first: while weights arrive, the policy's optimizer takes no memory
-    actor = build_actor(cfg, base, base.load(), settings)
+    actor = build_actor(cfg, base, base.load(), settings, teacher)
     ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
     with activity.phase("waiting for the services"), activity.bounded(ready_seconds):
         scorer.wait_until_ready(ready_seconds, sequences)
@@ -167,12 +169,14 @@ def response_text(cfg: DictConfig, tokenizer: Tokenizer) -> Callable[[Sequence[i
     return decode
 
 
-def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings: RLSettings) -> Actor:
-    """Build the policy, its optimizer, and the initial policy if there is a KL penalty."""
-    reference = None
+def build_actor(
+    cfg: DictConfig, base: BaseModel, model: MegatronModel, settings: RLSettings, teacher: BaseModel | None = None
+) -> Actor:
+    """Build the policy, its optimizer, the initial policy if there is a KL penalty, and the teacher if there is one."""
+    reference, placement = None, cfg.trainer.ppo.reference_policy_placement
     if float(cfg.trainer.ppo.initial_policy_kl_penalty) > 0:
         # Frozen before a checkpoint is loaded: the penalty refers to the model that the run started from.
-        reference = frozen_policy(model, base, cfg.trainer.ppo.reference_policy_placement)
+        reference = frozen_policy(model, base, placement)
     per_prompt = settings.top_n_rollouts or cfg.trainer.ppo.num_rollouts_per_prompt
     samples = cfg.model.ppo.num_rollout_samples * per_prompt
     updates_per_step = samples // settings.global_batch_size * settings.num_ppo_epochs
@@ -184,6 +188,7 @@ def build_actor(cfg: DictConfig, base: BaseModel, model: MegatronModel, settings
         model,
         optimizer,
         reference,
+        teacher=None if teacher is None else FrozenModel(teacher.load(trainable=False), placement),
         training_batching=training_batching(cfg.model),
         forward_batching=forward_batching(cfg.model.ppo),
         temperature=sampling_params(cfg).logprob_temperature,

@@ -20,6 +20,7 @@ _JOBS = (
     ("trainer.rm.", "a reward model job"),
     ("trainer.dpo.", "a DPO job"),
     ("trainer.kto.", "a KTO job"),
+    ("trainer.knowledge_distillation.", "a distillation job"),
     ("model.ppo.", "a PPO actor job"),
     ("trainer.ppo.", "a critic job"),  # an actor has this section as well
 )  # sections that tell jobs apart

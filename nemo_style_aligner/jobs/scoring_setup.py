@@ -14,7 +14,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head, req
 from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.jobs.critic_setup import make_critic
 from nemo_style_aligner.jobs.job_setup import Run, forward_batching
-from nemo_style_aligner.jobs.job_view import as_served
+from nemo_style_aligner.jobs.job_view import TEACHER, as_served
 from nemo_style_aligner.jobs.placement import (
     CRITIC_ARCHIVE,
     critic_config,
@@ -114,9 +114,20 @@ def _reward_model(cfg: DictConfig, policy: BaseModel, sequences: SequencesToScor
     return ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
 
 
-def _require_fit(policy: BaseModel, base: BaseModel, sequences: SequencesToScore, given: str) -> None:
+def open_teacher(cfg: DictConfig, policy: BaseModel, sequences: SequencesToScore) -> BaseModel | None:
+    """The teacher of on-policy distillation, if there is one and it fits the policy; no weights are read."""
+    if not (path := cfg.trainer.ppo.teacher.restore_from_path):
+        return None
+    base = open_base_model(path, as_served(cfg), key=TEACHER)
+    _require_fit(policy, base, sequences, f"{TEACHER}={path}", "a teacher")
+    return base
+
+
+def _require_fit(
+    policy: BaseModel, base: BaseModel, sequences: SequencesToScore, given: str, role: str = "a reward model"
+) -> None:
     """Make sure that a model in this job can score the sequences; ``given`` is the setting that names it."""
-    require_same_tokenizer(policy.path, base.path)
+    require_same_tokenizer(policy.path, base.path, role)
     require_weights(base.path, base.architecture)
     length = base.max_sequence_length
     if sequences.max_length > length:
@@ -128,7 +139,7 @@ def _require_fit(policy: BaseModel, base: BaseModel, sequences: SequencesToScore
     if sequences.vocab_size > base.architecture.vocab_size:
         raise ConfigError(
             f"{given}: its token ids end at {base.architecture.vocab_size - 1}, those of this job at "
-            f"{sequences.vocab_size - 1}: give a reward model that was trained from the policy's base model"
+            f"{sequences.vocab_size - 1}: give {role} that was trained from the policy's base model"
         )
 
 

@@ -154,6 +154,33 @@ def build_supervised_trainer(
     return trainer
 
 
+BuildDataset = Callable[[DataSource], tuple[Dataset[Any], TextFormat]]
+"""Makes the dataset of a part of ``model.data.data_prefix``, and says how its texts are written."""
+
+
+def prefix_task(
+    cfg: DictConfig,
+    loop: DictConfig,
+    tokenizer: Tokenizer,
+    build: BuildDataset,
+    collate: Collate,
+    rows_per_example: int,
+) -> SupervisedTask:
+    """The task of a job with ``model.data.data_prefix``; ``loop`` is its section in ``trainer``.
+
+    Raises:
+        DataError: the data are not as they should be, or do not fill a global batch.
+    """
+    prefix = load_data_prefix(cfg.model.data.data_prefix)
+    train, written = build(prefix.train)
+    logger.info(FIRST_EXAMPLE, for_log(train[0], tokenizer))
+    validation = None if prefix.validation is None else build(prefix.validation)[0]
+    shuffled = bool(loop.train_random_sampler), bool(loop.val_random_sampler)
+    task = SupervisedTask(train, validation, collate, rows_per_example, *shuffled, written=written)
+    training_sampler(cfg, task)
+    return task
+
+
 def training_sampler(cfg: DictConfig, task: SupervisedTask) -> EpochSampler:
     """The order of the training examples. Raises DataError if they do not fill a global batch."""
     batch, seed = int(cfg.model.global_batch_size), int(cfg.model.seed)
@@ -223,7 +250,6 @@ def build_reward_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> Supervis
     """Reward model training; see `BuildTrainer`."""
     head = RewardHeadConfig.from_model_config(cfg.model)
     task = reward_task(cfg, base.tokenizer, head)
-    training_sampler(cfg, task)
     model = base.load(head=head)
     return build_supervised_trainer(cfg, cfg.trainer.rm, run, model, task, reward_objective(cfg, head))
 
@@ -244,23 +270,14 @@ def reward_dataset(
 
 def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:
     """Comparisons or labelled texts, from ``model.data.data_prefix``."""
-    prefix = load_data_prefix(cfg.model.data.data_prefix)
-    is_regression = cfg.model.reward_model_type == "regression"
-    ignored = float(cfg.model.regression.loss_mask_val) if is_regression else 0.0
-    train, written = reward_dataset(cfg, prefix.train, tokenizer, head.num_attributes)
-    logger.info(FIRST_EXAMPLE, for_log(train[0], tokenizer))
-    validation = None
-    if prefix.validation is not None:
-        validation = reward_dataset(cfg, prefix.validation, tokenizer, head.num_attributes)[0]
-    return SupervisedTask(
-        train,
-        validation,
-        _labelled_collate(tokenizer, ignored) if is_regression else _pair_collate(tokenizer),
-        1 if is_regression else 2,
-        bool(cfg.trainer.rm.train_random_sampler),
-        bool(cfg.trainer.rm.val_random_sampler),
-        written=written,
-    )
+
+    def build(source: DataSource) -> tuple[Dataset[Any], TextFormat]:
+        return reward_dataset(cfg, source, tokenizer, head.num_attributes)
+
+    if cfg.model.reward_model_type == "regression":
+        collate = _labelled_collate(tokenizer, float(cfg.model.regression.loss_mask_val))
+        return prefix_task(cfg, cfg.trainer.rm, tokenizer, build, collate, 1)
+    return prefix_task(cfg, cfg.trainer.rm, tokenizer, build, _pair_collate(tokenizer), 2)
 
 
 def reward_objective(cfg: DictConfig, head: RewardHeadConfig) -> Objective:

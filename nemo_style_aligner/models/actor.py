@@ -1,10 +1,10 @@
-"""The policy: its log-probs, those of the reference, and its update."""
+"""The policy: its log-probs, those of the reference and of a teacher, and its update."""
 
 from __future__ import annotations
 
 import torch
 
-from nemo_style_aligner.models.frozen import FrozenWeights
+from nemo_style_aligner.models.frozen import FrozenModel, FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.models.packing import MicroBatching
@@ -20,6 +20,7 @@ class Actor:
         model: the policy.
         optimizer: updates the policy's parameters.
         reference: the policy that the KL penalty refers to; None where there is no penalty.
+        teacher: the model whose log-probs the policy learns from; None where there is none.
         training_batching: micro batches of the update.
         forward_batching: micro batches of log-prob passes.
         temperature: the sampling temperature; log-probs are of the distribution sampled from.
@@ -32,6 +33,7 @@ class Actor:
         optimizer: Optimizer,
         reference: FrozenWeights | None,
         *,
+        teacher: FrozenModel | None = None,
         training_batching: MicroBatching,
         forward_batching: MicroBatching,
         temperature: float,
@@ -40,6 +42,7 @@ class Actor:
         self.model = model
         self.optimizer = optimizer
         self.reference = reference
+        self.teacher = teacher
         self.training_batching = training_batching
         self.forward_batching = forward_batching
         self.temperature = temperature
@@ -66,6 +69,12 @@ class Actor:
         if self.reference is None:
             raise RuntimeError("this job keeps no initial policy: trainer.ppo.initial_policy_kl_penalty is 0")
         with self.reference.active() as model:
+            return self._logprobs(model, batch)
+
+    def teacher_logprobs(self, batch: RaggedBatch) -> torch.Tensor:
+        """The teacher's log-probs, at the policy's temperature; see `logprobs`."""
+        assert self.teacher is not None
+        with self.teacher.active() as model:
             return self._logprobs(model, batch)
 
     def _logprobs(self, model: MegatronModel, batch: RaggedBatch, *, is_trained: bool = False) -> torch.Tensor:

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
 )
 
 from nemo_style_aligner.models.gpu_kernels import elementwise_kernels_for
@@ -42,6 +43,8 @@ class Prediction:
         targets: int64 [k], the token that follows each position.
         temperature: the logits are divided by it first, as the sampler does.
         entropy: the entropy of the distribution is wanted too.
+        candidates: int64 [k, c], more tokens at each position whose log-probs are wanted too.
+        top_k: not these log-probs but the most likely tokens are wanted, so many at each position.
         keeps_logits: keep the logits for the backward pass instead of computing them again: k times the vocabulary, in
             the dtype of the weights (fp32 where these are `widened`, and on GPUs).
     """
@@ -51,6 +54,8 @@ class Prediction:
     temperature: float = 1.0
     entropy: bool = False
     keeps_logits: bool = False
+    candidates: torch.Tensor | None = None
+    top_k: int = 0
 
 
 def predict(
@@ -69,7 +74,8 @@ def predict(
         vocab_size: the true size of the vocabulary; rows of the weight beyond it take no probability.
 
     Returns:
-        fp32 [k]; [k, 2], log-probs and entropies, if entropies are wanted.
+        fp32 [k]; [k, 2], log-probs and entropies, if entropies are wanted; with candidates, c more columns. With
+        ``top_k``, without gradients, [k, 2 top_k]: ids of tokens, the most likely ones first, and their log-probs.
     """
     if sequence_parallel:
         # Each rank's gradient comes from its slice of the vocabulary: the backward pass sums them.
@@ -77,16 +83,18 @@ def predict(
     rows = hidden_states[:, 0]
     if wanted.outputs is not None:
         rows = rows.index_select(0, wanted.outputs)
+    if wanted.top_k:
+        return _top_tokens(rows, weight, vocab_size, wanted)
     if not sequence_parallel:
         rows = copy_to_tensor_model_parallel_region(rows)
     return _Predictions.apply(rows, weight, vocab_size, wanted)
 
 
 class _Predictions(torch.autograd.Function):
-    """Rows [k, h], weight [v, h] -> fp32 [k] or [k, 2]; see `predict`.
+    """Rows [k, h], weight [v, h] -> fp32 [k] or [k, columns]; see `predict`.
 
     With p the softmax of x = rows @ weight.T / temperature and H its entropy:
-    d logprob / d x = onehot(target) - p; d H / d x = -p (log p + H).
+    d logprob / d x = onehot(target) - p, of candidates, too; d H / d x = -p (log p + H).
     """
 
     @staticmethod
@@ -97,6 +105,8 @@ class _Predictions(torch.autograd.Function):
         k = rows.shape[0]
         # Of this rank's slice alone: the log-sum-exp, the target's logit, the entropy.
         normalizer, target_logit, entropy = rows.new_zeros(3, k, dtype=torch.float32)
+        candidates = wanted.candidates if wanted.candidates is not None else wanted.targets.new_zeros(k, 0)
+        others = rows.new_zeros(candidates.shape, dtype=torch.float32)
         kept: list[torch.Tensor] = []
         ctx.last_logits = None
         if vocabulary.size == 0:
@@ -104,6 +114,8 @@ class _Predictions(torch.autograd.Function):
         wide = widened(rows)
         for part in vocabulary.chunks(wide, wanted.keeps_logits):
             logits = vocabulary.logits(wide[part], wanted.keeps_logits)
+            if others.shape[1]:  # before they are overwritten
+                others[part] = _picked(logits, vocabulary.local(candidates[part]), wanted)
             measured = _measure(logits, vocabulary.local(wanted.targets[part]), wanted)
             normalizer[part], target_logit[part] = measured[:2]
             if wanted.entropy:
@@ -116,13 +128,16 @@ class _Predictions(torch.autograd.Function):
             own, normalizer = normalizer, _logsumexp_over_ranks(normalizer)
             # A slice with total probability q and entropy H contributes q (H - log q).
             log_share = own - normalizer
-            sums = torch.stack([target_logit, log_share.exp() * (entropy - log_share)])
+            sums = torch.stack([target_logit, log_share.exp() * (entropy - log_share), *others.unbind(1)])
             dist.all_reduce(sums, group=parallel_state.get_tensor_model_parallel_group())
-            target_logit, entropy = sums
+            target_logit, entropy, others = sums[0], sums[1], sums[2:].t()
         ctx.save_for_backward(rows, weight, normalizer, entropy, *kept)
         ctx.vocab_size, ctx.wanted, ctx.main_grad = vocab_size, wanted, main_grad_of(weight)
         logprobs = target_logit - normalizer
-        return torch.stack([logprobs, entropy], -1) if wanted.entropy else logprobs
+        if not wanted.entropy and wanted.candidates is None:
+            return logprobs
+        columns = [logprobs, entropy] if wanted.entropy else [logprobs]
+        return torch.cat([torch.stack(columns, 1), others - normalizer[:, None]], 1)
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -134,7 +149,12 @@ class _Predictions(torch.autograd.Function):
         wanted: Prediction = ctx.wanted
         vocabulary = _Slice(weight, ctx.vocab_size)
         grad = grad / wanted.temperature
-        grad_logprob, grad_entropy = grad.t().contiguous() if wanted.entropy else (grad.contiguous(), None)
+        columns = grad[:, None] if grad.ndim == 1 else grad
+        grad_logprob, grad_entropy = columns[:, 0].contiguous(), None
+        if wanted.entropy:
+            grad_entropy = columns[:, 1].contiguous()
+        of_others = columns[:, 1 + wanted.entropy :]
+        grad_sum = grad_logprob + of_others.sum(1) if of_others.shape[1] else grad_logprob
         grad_rows = torch.zeros_like(rows)
         # Summed over chunks in fp32, whatever the dtype of the weights.
         grad_weight = ctx.main_grad
@@ -151,14 +171,36 @@ class _Predictions(torch.autograd.Function):
                 logits = vocabulary.logits(rows[part])
             targets = vocabulary.local(wanted.targets[part])
             of_entropy = None if grad_entropy is None else (entropy[part], grad_entropy[part])
-            grad_logits = _gradient(
-                logits, targets, wanted, normalizer[part], grad_logprob[part], of_entropy, rows.dtype
-            )
+            grad_logits = _gradient(logits, targets, wanted, normalizer[part], grad_sum[part], of_entropy, rows.dtype)
+            if wanted.candidates is not None:  # the sum is the target's so far
+                ids = torch.cat([targets[:, None], vocabulary.local(wanted.candidates[part])], 1)
+                shares = torch.cat([(grad_logprob - grad_sum)[part, None], of_others[part]], 1)
+                grad_logits.scatter_add_(1, ids.clamp(min=0), (shares * (ids >= 0)).to(grad_logits.dtype))
             product(grad_logits, vocabulary.weight, out=grad_rows[part])
             if not is_frozen:
                 add_product(mine, grad_logits, rows[part])
         is_returned = ctx.main_grad is None and not is_frozen
         return grad_rows.to(weight.dtype), grad_weight.to(weight.dtype) if is_returned else None, None, None
+
+
+@torch.no_grad()
+def _top_tokens(rows: torch.Tensor, weight: torch.Tensor, vocab_size: int, wanted: Prediction) -> torch.Tensor:
+    """`predict` with ``top_k``: of each slice of the vocabulary, and of these the whole's. Ids are exact in fp32."""
+    vocabulary, k = _Slice(weight, vocab_size), len(rows)
+    normalizer = rows.new_full((k,), torch.finfo(torch.float32).min, dtype=torch.float32)
+    best = rows.new_full((k, wanted.top_k), -torch.inf, dtype=torch.float32)
+    ids = torch.zeros_like(best)
+    wide, count = widened(rows), min(wanted.top_k, vocabulary.size)
+    for part in vocabulary.chunks(wide, keeps_logits=False):
+        logits = _scaled(vocabulary.logits(wide[part]), wanted)
+        normalizer[part] = logits.logsumexp(-1)
+        best[part, :count], chosen = logits.topk(count)
+        ids[part, :count] = (chosen + vocabulary.first).float()
+    if vocabulary.is_split:
+        normalizer = _logsumexp_over_ranks(normalizer)
+        best, places = gather_from_tensor_model_parallel_region(best).topk(wanted.top_k)
+        ids = gather_from_tensor_model_parallel_region(ids).gather(1, places)
+    return torch.cat([ids, best - normalizer[:, None]], 1)
 
 
 class _Slice:
@@ -211,6 +253,11 @@ def _measure(
     torch.log_softmax(logits, -1, out=logits)
     entropy = logits.exp().mul_(logits).sum(-1).neg() if wanted.entropy else None
     return picked - logits.gather(1, ids)[:, 0], picked * here, entropy
+
+
+def _picked(logits: torch.Tensor, ids: torch.Tensor, wanted: Prediction) -> torch.Tensor:
+    """Logits divided by the temperature, fp32, of the tokens ``ids`` (as `_Slice.local` has them) [k, c]; else 0."""
+    return logits.gather(1, ids.clamp(min=0)).float() / wanted.temperature * (ids >= 0)
 
 
 def _gradient(

@@ -86,24 +86,31 @@ class Sequences:
         tokens: of each sequence, integers; padding may follow.
         wanted: of each sequence, bool [u]: u of its tokens go through the model, and where True, the output is wanted.
             The last of them is True; where nothing is wanted, u is 0.
+        candidates: of each sequence, integers [w, c]: at each position, tokens of which something is asked, too; None:
+            nothing is.
     """
 
     tokens: Sequence[torch.Tensor]
     wanted: Sequence[torch.Tensor]
+    candidates: Sequence[torch.Tensor] | None = None
 
     @classmethod
-    def padded(cls, tokens: torch.Tensor, wanted: torch.Tensor) -> Sequences:
-        """The rows of ``tokens`` [n, s]; ``wanted`` bool [n, w], w up to s. Both are moved to the CPU."""
+    def padded(cls, tokens: torch.Tensor, wanted: torch.Tensor, candidates: torch.Tensor | None = None) -> Sequences:
+        """The rows of ``tokens`` [n, s]; ``wanted`` bool [n, w], w up to s. Both are moved to the CPU.
+
+        ``candidates``: integers [n, w, c].
+        """
         wanted = wanted.cpu()
-        used = used_lengths(wanted)
-        return cls(list(tokens.cpu()), [row[:length] for row, length in zip(wanted, used, strict=True)])
+        rows = [row[:length] for row, length in zip(wanted, used_lengths(wanted), strict=True)]
+        return cls(list(tokens.cpu()), rows, None if candidates is None else list(candidates.cpu()))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def rows(self, index: Sequence[int]) -> Sequences:
         """Some of the sequences."""
-        return Sequences([self.tokens[i] for i in index], [self.wanted[i] for i in index])
+        candidates = None if self.candidates is None else [self.candidates[i] for i in index]
+        return Sequences([self.tokens[i] for i in index], [self.wanted[i] for i in index], candidates)
 
     @functools.cached_property
     def used(self) -> list[int]:
@@ -123,6 +130,13 @@ class Sequences:
         """The tokens that follow the wanted positions: int64 [k]."""
         following = [row[1 : length + 1] for row, length in zip(self.tokens, self.used, strict=True)]
         return _joined(following, torch.int64)[self.all_wanted()]
+
+    def wanted_candidates(self) -> torch.Tensor | None:
+        """The candidates at the wanted positions: int64 [k, c]; None if there are none, or no position."""
+        if not self.candidates:
+            return None
+        rows = zip(self.candidates, self.wanted, strict=True)
+        return torch.cat([row[: len(wanted)][wanted] for row, wanted in rows]).long()
 
     def all_wanted(self) -> torch.Tensor:
         """``wanted``, sequence after sequence: bool [t]."""

@@ -58,9 +58,9 @@ LossFunction = Callable[[torch.Tensor, Any], LossResult]
 OutputFunction = Callable[[torch.Tensor, Any], torch.Tensor]
 """(outputs, micro batch) -> one row of results per sequence; of a ragged batch, per response token.
 
-Outputs, here and in `LossFunction`: log-probs [b, s-1] of a language model (with entropies [b, s-1, 2]), or a reward
-head's outputs [b, w, attributes]; zero where they were not wanted. Of a ragged batch, log-probs [k] (with entropies
-[k, 2]) of the k response tokens of the micro batch, which holds none but rows that count.
+Outputs, here and in `LossFunction`: log-probs [b, s-1] of a language model (or [b, s-1, columns], see `predict`), or a
+reward head's outputs [b, w, attributes]; zero where they were not wanted. Of a ragged batch, log-probs [k] (with
+entropies [k, 2]) of the k response tokens of the micro batch, which holds none but rows that count.
 """
 
 
@@ -97,10 +97,17 @@ def to_device(value: Any, target: torch.device) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """What a language model reports for each token: log-probs at a temperature and, if wanted, entropies."""
+    """What a language model reports for each token: log-probs at a temperature and, if wanted, entropies.
+
+    Attributes:
+        candidates: of the tokens in the batch's field of this name (integers [n, s-1, c]), log-probs, too.
+        top_k: instead, the most likely tokens, so many; see `Prediction`.
+    """
 
     temperature: float = 1.0
     entropy: bool = False
+    candidates: bool = False
+    top_k: int = 0
 
 
 class _Asked:
@@ -128,7 +135,8 @@ class _Asked:
         else:
             assert wanted is not None, "a padded batch does not say which of its outputs are wanted"
             self.batch, self.width = to_device(batch, _CPU), wanted.shape[1]
-            self.sequences = Sequences.padded(self.batch.tokens, wanted)
+            candidates = self.batch.candidates if scoring is not None and scoring.candidates else None
+            self.sequences = Sequences.padded(self.batch.tokens, wanted, candidates)
 
     @functools.cached_property
     def work(self) -> list[int]:
@@ -237,9 +245,11 @@ def _model_input(asked: _Asked, sequences: Sequences) -> tuple[PackedRow, Predic
         packed.sequences.outputs = packed.outputs
     prediction, ids = None, packed.tokens.flatten()
     if scoring is not None:
-        targets = sequences.targets()
+        targets, candidates = sequences.targets(), sequences.wanted_candidates()
         outputs = None if packed.sequences.outputs is not None else packed.outputs
-        prediction = Prediction(outputs, targets, scoring.temperature, scoring.entropy)
+        prediction = Prediction(
+            outputs, targets, scoring.temperature, scoring.entropy, candidates=candidates, top_k=scoring.top_k
+        )
         ids = torch.cat([ids, targets])  # the last target of a sequence is not among the inputs
     for token in (int(ids.min()), int(ids.max())):
         if not 0 <= token < model.architecture.vocab_size:

@@ -334,7 +334,16 @@ def best_of_n(step: StepRewards) -> Estimate:
     return step.spread(torch.ones_like(step.rewards)), None
 
 
+@estimator(needs_groups=False)
+def on_policy_distillation(step: StepRewards) -> Estimate:
+    """The KL penalty of each token, negative, and nothing of the rewards: what is learnt is the teacher's to say.
+
+    The loop adds the teacher's part to any estimator's advantages (`experience.toward_teacher`).
+    """
+    return -step.token_kl, None
+
+
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
-    {each.name: each for each in (gae, grpo, dr_grpo, rloo, reinforce_plus_plus, best_of_n)}
+    {each.name: each for each in (gae, grpo, dr_grpo, rloo, reinforce_plus_plus, best_of_n, on_policy_distillation)}
 )
 """By the names that ``trainer.ppo.estimator`` takes."""

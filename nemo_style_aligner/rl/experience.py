@@ -34,6 +34,7 @@ class AdvantageSettings:
     kl_clamp: float | None
     discount_factor: float
     gae_lambda: float
+    teacher_weight: float  # teacher.weight
     normalize_advantages: bool
     advantage_whitening_unbiased: bool
     mask_truncated: bool
@@ -53,8 +54,8 @@ class Experience:
         learns: bool [N], samples of the policy's loss: those that count, without truncated responses
             (`mask_truncated`) and sequences outside `importance_sequence_bounds`.
         columns: fp32 [R] each. ``old_logprobs``: the policy's, the trainer's or the engine's (`policy_logprobs`);
-            ``advantages``; ``importance_weights``; ``reference_logprobs`` where there is a KL penalty; ``values`` and
-            ``returns`` where the estimator needs values.
+            ``advantages``; ``importance_weights``; ``reference_logprobs`` where there is a KL penalty,
+            ``teacher_logprobs`` where there is a teacher; ``values`` and ``returns`` where the estimator needs values.
     """
 
     rollouts: Rollouts
@@ -119,6 +120,7 @@ class Experience:
 _CALLED = {
     "old_logprobs": "log-probs",
     "reference_logprobs": "the initial policy's log-probs",
+    "teacher_logprobs": "the teacher's log-probs",
     "values": "values",
 }
 """Columns in messages."""
@@ -197,7 +199,8 @@ def make_experience(
     """Advantages, returns and importance weights, and the step's metrics. Collective over the data-parallel ranks.
 
     Args:
-        columns: fp32 [R] each: ``old_logprobs``, and where there are any, ``reference_logprobs`` and ``values``.
+        columns: fp32 [R] each: ``old_logprobs``, and where there are any, ``reference_logprobs``,
+            ``teacher_logprobs`` and ``values``.
         version: of the policy's present weights, from which staleness is counted.
 
     Returns:
@@ -245,6 +248,9 @@ def make_experience(
         in_loss = rollouts.spread(learns)
         is_unbiased = settings.advantage_whitening_unbiased
         advantages = functional.whiten(advantages, in_loss, is_unbiased, lambda x: rollouts.sums(x).sum())
+    if "teacher_logprobs" in columns:
+        advantages, of_teacher = toward_teacher(rollouts, advantages, columns, settings.teacher_weight)
+        metrics |= of_teacher
     made = {**columns, "advantages": advantages, "importance_weights": weights}
     return Experience(rollouts, learns, made if returns is None else made | {"returns": returns}), metrics
 
@@ -288,6 +294,25 @@ def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer_tokens: int,
         return torch.zeros(len(lengths), dtype=torch.float64)
     excess = (lengths.double() - (max_length - buffer_tokens)) / buffer_tokens
     return -penalty * excess.clamp(0, 1)
+
+
+def toward_teacher(
+    rollouts: Rollouts, advantages: torch.Tensor, columns: Mapping[str, torch.Tensor], weight: float
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Advantages with the teacher's part, and how far the policy is from the teacher. Collective.
+
+    On-policy distillation: ``weight * (log p_teacher - log p_policy)`` of each token that the policy has sampled, an
+    estimate of minus the reverse KL divergence there, without what follows it (Thinking Machines Lab, "On-Policy
+    Distillation", 2025; after GKD, arXiv:2306.13649, and MiniLLM, arXiv:2306.08543).
+
+    Args:
+        advantages: fp32 [R]; whitened before, if at all.
+        columns: see `make_experience`.
+    """
+    gap = columns["teacher_logprobs"] - columns["old_logprobs"]
+    gap = gap.masked_fill(~rollouts.spread(rollouts.counts), 0)
+    kl = _token_mean(rollouts, -gap, rollouts.counts).item()
+    return advantages + weight * gap, {"teacher_kl": kl}
 
 
 # ---- over the tokens of all ranks ---------------------------------------------------------------

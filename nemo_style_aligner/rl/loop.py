@@ -237,7 +237,8 @@ class RLTrainer(TrainingLoop):
         return self.actor.model.architecture.forward_operations(length - 1, response_length)
 
     def logprobs(self, rollouts: Rollouts, *, is_trained: bool) -> dict[str, torch.Tensor]:
-        """Log-probs of the share's response tokens, fp32 [R] each: ``old_logprobs``, ``reference_logprobs``.
+        """Log-probs of the share's response tokens, fp32 [R] each: ``old_logprobs``, and where there are such models,
+        ``reference_logprobs`` and ``teacher_logprobs``.
 
         Rewards and values are computed elsewhere meanwhile.
         """
@@ -251,6 +252,9 @@ class RLTrainer(TrainingLoop):
         if self.actor.reference is not None:
             with self.timer("init_logprobs"):
                 columns["reference_logprobs"] = self.actor.reference_logprobs(batch)
+        if self.actor.teacher is not None:
+            with self.timer("teacher_logprobs"):
+                columns["teacher_logprobs"] = self.actor.teacher_logprobs(batch)
         return columns
 
     def train_policy(self, experience: Experience) -> None:

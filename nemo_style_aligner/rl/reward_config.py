@@ -147,8 +147,6 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _problems(rewards: Sequence[Any]) -> Iterator[str]:
-    if not rewards:
-        yield f"{REWARDS}=[]: nothing would be rewarded; list a source, or give null for the service"
     names: set[str] = set()
     for place, reward in enumerate(rewards):
         key = f"{REWARDS}[{place}]"

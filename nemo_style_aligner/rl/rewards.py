@@ -178,7 +178,7 @@ class RewardSum(RewardSource):
     """The weighted sum of several sources, each for all prompts or for some.
 
     Every source's rewards are a part of their own, unweighted; their parts are called ``NAME/PART``. Where one source
-    fails, so does the sum.
+    fails, so does the sum. Without any source, all rewards are 0.
     """
 
     def __init__(self, sources: Sequence[WeightedSource]) -> None:
@@ -187,7 +187,7 @@ class RewardSum(RewardSource):
     def problem_of(self, line: Mapping[str, Any]) -> str | None:
         """See `RewardSource.problem_of`."""
         chosen = [source for source in self.sources if source.takes(line)]
-        if not chosen:
+        if not chosen and self.sources:
             fields = {field: line.get(field) for source in self.sources for field in source.only}
             return f"no source of rewards takes it: none has an `only` that fits {fields}"
         problems = ((source.name, source.source.problem_of(line)) for source in chosen)
@@ -231,6 +231,8 @@ class RewardSum(RewardSource):
             for source, rows, rewards in asked:
                 for row, reward in zip(rows, rewards.result(), strict=True):
                     found[row].append((source, reward))
+            if not self.sources:
+                return [Reward(0.0) for _ in responses]
             return [_sum(rewards, response) for rewards, response in zip(found, responses, strict=True)]
 
         return when_all([rewards for _, _, rewards in asked], total)

@@ -62,6 +62,7 @@ class RLSettings(LoopSettings):
                 kl_clamp=ppo.kl_clamp,
                 discount_factor=float(ppo.discount_factor),
                 gae_lambda=float(ppo.get("gae_lambda", 1.0)),  # of gae alone, which needs a critic
+                teacher_weight=float(ppo.teacher.weight),
                 normalize_advantages=whitens,
                 advantage_whitening_unbiased=bool(ppo.advantage_whitening_unbiased),
                 mask_truncated=bool(ppo.mask_truncated),

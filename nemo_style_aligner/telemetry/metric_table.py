@@ -88,6 +88,9 @@ METRICS = (
     Metric("*_rollouts/init_policy_kl", "KL from the initial policy", "nats per token", "How far the policy has moved "
            "from where it started, by trainer.ppo.kl_estimator (by default the mean |difference of log-probs|).",
            LEARNS, high=0.5, above=_DRIFTS),
+    Metric("*_rollouts/teacher_kl", "KL from the teacher", "nats per token", "Mean of log p_policy - log p_teacher "
+           "over the tokens that the policy has sampled: what on-policy distillation brings down.", LEARNS,
+           goal="down"),
     Metric("*_rollouts/generation_length", "Response length", "tokens", "Mean length of the responses, stop token "
            "included. A steady climb or fall without more reward is a loophole.", LEARNS),
     Metric("*_rollouts/fraction_of_samples_properly_ended", "Responses that end", "share", "Responses that end by "
@@ -104,7 +107,12 @@ METRICS = (
            "with each step's samples.", STABLE),
     Metric("*/preference_loss", "Preference loss", "", "The part of the loss that ranks good over bad responses.",
            LEARNS, goal="down"),
-    Metric("*/sft_loss", "SFT loss", "nats", "Cross-entropy of the good responses, before its weight.", LEARNS),
+    Metric("*/kd_loss", "Distillation loss", "nats", "Divergence between teacher and student over the teacher's top-k "
+           "tokens, before its weight.", LEARNS, goal="down"),
+    Metric("*/agreement", "Same first choice", "share", "How often the teacher's most likely token is the student's "
+           "among the teacher's top k.", LEARNS, goal="up"),
+    Metric("*/sft_loss", "SFT loss", "nats", "Cross-entropy of the good responses, or of the text in distillation, "
+           "before its weight.", LEARNS),
     Metric("*/rewards_margin", "Margin", "", "Reward of the better less that of the worse responses.", LEARNS,
            goal="up"),
     Metric("*/kl", "KL estimate", "nats", "KTO's estimate of how far policy and reference are apart.", STABLE),
@@ -176,6 +184,7 @@ METRICS = (
     Metric("*/unload", "Freeing the engine", "s", "The engine's memory for training.", TIME),
     Metric("*/generate", "Generation", "s", "Responses, and their scoring meanwhile.", TIME),
     Metric("*/logprobs", "Log-probs", "s", "Of the policy, by the trainer.", TIME),
+    Metric("*/teacher_logprobs", "Log-probs, teacher", "s", "For on-policy distillation.", TIME),
     Metric("*/init_logprobs", "Log-probs, initial policy", "s", "For the KL penalty.", TIME),
     Metric("*/critic_wait", "Waiting for scores", "s", "Rewards and values that are not there when log-probs are.",
            TIME),

@@ -147,8 +147,10 @@ class RunView:
             return "supervised fine-tuning"
         if self.get("trainer.rm"):
             return "reward model"
-        if self.get("trainer.dpo"):
+        if self.get("trainer.dpo") or self.get("trainer.kto"):
             return "direct preferences (DPO, KTO)"
+        if self.get("trainer.knowledge_distillation"):
+            return "knowledge distillation"
         if self.get("model.ppo"):
             estimator = str(self.get("trainer.ppo.estimator") or "gae")
             return "PPO" if estimator == "gae" else estimator.replace("_", " ").upper()
@@ -157,7 +159,8 @@ class RunView:
     @property
     def facts(self) -> list[tuple[str, str]]:
         """What was trained on what, for how long: label and text."""
-        section = next((s for s in ("trainer.sft", "trainer.rm", "trainer.dpo", "trainer.ppo") if self.get(s)), "")
+        names = ("sft", "rm", "dpo", "kto", "knowledge_distillation", "ppo")
+        section = next((s for s in map("trainer.{}".format, names) if self.get(s)), "")
         base = self.get("model.restore_from_path") or self.get("pretrained_checkpoint.restore_from_path")
         data = self.get("model.data.train_ds.file_path") or self.get("model.data.data_prefix.train")
         limit = self.get(f"{section}.max_steps") if section else None

@@ -1,4 +1,4 @@
-"""Supervised training: the loop that SFT, reward models, DPO and KTO share; each brings its own objective."""
+"""Supervised training: the loop that SFT, reward models, preferences, distillation share, each with its objective."""
 
 from __future__ import annotations
 

@@ -1,0 +1,215 @@
+"""Distillation: the job that learns from a teacher's stored logits, and the one that stores them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from nemo_style_aligner.data.datasets import Dataset, DataSource, data_source, pad_rows
+from nemo_style_aligner.data.distillation import DistillationDataset, DistillationItem
+from nemo_style_aligner.data.examples import FIRST_EXAMPLE, for_log
+from nemo_style_aligner.data.jsonl import DataError, parse_line
+from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
+from nemo_style_aligner.data.text_format import ChatPromptTokens, TextFormat
+from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.jobs.job_setup import Run, start_service_watchdog
+from nemo_style_aligner.jobs.supervised_setup import build_supervised_trainer, prefix_task
+from nemo_style_aligner.launch.stop_signals import StopEarlyError
+from nemo_style_aligner.models.distillation_losses import (
+    DistillationBatch,
+    DistillationSettings,
+    distillation_objective,
+)
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.pipeline import Scoring, forward
+from nemo_style_aligner.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.models.supervised_losses import LanguageModelBatch
+from nemo_style_aligner.parallel.agreement import on_first_rank
+from nemo_style_aligner.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.training.run_control import RunControl, parse_duration
+from nemo_style_aligner.training.supervised import Collate, SupervisedTrainer
+
+logger = logging.getLogger(__name__)
+
+# ---- the student --------------------------------------------------------------------------------
+
+
+def build_distillation_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
+    """Knowledge distillation from stored logits; see `supervised_setup.BuildTrainer`."""
+    loop, section, tokenizer = cfg.trainer.knowledge_distillation, cfg.model.knowledge_distillation, base.tokenizer
+    build = functools.partial(distillation_dataset, cfg, tokenizer=tokenizer, vocab_size=base.architecture.vocab_size)
+    task = prefix_task(cfg, loop, tokenizer, build, distillation_collate(tokenizer), 1)
+    settings = DistillationSettings(
+        loss=section.kd_loss,
+        loss_weight=float(section.kd_loss_weight),
+        sft_weight=float(section.sft_loss_weight),
+        scale=float(section.logits_scale),
+        teacher_scale=float(section.target_logits_scale),
+    )
+    return build_supervised_trainer(cfg, loop, run, base.load(), task, distillation_objective(settings))
+
+
+def distillation_dataset(
+    cfg: DictConfig, source: DataSource, tokenizer: Tokenizer, vocab_size: int | None = None
+) -> tuple[Dataset[DistillationItem], TextFormat]:
+    """The texts of a part of ``model.data.data_prefix``, and how they are written.
+
+    ``vocab_size``: the student's; None: the tokenizer's.
+    """
+    data, found = cfg.model.data, set[int]()
+    settings = {
+        "vocab_size": vocab_size or tokenizer.vocab_size,
+        "seq_length": int(data.seq_length),
+        "top_k": data.top_k,
+    }
+
+    def make(paths: Sequence[Path]) -> DistillationDataset:
+        dataset = DistillationDataset(paths, tokenizer, settings)
+        found.add(dataset.top_k)
+        return dataset
+
+    made = source.build(make)
+    if len(found) > 1:  # of a blend
+        raise DataError(f"files have {sorted(found)} logits at a position: set model.data.top_k={min(found)}")
+    return made
+
+
+def distillation_collate(tokenizer: Tokenizer) -> Collate:
+    """What turns items into a batch."""
+
+    def collate(items: Sequence[DistillationItem], present: torch.Tensor) -> DistillationBatch:
+        tokens = pad_rows([item.token_ids for item in items], tokenizer.pad_id)
+        mask = pad_rows([item.targets for item in items], 0)[:, 1:].float()
+        learnt = mask != 0
+        count = len(items[0].logits) // sum(items[0].targets)
+        candidates = torch.zeros(*mask.shape, count, dtype=torch.int32)
+        logits = torch.zeros(*mask.shape, count)
+        ids = torch.tensor([i for item in items for i in item.candidates], dtype=torch.int32)
+        candidates[learnt] = ids.view(-1, count)
+        logits[learnt] = torch.tensor([x for item in items for x in item.logits]).view(-1, count)
+        return DistillationBatch(tokens, mask * present[:, None], candidates, logits)
+
+    return collate
+
+
+# ---- the teacher --------------------------------------------------------------------------------
+
+
+def store_teacher_logits(cfg: DictConfig) -> int:
+    """Write the top-k logits of ``pretrained_checkpoint`` for a file; return the job's exit status. Collective.
+
+    Examples whose lines are in ``output_path`` already are not computed again: a job that was stopped goes on.
+
+    Raises:
+        DataError: the file lacks examples that are asked for, or the lines that are there are of something else.
+    """
+    tp_size, pp_size = int(cfg.model.tensor_model_parallel_size), int(cfg.model.pipeline_model_parallel_size)
+    initialize_model_parallel(tp_size, pp_size, int(cfg.model.seed), cfg.trainer.distributed_timeout_minutes)
+    control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
+    watchdog = start_service_watchdog(cfg.exp_manager)
+    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    dataset = _texts(cfg, base.tokenizer)
+    first, last = int(cfg.start_from_idx or 0), len(dataset) - 1 if cfg.end_at_idx is None else int(cfg.end_at_idx)
+    if last >= len(dataset):
+        raise DataError(f"end_at_idx={last}: {cfg.data.data.file_path} has {len(dataset)} examples, from 0 on")
+    made_by = {"tokenizer": base.tokenizer.fingerprint(), "teacher": on_first_rank(base.identity), "k": int(cfg.top_k)}
+    path = Path(cfg.output_path).expanduser()
+    known = on_first_rank(lambda: _indices_in(path, made_by))
+    missing = [index for index in range(first, last + 1) if index not in known]
+    logger.info("%s: %d examples to compute, %d are there", path, len(missing), last + 1 - first - len(missing))
+    model, batching = base.load(trainable=False), _batching(cfg.model)
+    control.begin()
+    done, size = 0, int(cfg.model.global_batch_size)
+    try:
+        with activity.phase("teacher"), activity.counting("examples", lambda: (done, len(missing))):
+            for start in range(0, len(missing), size):
+                control.check()
+                items = {index: dataset[index] for index in missing[start : start + size]}
+                lines = teacher_lines(model, items, batching, int(cfg.top_k))
+                on_first_rank(lambda: _append(path, [line | made_by for line in lines]))  # noqa: B023
+                done += len(items)
+    except StopEarlyError as reason:
+        control.stop_early(done, reason)
+    if watchdog is not None:
+        watchdog.stop()
+    return control.status
+
+
+def _texts(cfg: DictConfig, tokenizer: Tokenizer) -> SFTDataset:
+    markup = None if tokenizer.chat_template else ChatPromptTokens(**cfg.data.chat_prompt_tokens)
+    options = SFTFormat.from_config({"data": cfg.data, "answer_only_loss": True}, "data", markup)
+    dataset = SFTDataset(data_source(cfg.data.data.file_path, "data.data.file_path").paths, tokenizer, options)
+    logger.info(FIRST_EXAMPLE, for_log(dataset[0], tokenizer))
+    return dataset
+
+
+def _batching(model: DictConfig) -> MicroBatching:
+    return MicroBatching(int(model.micro_batch_size), model.max_tokens_per_micro_batch)
+
+
+def teacher_lines(
+    model: MegatronModel, items: Mapping[int, SFTItem], batching: MicroBatching, top_k: int
+) -> list[dict[str, Any]]:
+    """A line of data for each example (see `data.distillation`), named by its index. Collective.
+
+    As in NeMo-Aligner, the largest logit of a position is 0, and ``log_sum_exp_logits`` counts all of the vocabulary;
+    but where nothing is learnt, zeros stand.
+    """
+    tokens = pad_rows([item.token_ids for item in items.values()], 0)
+    mask = pad_rows([item.targets for item in items.values()], 0)[:, 1:].float()
+    batch, row_shape = LanguageModelBatch(tokens, mask), (mask.shape[1], 2 * top_k)
+    scoring, wanted = Scoring(top_k=top_k), mask != 0
+    outputs = forward(model, batch, wanted, batching, lambda outputs, _: outputs, row_shape, scoring).cpu()
+    lines = []
+    for (index, item), (ids, logprobs) in zip(items.items(), (row.chunk(2, -1) for row in outputs), strict=True):
+        n = len(item.token_ids) - 1
+        logits = (logprobs - logprobs[:, :1])[:n].double()
+        lines.append(
+            {
+                "tokens": item.token_ids[:-1],
+                "labels": item.token_ids[1:],
+                "loss_mask": item.targets[1:],
+                "topk_logits": [[round(x, 4) for x in row] for row in logits.tolist()],
+                "topk_token_ids": ids[:n].long().tolist(),
+                "log_sum_exp_logits": [round(-x, 4) for x in logprobs[:n, 0].tolist()],
+                "index": index,
+            }
+        )
+    return lines
+
+
+def _append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _indices_in(path: Path, made_by: Mapping[str, Any]) -> set[int]:
+    """The examples whose lines are in a file; one that was not written to its end is cut off.
+
+    Raises:
+        DataError: a line is of another teacher or tokenizer, or has another number of logits.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found, size = set[int](), 0
+    if not path.exists():
+        return found
+    with path.open("r+b") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
+                file.truncate(size)
+                break
+            size += len(raw)
+            record = parse_line(path, number, raw)
+            if others := [key for key, value in made_by.items() if record.fields.get(key) != value]:
+                record.fail(f"{others[0]!r} is another than this job's: give another output_path, or remove the file")
+            found.add(record.require("index", int, "an integer"))
+    return found
