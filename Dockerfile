@@ -6,7 +6,7 @@
 #   docker build --target trtllm -t nemo_style_aligner:trtllm .        # gpu + an environment with TensorRT-LLM beside it
 #   docker run --rm --gpus all --shm-size 8g -v /data:/work nemo_style_aligner:gpu nsa doctor
 #
-# Jobs run as the user `aligner` (1000) in /work; a folder that is mounted there must be theirs, or run with --user.
+# Jobs run as the user `aligner` (10001) in /work; a folder that is mounted there must be theirs, or run with --user.
 
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
 
@@ -15,7 +15,7 @@ FROM ${PYTHON_IMAGE} AS base
 # g++ at run time, too: parts of engine and layers are compiled for the processor that they run on.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 aligner && install -d -o aligner /work && python3 -m venv /opt/venv
+    && useradd --create-home --uid 10001 aligner && install -d -o aligner /work && python3 -m venv /opt/venv
 # Open MPI: more ranks than cores are allowed, and no rank is tied to one core.
 ENV PATH=/opt/venv/bin:${PATH} \
     PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe \
@@ -29,7 +29,7 @@ COPY constraints.txt .
 RUN pip install --no-cache-dir -c constraints.txt --index-url ${TORCH_INDEX} torch
 COPY . .
 RUN pip install --no-cache-dir -c constraints.txt -e '.[mpi]'
-USER 1000
+USER 10001
 WORKDIR /work
 CMD ["nsa", "doctor"]
 
@@ -40,7 +40,7 @@ COPY constraints.txt .
 RUN pip install --no-cache-dir -c constraints.txt torch
 COPY . .
 RUN pip install --no-cache-dir -c constraints.txt -e '.[mpi]'
-USER 1000
+USER 10001
 WORKDIR /work
 CMD ["nsa", "doctor", "--need", "gpu"]
 
@@ -53,5 +53,5 @@ RUN apt-get update && apt-get install -y --no-install-recommends libopenmpi-dev 
     && python3 -m venv /opt/trtllm
 RUN /opt/trtllm/bin/pip install --no-cache-dir --pre --extra-index-url https://pypi.nvidia.com \
     "tensorrt-llm==${TRTLLM_VERSION}" ray==2.60.0
-USER 1000
+USER 10001
 # Use it with trainer.ppo.trt_llm.enable=True trainer.ppo.trt_llm.sidecar_python=/opt/trtllm/bin/python

@@ -19,7 +19,7 @@ from job_processes import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-USER = 1000
+USER = 10001
 
 
 def test_what_images_install_is_pinned() -> None:
