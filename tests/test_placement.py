@@ -107,6 +107,32 @@ def test_strategies_and_other_keys_must_agree(archive: Path) -> None:
     assert problems(archive, placement="disaggregated", ranks=2, **{"trainer.ppo.rollout_devices": 1}) == []
 
 
+def test_ranks_of_their_own_have_layouts_of_their_own(archive: Path) -> None:
+    critic = {"pretrained_checkpoint": {"restore_from_path": str(archive)}, "model": {"tensor_model_parallel_size": 2}}
+    reward = {"source": str(archive), "devices": 2, "tensor_parallel_size": 2}
+    apart = {"trainer.ppo.critic_devices": 2, "critic": critic}
+    assert problems(archive, ranks=5, **apart, **{"trainer.ppo.rewards": [reward]}) == []
+    ranks = {"trainer.ppo.critic_devices": 3, "trainer.ppo.rewards": [{**reward, "devices": 3}]}
+    found = problems(archive, ranks=6, critic=critic, **ranks)
+    said = "\n".join(found)
+    for words in (
+        "trainer.ppo.critic_devices=3, trainer.ppo.rewards[0].devices=3: none of the 6 ranks is left to train",
+        "critic.model.tensor_model_parallel_size=2, critic.model.pipeline_model_parallel_size=1: 3 ranks",
+        "trainer.ppo.rewards[0].devices=3: not a multiple of its parallel sizes, 2 x 1",
+    ):
+        assert words in said, said
+    found = problems(archive, ranks=6, placement="flatten", **apart, **{"trainer.ppo.rewards": [reward]})
+    assert len(found) == 2 and all("all roles are on all ranks" in line for line in found), found
+    (missing,) = problems(archive, ranks=2, **{"trainer.ppo.critic_devices": 1})
+    assert "give the archive that the critic begins with" in missing
+    wrong = {"source": "exact_match", "devices": -1, "pipeline_parallel_size": 2}
+    found = problems(archive, **{"trainer.ppo.rewards": [wrong], "trainer.ppo.estimator": "grpo",
+                                 "trainer.ppo.num_rollouts_per_prompt": 2})  # fmt: skip
+    assert [line.partition(":")[0] for line in found] == [
+        "trainer.ppo.rewards[0].devices=-1", "trainer.ppo.rewards[0].devices=-1"
+    ], found  # fmt: skip
+
+
 def test_names_of_openrlhf_are_understood_or_answered() -> None:
     cfg = load_defaults("gpt_ppo_actor")
     names = ("colocate_all_models", "colocate_actor_ref", "colocate_critic_reward", "ref_reward_offload")
@@ -227,15 +253,17 @@ def require_overlap(some: Sequence[tuple[float, float]], others: Sequence[tuple[
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_roles_on_ranks_of_their_own_overlap_and_change_no_number(artefacts: Artefacts, tmp_path: Path) -> None:
-    """One rank each, then policy and critic in layouts that differ; killed ranks of either; a stop and a new start."""
-    one, beside, wide, killed = (tmp_path / name for name in ("one", "beside", "wide", "killed"))
+    """One rank each; in layouts that differ; with a rank that generates; ranks that are killed, a stop, new starts."""
+    one, beside, wide, separate, killed = (tmp_path / name for name in ("one", "beside", "wide", "separate", "killed"))
     run(flattened(artefacts, one), tmp_path / "one.log", TIMEOUT)
     told = run(interleaved(artefacts, beside), tmp_path / "beside.log", TIMEOUT)
     for row in ("policy            0 . .", "critic            . 0 .", "reward second     . . 0"):
         assert row in told, told
     layout = ("trainer.devices=5", "trainer.ppo.critic_devices=2", "critic.model.tensor_model_parallel_size=2")
     run(interleaved(artefacts, wide, *layout), tmp_path / "wide.log", TIMEOUT)
-    require_same_numbers(one, [beside, wide])
+    apart = ("placement=separate", "trainer.devices=4", "trainer.ppo.rollout_devices=1")
+    run(interleaved(artefacts, separate, *apart), tmp_path / "separate.log", TIMEOUT)
+    require_same_numbers(one, [beside, wide, separate])
     require_overlap(phases(beside, 0, "train_time"), phases(beside, 1, "train"))
     for rank in (1, 2):
         require_overlap(phases(beside, 0, "rollout_time"), phases(beside, rank, "infer"))

@@ -109,10 +109,10 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         ({"A": {"script": "train_gpt_sft.py"}}, "jobs.A: name a job by lower-case letters"),
         ({"secret": {"script": "train_gpt_sft.py"}}, "jobs.secret: name a job by"),
         ({"a": {"script": "train_gpt_sft.py", "device": 1}}, "jobs.a.device: no such key; did you mean devices?"),
-        ({"a": {"script": "train_gpt_sft.py", "nodes": 0}}, "jobs.a.nodes: 0: give a number of 1 or more"),
-        ({"a": {"script": "train_gpt_sft.py", "nodes": True}}, "jobs.a.nodes: True is no whole number"),
-        ({"a": {"script": "train_gpt_sft.py", "env": {"X": 1}}}, "jobs.a.env: names and values must be texts"),
-        ({"a": {"script": "train_gpt_sft.py", "arguments": [1]}}, "jobs.a.arguments: every entry must be a text"),
+        ({"a": {"script": "train_gpt_sft.py", "nodes": 0}}, "jobs.a.nodes=0: must be 1 or more"),
+        ({"a": {"script": "train_gpt_sft.py", "nodes": True}}, "jobs.a.nodes=True: must be a whole number"),
+        ({"a": {"script": "train_gpt_sft.py", "env": {"X": 1}}}, "jobs.a.env: all in it must be texts"),
+        ({"a": {"script": "train_gpt_sft.py", "arguments": [1]}}, "jobs.a.arguments: all in it must be texts"),
         ({"a": ["train_gpt_sft.py"]}, "jobs.a: ['train_gpt_sft.py'] is no mapping with script, nodes"),
         ({"a": {"nodes": 1}}, "jobs.a.script: missing"),
         ({"a": {"script": "serve_ppo_critic.py", "serves": "a"}}, "jobs: one must serve nobody"),
@@ -141,7 +141,7 @@ def test_files_are_read_as_they_are_written(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=reason):
             read_plan(path)
     done = subprocess.run(
-        [sys.executable, "-m", "nemo_style_aligner.placement.launch", str(path)],
+        [sys.executable, "-m", "nemo_style_aligner.cli", "launch", str(path)],
         env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.startswith(f"error: the plan {path} cannot be read")

@@ -6,20 +6,22 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.cli.main import nsa, run
 from nemo_style_aligner.config.loading import check_config, load_defaults
-from nemo_style_aligner.placement.commands import plan as command
 from nemo_style_aligner.placement.costs import Layout, Model, Sample, largest_share
 from nemo_style_aligner.placement.plan import read_plan
 from nemo_style_aligner.placement.rates import DEVICES, as_in_run
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
 from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps
+
+Main = Callable[..., None]
 
 REPOSITORY = Path(__file__).parents[1]
 H100, H200 = DEVICES["h100"], DEVICES["h200"]
@@ -160,11 +162,17 @@ def test_lengths_have_the_mean_that_is_asked_for(tmp_path: Path) -> None:
 # ---- the command line ---------------------------------------------------------------------------
 
 
-def main(arguments: list[str], status: int = 0) -> None:
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Main:
     """``nsa plan``, which ends with this status."""
-    with pytest.raises(SystemExit) as ended:
-        command.main(arguments)
-    assert ended.value.code == status
+
+    def call(arguments: list[str], status: int = 0) -> None:
+        monkeypatch.setattr(sys, "argv", ["nsa", "plan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            run(nsa, "nsa")
+        assert (ended.value.code or 0) == status
+
+    return call
 
 
 SMALL = ["--cluster", "2x8xh100", "--rollouts", "256", "--steps", "1"]
@@ -172,7 +180,7 @@ SMALL = ["--cluster", "2x8xh100", "--rollouts", "256", "--steps", "1"]
 
 @pytest.mark.parametrize("strategy", ["flatten", "interleave", "separate"])
 def test_the_fastest_plan_is_written_for_the_launcher(
-    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    main: Main, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.yaml"
     main(["--model", "8b", *SMALL, "--strategy", strategy, "--results-dir", str(tmp_path), "--write", str(file)])
@@ -198,7 +206,7 @@ def _check_keys(overrides: Mapping[str, object], job: str, ranks: int) -> None:
     assert ranks % (cfg.model.tensor_model_parallel_size * cfg.model.pipeline_model_parallel_size) == 0
 
 
-def test_all_plans_as_json_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_plans_as_json_the_fastest_first(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--model", "8b", *SMALL, "--estimator", "grpo", "--group", "8", "--json"])
     content = json.loads(capsys.readouterr().out)
     steps = [plan["seconds"]["step"] for plan in content["plans"]]
@@ -209,12 +217,13 @@ def test_all_plans_as_json_the_fastest_first(capsys: pytest.CaptureFixture[str])
         assert all(sum(used.values()) <= H100.memory - H100.reserved for used in plan["bytes"].values())
 
 
-def test_what_does_not_fit_is_told_with_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_told_with_bytes(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--model", "405b", "--cluster", "4x8xh100", "--rollouts", "128", "--steps", "1"])
     said = capsys.readouterr().out
     for strategy in ("flatten", "interleave", "separate"):
         assert f"{strategy}: does not fit. " in said
     assert "GB of 84 (weights" in said
+    assert all("critic, TP" in line and "; actor, TP" in line for line in said.splitlines()[-2:])
 
 
 @pytest.mark.parametrize(
@@ -232,10 +241,19 @@ def test_what_does_not_fit_is_told_with_bytes(capsys: pytest.CaptureFixture[str]
         ),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(main: Main, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(arguments, status=2)
     told = capsys.readouterr().err
     assert told.startswith("error: ") and said in told and told.count("\n") == 1
+
+
+def test_all_mistakes_are_said_at_once(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--model", "9000b", "--cluster", "1x8xtpu", "--rollouts", "100", "--lengths", "long", "--precision", "32"]
+    main(wrong, status=2)
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 5, told
+    for part in ("no such model", "no rates of 'tpu'", "--rollouts 100", "lengths 'long'", "--precision 32"):
+        assert part in told
 
 
 @pytest.mark.slow
@@ -244,7 +262,7 @@ def test_it_starts_as_a_module_and_reads_a_model_of_a_folder(tmp_path: Path) -> 
               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "rms_norm_eps": 1e-5,
               "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "nemo_style_aligner.placement.planner", "--model", str(tmp_path)]
+    command = [sys.executable, "-m", "nemo_style_aligner.cli", "plan", "--model", str(tmp_path)]
     command += ["--cluster", "1x2xh100", "--rollouts", "128", "--steps", "1", "--strategy", "flatten"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from multirank_staleness import STEPS, UPDATES_PER_STEP
 from safetensors.torch import load_file
 
 from nemo_style_aligner.engine.contract import GenerationResult
+from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.roles import Channel, Wait
 from nemo_style_aligner.launch.stop_signals import StopEarlyError
 from nemo_style_aligner.rl.rollouts import disaggregated
@@ -226,7 +227,7 @@ def _last_state(log_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def channel() -> Channel:
-    return Channel(rank=0, size=2, num_rollout_ranks=1, store=dist.HashStore(), weights=None)
+    return Channel(0, 2, roles.TRAINING, {roles.ROLLOUT: 1}, dist.HashStore(), weights=None)
 
 
 def test_messages_of_any_length(channel: Channel) -> None:

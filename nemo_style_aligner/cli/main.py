@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from nemo_style_aligner import __version__
+from nemo_style_aligner.errors import UserError
 
 COMMANDS = {
     "convert": "Convert models: Hugging Face, GGUF, training checkpoints, .nemo.",
@@ -84,6 +85,9 @@ def run(command: click.Command, name: str) -> NoReturn:
     except click.ClickException as error:
         error.show()
         status = error.exit_code
+    except UserError as error:  # this is no rank, whatever the environment says
+        print(f"error: {error}", file=sys.stderr)
+        status = error.exit_status
     except Exception as error:  # noqa: BLE001 - how a job ends
         from nemo_style_aligner.launch.ending import fail_job
 

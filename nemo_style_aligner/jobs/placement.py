@@ -34,8 +34,9 @@ _OF_CRITIC = (
     *(f"trainer.ppo.{name}" for name in ("gradient_clip_val", "on_nonfinite", "max_consecutive_skips", "max_steps")),
     "trainer.ppo.combine_rm_and_critic_server",
 )
-_OF_CRITIC_APART = tuple(
-    f"trainer.ppo.{name}" for name in ("inference_micro_batch_size", "*_seconds", "max_queue_delay_microseconds")
+_OF_CRITIC_APART = (
+    *(f"trainer.ppo.{name}" for name in ("inference_micro_batch_size", "*_seconds", "max_queue_delay_microseconds")),
+    *("exp_manager.resume_*", "exp_manager.checkpoint_callback_params.*"),
 )
 
 
@@ -128,7 +129,7 @@ def _be_part(service: DictConfig, cfg: DictConfig, folder: str) -> None:
 def of_critic(text: str, *, is_apart: bool) -> str:
     """A message about a critic's config with the names that its keys have in the actor's."""
     names = {key: key for key in (_SHARED if is_apart else (*_LAYOUT, *_SHARED))}
-    names |= {"trainer.devices": CRITIC_RANKS} if is_apart else {}
+    names |= {"trainer.devices": CRITIC_RANKS, "trainer.num_nodes": "1"} if is_apart else {}
 
     def renamed(found: re.Match[str]) -> str:
         return names.get(found[0], f"critic.{found[0]}")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Layout, Model, Sample, Sizes
+from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Layout, Model, Sample
 from nemo_style_aligner.placement.rates import Device
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
 from nemo_style_aligner.placement.workload import mean_context
@@ -67,10 +68,6 @@ class Run:
     itemsize: int = 2
     most: Sample | None = None
 
-    def sizes(self, shape: ModelArchitecture) -> Sizes:
-        """The bytes of one of its models."""
-        return Sizes(shape, self.itemsize)
-
     def model(self, shape: ModelArchitecture, device: Device) -> Model:
         """The bytes and seconds of one of its models."""
         return Model(shape, self.itemsize, device=device)
@@ -103,6 +100,11 @@ class Savings:
     swap: bool = False
     unload: bool = False
 
+    @property
+    def placement(self) -> str:
+        """Of frozen models, as configs say it."""
+        return "swap" if self.swap else "resident"
+
 
 LADDER = (
     Savings(),
@@ -134,7 +136,7 @@ class Candidate:
 
     Attributes:
         nodes: of the actor job and, where there is one, the critic job.
-        actor, critic: of ranks that train; the critic's are the same ranks with flatten.
+        actor, critic: of ranks that train; with flatten they are the same.
         generating: ranks set apart for generation; 0: those that train generate.
         engine_tp, slots: of an engine.
         engine_used: bytes of a rank set apart, by use.
@@ -149,6 +151,11 @@ class Candidate:
     slots: int
     staleness: int
     engine_used: Mapping[str, float]
+
+    @property
+    def critic_apart(self) -> Fit | None:
+        """The critic, if it has a job of its own."""
+        return None if self.strategy == "flatten" else self.critic
 
     @property
     def engines(self) -> int:
@@ -167,6 +174,8 @@ def predicted(run: Run, cluster: Cluster, plan: Candidate) -> dict[str, float]:
 def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
     """A plan as the simulator wants it."""
     policy = run.model(run.policy, cluster.device)
+    scorers = [run.model(shape, cluster.device) for shape in (run.critic, run.reward) if shape is not None]
+    scoring = (plan.critic or plan.actor).layout
     engines = Engines(
         plan.engines,
         plan.slots,
@@ -174,20 +183,26 @@ def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
         prefill=lambda tokens: policy.prefill(plan.engine_tp, tokens),
         samples_per_prompt=run.group,
     )
-    has_service = plan.critic is not None and plan.strategy != "flatten"
-    return Job(
-        engines,
-        lambda samples: _step_costs(run, cluster, plan, samples),
-        score=(lambda samples: _score_seconds(run, cluster, plan, samples)) if has_service else None,
-        score_batch=scored_together(plan.critic.layout) if plan.critic else 1,
-        staleness=plan.staleness,
-    )
 
+    def score(samples: Sequence[Sample]) -> float:
+        return sum(model.forward(scoring, samples, run.micro_batch) for model in scorers)
 
-def _score_seconds(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[Sample]) -> float:
-    models = [run.model(shape, cluster.device) for shape in (run.critic, run.reward) if shape is not None]
-    layout = (plan.critic or plan.actor).layout
-    return sum(model.forward(layout, samples, run.micro_batch) for model in models)
+    def costs(samples: Sequence[Sample]) -> StepCosts:
+        layout, saved = plan.actor.layout, plan.actor.saved
+        forward = policy.forward(layout, samples, run.micro_batch)
+        refit = policy.refit(layout, plan.engine_tp, is_apart=plan.generating > 0)
+        swapped = 2 * policy.away(policy.weights(layout)) if saved.swap else 0.0
+        return StepCosts(
+            refit=refit + (policy.away(policy.weights(Layout(plan.engine_tp))) if saved.unload else 0.0),
+            score=0.0 if plan.critic_apart else score(samples),
+            logprobs=forward,
+            init_logprobs=forward + swapped if run.has_reference else 0.0,
+            train=_training(run, policy, plan.actor, samples),
+            train_critic=_training(run, scorers[0], plan.critic, samples) if plan.critic else 0.0,
+        )
+
+    batch = scored_together(plan.critic.layout) if plan.critic else 1
+    return Job(engines, costs, score if plan.critic_apart else None, batch, plan.staleness)
 
 
 def scored_together(layout: Layout) -> int:
@@ -202,25 +217,6 @@ def pass_tokens(run: Run, layout: Layout, samples: int) -> int:
     tokens = statistics.fmean(sample.tokens for step in run.steps for sample in step)
     passes = min(samples / layout.dp, PASSES_PER_STAGE * layout.pp)
     return min(run.micro_batch, math.ceil(tokens * max(1.0, samples / layout.dp / passes)))
-
-
-def _step_costs(run: Run, cluster: Cluster, plan: Candidate, samples: Sequence[Sample]) -> StepCosts:
-    policy, layout, saved = run.model(run.policy, cluster.device), plan.actor.layout, plan.actor.saved
-    forward = policy.forward(layout, samples, run.micro_batch)
-    refit = policy.refit(layout, plan.engine_tp, is_apart=plan.generating > 0)
-    refit += policy.away(policy.weights(Layout(plan.engine_tp))) if saved.unload else 0.0
-    swapped = 2 * policy.away(policy.weights(layout)) if saved.swap else 0.0
-    in_job = plan.strategy == "flatten" or plan.critic is None
-    return StepCosts(
-        refit=refit,
-        score=_score_seconds(run, cluster, plan, samples) if in_job else 0.0,
-        logprobs=forward,
-        init_logprobs=forward + swapped if run.has_reference else 0.0,
-        train=_training(run, policy, plan.actor, samples),
-        train_critic=_training(run, run.model(run.critic, cluster.device), plan.critic, samples)
-        if run.critic is not None and plan.critic is not None
-        else 0.0,
-    )
 
 
 def _training(run: Run, model: Model, fit: Fit, samples: Sequence[Sample]) -> float:
@@ -275,6 +271,10 @@ class _Search:
     cluster: Cluster
     strategy: str
 
+    def model(self, shape: ModelArchitecture) -> Model:
+        """The bytes and seconds of a model here."""
+        return self.run.model(shape, self.cluster.device)
+
     # ---- who is where -----------------------------------------------------------------------
 
     def splits(self) -> Iterator[_Split]:
@@ -295,12 +295,10 @@ class _Search:
 
     def _layouts(self, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
         """Layouts of a model over so many ranks: those that divide model, machines and updates."""
-        for tp in (1, 2, 4, 8):
-            for pp in (1, 2, 4, 8, 16):
-                if self.cluster.devices % tp or ranks % (tp * pp) or shape.layout_problems(tp, pp):
-                    continue
-                if self.run.update % (ranks // (tp * pp)) == 0:
-                    yield Layout(tp, pp, ranks // (tp * pp))
+        for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
+            divides = self.cluster.devices % tp == 0 and ranks % (tp * pp) == 0
+            if divides and self.run.update % (ranks // (tp * pp)) == 0 and not shape.layout_problems(tp, pp):
+                yield Layout(tp, pp, ranks // (tp * pp))
 
     def _usable(self, shape: ModelArchitecture, nodes: int) -> int:
         """The most of so many nodes over which the model can be laid out; 0: none."""
@@ -318,16 +316,19 @@ class _Search:
         """The plan of a split with the layouts that take least time.
 
         Raises:
-            DoesNotFitError: there is none.
+            DoesNotFitError: there is none; the message is about each kind of rank that lacks memory.
         """
-        run, devices, tp, critic = self.run, self.cluster.devices, split.engine_tp, None
-        policy, samples = run.model(run.policy, self.cluster.device), run.steps[0]
+        run, devices, tp, lacking = self.run, self.cluster.devices, split.engine_tp, list[str]()
+        policy, samples = self.model(run.policy), run.steps[0]
+        critics, slots, used = list[Fit](), 0, dict[str, float]()
         if split.critic_nodes and run.critic is not None:
-            value = run.model(run.critic, self.cluster.device)
-            fits = self._fitting(run.critic, split.critic_nodes * devices, "critic", self._critic_use)
-            critic = min(fits, key=lambda fit: _training(run, value, fit, samples))
+            critics = self._fitting(run.critic, split.critic_nodes * devices, "critic", self._critic_use, lacking)
+        if split.generating:
+            slots, used = self._engine_apart(split, lacking)
         use = functools.partial(self._actor_use, engine_tp=None if split.generating else tp)
-        fits = self._fitting(run.policy, split.nodes * devices - split.generating, "actor", use)
+        fits = self._fitting(run.policy, split.nodes * devices - split.generating, "actor", use, lacking)
+        if lacking:
+            raise DoesNotFitError("; ".join(lacking))
 
         def seconds(fit: Fit) -> float:
             passes = 2 * policy.forward(fit.layout, samples, run.micro_batch)
@@ -335,28 +336,28 @@ class _Search:
 
         most = max(fit.slots for fit in fits)
         actor = min((fit for fit in fits if fit.slots >= min(most, _ENOUGH_SLOTS)), key=seconds)
-        if self.strategy == "flatten" and run.critic is not None:
-            critic = actor
-        slots, used = self._engine_apart(split) if split.generating else (actor.slots, {})
+        critic = actor if self.strategy == "flatten" and run.critic is not None else None
+        if critics and run.critic is not None:
+            value = self.model(run.critic)
+            critic = min(critics, key=lambda fit: _training(run, value, fit, samples))
         nodes = (split.nodes, split.critic_nodes)
-        return Candidate(self.strategy, nodes, actor, critic, split.generating, tp, slots, 0, used)
+        return Candidate(self.strategy, nodes, actor, critic, split.generating, tp, slots or actor.slots, 0, used)
 
-    def _engine_apart(self, split: _Split) -> tuple[int, dict[str, float]]:
-        """Slots of an engine on ranks that only generate, and the bytes of each of these."""
-        sizes, tp = self.run.sizes(self.run.policy), split.engine_tp
+    def _engine_apart(self, split: _Split, lacking: list[str]) -> tuple[int, dict[str, float]]:
+        """Slots of an engine on ranks that only generate, and the bytes of each of these; adds to ``lacking``."""
+        sizes, tp = self.model(self.run.policy), split.engine_tp
         used = {"weights": sizes.weights(Layout(tp))}
         slots = self._slots(tp, split.generating // tp, self.cluster.room - used["weights"])
         if not slots:
-            raise DoesNotFitError(self._shortage("a rank that generates", Layout(tp), used, 0))
+            lacking.append(self._shortage("a rank that generates", Layout(tp), used, 0))
         return slots, used | {"keys and values": slots * self.run.held_tokens * sizes.kv_bytes(tp)}
 
     # ---- memory -----------------------------------------------------------------------------
 
-    def _fitting(self, shape: ModelArchitecture, ranks: int, who: str, use: _Use) -> list[Fit]:
+    def _fitting(self, shape: ModelArchitecture, ranks: int, who: str, use: _Use, lacking: list[str]) -> list[Fit]:
         """Layouts over so many ranks that fit, each with as little given up as leaves enough slots.
 
-        Raises:
-            DoesNotFitError: none does; the message is about the one that lacks least.
+        If none does, what the one needs that lacks least is added to ``lacking``.
         """
         found: list[Fit] = []
         short: list[tuple[float, str]] = []
@@ -374,7 +375,7 @@ class _Search:
         if not found:
             update = self.run.update
             needs = f"no layout of the {who} over {ranks} ranks divides updates of {update} samples, layers and heads"
-            raise DoesNotFitError(min(short)[1] if short else needs)
+            lacking.append(min(short)[1] if short else needs)
         return found
 
     def _shortage(self, who: str, layout: Layout, used: Mapping[str, float], slots: int) -> str:
@@ -387,7 +388,7 @@ class _Search:
 
     def _trained(self, shape: ModelArchitecture, layout: Layout, saved: Savings) -> dict[str, float]:
         """Bytes of a rank that trains a model."""
-        sizes, tokens = self.run.sizes(shape), max(self.run.micro_batch, self.run.longest.tokens)
+        sizes, tokens = self.model(shape), max(self.run.micro_batch, self.run.longest.tokens)
         return {
             "weights": sizes.weights(layout),
             "gradients": sizes.gradients(layout),
@@ -397,11 +398,11 @@ class _Search:
 
     def _frozen(self, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
         """Bytes of a model that is not trained, while another one trains."""
-        return 0.0 if shape is None or saved.swap else self.run.sizes(shape).weights(layout)
+        return 0.0 if shape is None or saved.swap else self.model(shape).weights(layout)
 
     def _slots(self, engine_tp: int, engines: int, free: float) -> int:
         """Responses that an engine with so many free bytes on each rank can generate at the same time."""
-        run, of_token = self.run, self.run.sizes(self.run.policy).kv_bytes(engine_tp)
+        run, of_token = self.run, self.model(self.run.policy).kv_bytes(engine_tp)
         if free < max(run.held_tokens, run.longest.tokens) * of_token:
             return 0
         wanted, held = -(-len(run.steps[0]) // engines), run.held_tokens * of_token
@@ -418,7 +419,7 @@ class _Search:
 
         ``engine_tp``: None: engines are elsewhere.
         """
-        run, sizes = self.run, self.run.sizes(self.run.policy)
+        run, sizes = self.run, self.model(self.run.policy)
         trained = self._trained(run.policy, layout, saved)
         used = trained | {"initial policy": self._frozen(run.policy if run.has_reference else None, layout, saved)}
         if self.strategy == "flatten" and run.critic is not None:

@@ -217,9 +217,3 @@ def launch_plan(
     status = run_plan(plan, place, restarts or 0)
     ignore()
     return status
-
-
-if __name__ == "__main__":
-    from nemo_style_aligner.placement import commands
-
-    commands.launch()

@@ -31,18 +31,6 @@ class Share:
     master_addr: str
     master_port: int
 
-    def place_of(self, local_rank: int) -> LaunchInfo:
-        """Of one of the node's ranks in the job."""
-        return LaunchInfo(
-            rank=self.node * self.devices + local_rank,
-            world_size=self.nodes * self.devices,
-            local_rank=local_rank,
-            local_world_size=self.devices,
-            launcher="supervisor",
-            master_addr=self.master_addr,
-            master_port=self.master_port,
-        )
-
 
 def start_ranks(arguments: Sequence[str], env: Mapping[str, str], share: Share, cwd: str) -> Ranks:
     """Start a node's ranks of a job; what they print goes to ``output-NODE.log`` in its log directory.
@@ -57,7 +45,9 @@ def start_ranks(arguments: Sequence[str], env: Mapping[str, str], share: Share, 
     try:
         with open(share.log_dir / f"output-{share.node}.log", "ab") as output:
             for local_rank in range(share.devices):
-                place = share.place_of(local_rank)
+                rank, ranks_in_all = share.node * share.devices + local_rank, share.nodes * share.devices
+                meeting = (share.master_addr, share.master_port)
+                place = LaunchInfo(rank, ranks_in_all, local_rank, share.devices, "supervisor", *meeting)
                 ranks.start([sys.executable, *arguments], rank_environment(env, place), output=output, cwd=cwd)
     except BaseException:
         ranks.end()

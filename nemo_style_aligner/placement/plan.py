@@ -33,16 +33,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config.command_line import config_with
+from nemo_style_aligner.config.fields import Given, Section, fields_of
 from nemo_style_aligner.config.loading import ConfigError, check_config
-from nemo_style_aligner.config.schema import JOBS, fields_of_job
+from nemo_style_aligner.config.schema import JOBS, Count, fields_of_job
 from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"
-
-_Types = Mapping[str, type | tuple[type, ...]]
 
 _NAME = r"(?!secret$)[a-z][a-z0-9_]*"
 _REFERENCE = re.compile(rf"\{{({_NAME})\.(host|port|listen)\}}")
@@ -90,8 +89,8 @@ _CONFIGS = {script[0]: name for name, job in JOBS.items() if (script := re.searc
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedJob:
-    """One job of a plan.
+class PlannedJob(Section):
+    """One job of a plan; its fields are the keys of the file.
 
     Attributes:
         script: name of an entry script in ``examples/nlp/gpt``, or the path of another.
@@ -102,13 +101,13 @@ class PlannedJob:
         env: environment variables of its ranks, beside those of the launcher.
     """
 
-    script: str
-    nodes: int = 1
-    devices: int = 1
-    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    arguments: Sequence[str] = dataclasses.field(default_factory=list)
-    serves: Sequence[str] = dataclasses.field(default_factory=list)
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    script: Given[str]
+    nodes: Count = 1
+    devices: Count = 1
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: list[str] = dataclasses.field(default_factory=list)
+    serves: list[str] = dataclasses.field(default_factory=list)
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -229,39 +228,34 @@ def plan_of(content: Any) -> Plan:
     Raises:
         PlanError: they describe none; one line for each reason.
     """
-    sections: _Types = {"results_dir": str, "jobs": dict}
-    problems = [*_unfit(content, sections, [*sections], "")]
+    problems = [*_unfit(content, _File, "")]
     jobs: dict[str, PlannedJob] = {}
     given: dict[Any, Any] = {} if problems else content["jobs"]
-    for name, fields in given.items():
+    for name, keys in given.items():
+        if isinstance(keys, dict) and isinstance(keys.get("serves"), str):
+            keys = {**keys, "serves": [keys["serves"]]}
         if not isinstance(name, str) or not re.fullmatch(_NAME, name):
             problems.append(f"jobs.{name}: name a job by lower-case letters, digits and _, as it names its folder")
-        elif found := [*_unfit(fields, _FIELDS, ("script",), f"jobs.{name}.")]:
+        elif found := [*_unfit(keys, PlannedJob, f"jobs.{name}.")]:
             problems += found
         else:
-            serves = fields.get("serves", [])
-            jobs[name] = PlannedJob(**{**fields, "serves": [serves] if isinstance(serves, str) else serves})
+            jobs[name] = PlannedJob(**{**keys, "script": str(keys["script"])})
     if not problems:
-        plan = Plan(Path(content["results_dir"]).expanduser().absolute(), jobs)
+        plan = Plan(Path(str(content["results_dir"])).expanduser().absolute(), jobs)
         problems += _contradictions(plan)
     if problems:
         raise PlanError("\n".join(f"  {problem}" for problem in problems))
     return plan
 
 
-_FIELDS: _Types = {
-    "script": str,
-    "nodes": int,
-    "devices": int,
-    "overrides": dict,
-    "arguments": list,
-    "serves": (str, list),
-    "env": dict,
-}
+class _File(Section):
+    results_dir: Given[str]
+    jobs: Given[dict[str, Any]]
 
 
-def _unfit(content: Any, fields: _Types, needed: Sequence[str], place: str) -> Iterator[str]:
+def _unfit(content: Any, section: type[Section], place: str) -> Iterator[str]:
     """What is wrong with the keys of a mapping and the types of their values."""
+    fields = fields_of(section)
     if not isinstance(content, dict):
         yield f"{place.rstrip('.') or 'the file'}: {content!r} is no mapping with {', '.join(fields)}"
         return
@@ -269,24 +263,18 @@ def _unfit(content: Any, fields: _Types, needed: Sequence[str], place: str) -> I
         if key not in fields:
             near = difflib.get_close_matches(str(key), fields, n=1)
             yield f"{place}{key}: no such key" + (f"; did you mean {near[0]}?" if near else f": {', '.join(fields)}")
-        elif isinstance(value, bool) or not isinstance(value, fields[key]):
-            yield f"{place}{key}: {value!r} is no {_KINDS[fields[key]]}"
-        elif isinstance(value, int) and value < 1:
-            yield f"{place}{key}: {value}: give a number of 1 or more"
-        elif isinstance(value, list) and not all(isinstance(part, str) for part in value):
-            yield f"{place}{key}: every entry must be a text: put numbers in quotes"
-        elif (
-            key == "env"
-            and isinstance(value, dict)
-            and not all(isinstance(part, str) for pair in value.items() for part in pair)
-        ):
-            yield f"{place}{key}: names and values must be texts: put numbers in quotes"
-    yield from (f"{place}{key}: missing" for key in needed if key not in content)
+        elif problem := fields[key].problem(f"{place}{key}", value):
+            yield problem
+        elif key in _TEXTS and not all(isinstance(part, str) for part in _parts(value)):
+            yield f"{place}{key}: all in it must be texts: put numbers in quotes"
+    yield from (f"{place}{key}: missing" for key, field in fields.items() if field.must_be_given and key not in content)
 
 
-_KINDS: Mapping[type | tuple[type, ...], str] = {
-    str: "text", int: "whole number", dict: "mapping", list: "list", (str, list): "name or list of names",
-}  # fmt: skip
+_TEXTS = ("arguments", "serves", "env")
+
+
+def _parts(value: list[Any] | dict[Any, Any]) -> list[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else value
 
 
 def _contradictions(plan: Plan) -> Iterator[str]:

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.placement.candidates import (
@@ -26,21 +26,22 @@ from nemo_style_aligner.placement.candidates import (
 )
 from nemo_style_aligner.placement.costs import Sample
 from nemo_style_aligner.placement.plan import Plan, PlannedJob
-from nemo_style_aligner.placement.rates import as_in_run, device_named, measured_here
+from nemo_style_aligner.placement.rates import Device, as_in_run, device_named, measured_here
 from nemo_style_aligner.placement.workload import Lengths, draw_steps, find_model
 from nemo_style_aligner.wording import counted
+
+T = TypeVar("T")
 
 Prediction = tuple[dict[str, float], Candidate]
 
 
 def make_plan(options: SimpleNamespace) -> None:
-    """Do what ``nsa plan`` has been asked for, by `commands.plan`'s options.
+    """Do what ``nsa plan`` has been asked for, by its options.
 
     Raises:
-        UserError: options that cannot be.
+        UserError: options that cannot be; a line for each.
     """
-    run = _run(options)
-    cluster = _cluster(options, run)
+    run, cluster = _asked(options)
     found, reasons = plans(run, cluster, options.strategies or STRATEGIES, _staleness(options))
     if options.json:
         print(json.dumps(_as_json(found, reasons), indent=1))
@@ -59,32 +60,46 @@ def _staleness(options: SimpleNamespace) -> tuple[int, ...]:
     return (0, 1) if options.staleness is None else (options.staleness,)
 
 
-def _cluster(options: SimpleNamespace, run: Run) -> Cluster:
-    parts = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(\w+)", options.cluster.lower())
-    if parts is None:
-        raise UserError(f"--cluster {options.cluster}: give nodes, devices of each and their type, such as 12x8xh100")
-    device = measured_here(run.itemsize) if parts[3] == "here" else device_named(parts[3])
-    if run.itemsize == 4 and parts[3] != "here" and not options.as_in:
-        raise UserError("--precision 32: the tables have rates of bf16 alone; give --as-in, or `here` as the type")
-    if options.as_in:
-        device = as_in_run(device, options.as_in, run.policy, options.as_in_ranks, run.itemsize)
-    return Cluster(int(parts[1]), int(parts[2]), device)
+def _asked(options: SimpleNamespace) -> tuple[Run, Cluster]:
+    """What is to be planned, on what."""
+    problems: list[str] = []
 
+    def read(reader: Callable[[], T]) -> T | None:
+        try:
+            return reader()
+        except UserError as error:
+            problems.append(str(error))
+            return None
 
-def _run(options: SimpleNamespace) -> Run:
     if options.rollouts % options.global_batch_size or options.rollouts % options.group:
-        raise UserError(
+        problems.append(
             f"--rollouts {options.rollouts} must be a multiple of --global-batch-size {options.global_batch_size} "
             f"and of --group {options.group}"
         )
-    policy = find_model(options.model)
-    critic = find_model(options.critic_model or options.model) if options.estimator == "gae" else None
-    count = options.steps + 2 * max(_staleness(options))  # the first and the last are not counted
-    prompts, responses = Lengths.parse(options.prompts), Lengths.parse(options.lengths)
-    steps = draw_steps(prompts, responses, options.rollouts, options.group, count, options.seed)
+    parts = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(\w+)", options.cluster.lower())
+    if parts is None:
+        problems.append(f"--cluster {options.cluster}: give nodes, devices of each and their type, such as 12x8xh100")
     itemsize = 2 if options.precision == "bf16" else 4
+    kind = parts[3] if parts else ""
+    if itemsize == 4 and kind != "here" and not options.as_in:
+        problems.append("--precision 32: the tables have rates of bf16 alone; give --as-in, or `here` as the type")
+    policy, prompts, responses = (
+        read(lambda: find_model(options.model)),
+        read(lambda: Lengths.parse(options.prompts)),
+        read(lambda: Lengths.parse(options.lengths)),
+    )
+    critic = read(lambda: find_model(options.critic_model or options.model)) if options.estimator == "gae" else None
+    device = read(lambda: measured_here(itemsize) if kind == "here" else device_named(kind)) if parts else None
+    if options.as_in and policy and device:
+        known, shape = device, policy
+        device = read(lambda: as_in_run(known, options.as_in, shape, options.as_in_ranks, itemsize))
+    if problems or not (policy and prompts and responses and parts and device):
+        raise UserError("\n  ".join(dict.fromkeys(problems)))
+    count = options.steps + 2 * max(_staleness(options))  # the first and the last are not counted
+    steps = draw_steps(prompts, responses, options.rollouts, options.group, count, options.seed)
     batch = (options.global_batch_size, options.group, options.micro_batch_tokens, itemsize)
-    return Run(policy, critic, critic, True, steps, *batch, Sample(prompts.most, responses.most))
+    run = Run(policy, critic, critic, True, steps, *batch, Sample(prompts.most, responses.most))
+    return run, Cluster(int(parts[1]), int(parts[2]), device)
 
 
 def plans(
@@ -144,37 +159,38 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
         print("\n".join(f"  {line}" for line in picture(found[0][1], cluster)))
 
 
-def memory_of(plan: Candidate) -> dict[str, dict[str, float]]:
+def memory_of(plan: Candidate) -> dict[str, Mapping[str, float]]:
     """Bytes of a rank by kind of rank and use."""
     kinds = {"actor": plan.actor.used, "generating": plan.engine_used}
-    if plan.critic is not None and plan.strategy != "flatten":
-        kinds["critic"] = plan.critic.used
-    return {kind: dict(used) for kind, used in kinds.items() if used}
+    if plan.critic_apart is not None:
+        kinds["critic"] = plan.critic_apart.used
+    return {kind: used for kind, used in kinds.items() if used}
 
 
 def picture(plan: Candidate, cluster: Cluster) -> list[str]:
     """Who is where: a line for each kind of rank, with GB of each at its fullest and what is given up for memory."""
     training = plan.actor.layout.ranks
-    lines = [_line("actor", f"ranks 0-{training - 1}", plan.actor, plan.actor.used, cluster)]
+    lines = [_line(f"actor: ranks 0-{training - 1}", plan.actor, plan.actor.used, cluster.device)]
     if plan.generating:
-        where = f"ranks {training}-{training + plan.generating - 1}"
-        lines.append(_line("that only generate", where, None, plan.engine_used, cluster))
-    if plan.critic is not None:
-        used = {} if plan.strategy == "flatten" else plan.critic.used
-        where = "on the same ranks" if plan.strategy == "flatten" else f"{counted(plan.nodes[1], 'nodes')} of its own"
-        lines.append(_line("critic", where, plan.critic, used, cluster))
+        where = f"that only generate: ranks {training}-{training + plan.generating - 1}"
+        lines.append(_line(where, None, plan.engine_used, cluster.device))
+    if plan.critic_apart is not None:
+        where = f"critic: {counted(plan.nodes[1], 'nodes')} of its own"
+        lines.append(_line(where, plan.critic_apart, plan.critic_apart.used, cluster.device))
+    elif plan.critic is not None:
+        lines.append(_line("critic: on the same ranks", plan.critic, {}, cluster.device))
     lines.append(f"{counted(plan.engines, 'engines')} of TP {plan.engine_tp} with {counted(plan.slots, 'slots')}")
     if idle := cluster.nodes - sum(plan.nodes):
         lines.append(f"not used: {counted(idle, 'nodes')}, over which updates cannot be divided evenly")
     return lines
 
 
-def _line(kind: str, where: str, fit: Fit | None, used: Mapping[str, float], cluster: Cluster) -> str:
-    text = f"{kind}: {where}" + (f", {fit.layout}" if fit else "")
+def _line(who: str, fit: Fit | None, used: Mapping[str, float], device: Device) -> str:
+    text = who + (f", {fit.layout}" if fit else "")
     if used:
-        total = (sum(used.values()) + cluster.device.reserved) / 1e9
+        total = (sum(used.values()) + device.reserved) / 1e9
         parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in used.items() if size >= 5e7)
-        text += f"; {total:.0f} of {cluster.device.memory / 1e9:.0f} GB ({parts})"
+        text += f"; {total:.0f} of {device.memory / 1e9:.0f} GB ({parts})"
     given = [f"{name}={value}" for name, value in dataclasses.asdict(fit.saved).items() if value] if fit else []
     return text + (f"; {', '.join(given)}" if given else "")
 
@@ -191,7 +207,7 @@ def _as_json(found: Sequence[Prediction], reasons: dict[str, str]) -> dict[str, 
             "num_slots": plan.slots,
             "staleness": plan.staleness,
             "seconds": phases,
-            "bytes": memory_of(plan),
+            "bytes": {kind: dict(used) for kind, used in memory_of(plan).items()},
         }
         for phases, plan in found
     ]
@@ -202,84 +218,73 @@ def _as_json(found: Sequence[Prediction], reasons: dict[str, str]) -> dict[str, 
 
 
 def written_plan(run: Run, cluster: Cluster, options: SimpleNamespace, fastest: Prediction) -> tuple[Plan, str]:
-    """A plan for `placement.launch` and the comment at its top; paths of models and data are the user's to fill in."""
+    """A plan for ``nsa launch`` and the comment at its top; paths of models and data are the user's to fill in."""
     phases, plan = fastest
-    keys = PlannedKeys(run, plan)
-    nodes, devices = plan.nodes, cluster.devices
-    jobs = {"actor": PlannedJob("train_gpt_ppo_actor.py", nodes[0], devices, keys.actor(options))}
-    if plan.critic is not None and plan.strategy != "flatten":
-        critic = PlannedJob("serve_ppo_critic.py", nodes[1], devices, keys.critic(), serves=["actor"])
-        jobs = {"critic": critic} | jobs
-    lines = [f"Predicted: {phases['step']:.1f} seconds per step on {options.cluster} ({cluster.device.source})."]
-    lines += picture(plan, cluster)
     archives = "pretrained_checkpoint.restore_from_path"
-    if plan.strategy == "flatten" and plan.critic is not None:
+    jobs = {
+        "actor": PlannedJob("train_gpt_ppo_actor.py", plan.nodes[0], cluster.devices, _actor_keys(run, plan, options))
+    }
+    if plan.critic_apart is not None:
+        keys = _critic_keys(run, plan.critic_apart)
+        jobs = {
+            "critic": PlannedJob("serve_ppo_critic.py", plan.nodes[1], cluster.devices, keys, serves=["actor"])
+        } | jobs
+    elif plan.critic is not None:
         archives += f", critic.{archives}"
-    lines.append(f"Add {archives}, and the actor's model.data.data_prefix.")
+    lines = [f"Predicted: {phases['step']:.1f} seconds per step on {options.cluster} ({cluster.device.source})."]
+    lines += [*picture(plan, cluster), f"Add {archives}, and the actor's model.data.data_prefix."]
     return Plan(Path(options.results_dir), jobs), "\n".join(lines)
 
 
-class PlannedKeys:
-    """A plan as keys of the jobs' configs."""
-
-    def __init__(self, run: Run, plan: Candidate) -> None:
-        self._run = run
-        self._plan = plan
-        self._length = -(-run.longest.tokens // 64) * 64
-
-    def actor(self, options: SimpleNamespace) -> dict[str, Any]:
-        """The actor's, with those of flatten's critic."""
-        run, plan, saved = self._run, self._plan, self._plan.actor.saved
-        keys = self._model(plan.actor.layout, saved.granularity) | {
-            "model.ppo.num_rollout_samples": len(run.steps[0]) // run.group,
-            "model.ppo.length_params.max_length": run.longest.response,
-            "model.ppo.offload_adam_states": saved.offload,
-            "trainer.ppo.estimator": options.estimator,
-            "trainer.ppo.num_rollouts_per_prompt": run.group,
-            "trainer.ppo.batch_iterator.use_flask": True,
-            "trainer.ppo.reference_policy_placement": "swap" if saved.swap else "resident",
-            "trainer.ppo.trt_llm.unload_engine_train": saved.unload,
-            "trainer.ppo.generation.tensor_parallel_size": plan.engine_tp,
-            "trainer.ppo.generation.num_slots": plan.slots,
-            "trainer.ppo.generation.kv_cache_tokens": max(self._length, round(plan.slots * run.held_tokens)),
-        }
-        if plan.generating:
-            keys |= {"trainer.ppo.rollout_devices": plan.generating, "trainer.ppo.staleness": plan.staleness}
-        if plan.strategy == "flatten" and plan.critic is not None:
-            of_critic = {  # its layout and length are the policy's
-                "global_batch_size": run.update,
-                "max_tokens_per_micro_batch": pass_tokens(run, plan.actor.layout, run.update),
-                "activations_checkpoint_granularity": saved.granularity,
-                "rm_placement": "swap" if saved.swap else "resident",
-            }
-            keys |= {"placement": "flatten"} | {f"critic.model.{key}": value for key, value in of_critic.items()}
-        return keys
-
-    def critic(self) -> dict[str, Any]:
-        """The critic job's."""
-        assert self._plan.critic is not None
-        layout, saved = self._plan.critic.layout, self._plan.critic.saved
-        return self._model(layout, saved.granularity) | {
-            "model.offload_adam_states": saved.offload,
-            "model.rm_placement": "swap" if saved.swap else "resident",
-            "model.forward_max_tokens_per_micro_batch": pass_tokens(self._run, layout, scored_together(layout)),
-            "trainer.ppo.inference_micro_batch_size": scored_together(layout) // layout.dp,
-        }
-
-    def _model(self, layout: Any, granularity: str | None) -> dict[str, Any]:
-        return {
-            "model.tensor_model_parallel_size": layout.tp,
-            "model.pipeline_model_parallel_size": layout.pp,
-            "model.sequence_parallel": layout.tp > 1,
-            "model.global_batch_size": self._run.update,
-            "model.max_tokens_per_micro_batch": pass_tokens(self._run, layout, self._run.update),
-            "model.encoder_seq_length": self._length,
-            "model.activations_checkpoint_granularity": granularity,
-            "trainer.precision": "bf16" if self._run.itemsize == 2 else 32,
-        }
+def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str, Any]:
+    """Keys of the actor's config, with those of flatten's critic."""
+    saved = plan.actor.saved
+    keys = _model_keys(run, plan.actor) | {
+        "model.ppo.num_rollout_samples": len(run.steps[0]) // run.group,
+        "model.ppo.length_params.max_length": run.longest.response,
+        "model.ppo.offload_adam_states": saved.offload,
+        "trainer.ppo.estimator": options.estimator,
+        "trainer.ppo.num_rollouts_per_prompt": run.group,
+        "trainer.ppo.batch_iterator.use_flask": True,
+        "trainer.ppo.reference_policy_placement": saved.placement,
+        "trainer.ppo.trt_llm.unload_engine_train": saved.unload,
+        "trainer.ppo.generation.tensor_parallel_size": plan.engine_tp,
+        "trainer.ppo.generation.num_slots": plan.slots,
+        "trainer.ppo.generation.kv_cache_tokens": max(_length(run), round(plan.slots * run.held_tokens)),
+    }
+    if plan.generating:
+        keys |= {"trainer.ppo.rollout_devices": plan.generating, "trainer.ppo.staleness": plan.staleness}
+    if plan.critic is not None and plan.critic_apart is None:  # its layout and length are the policy's
+        keys["placement"] = "flatten"
+        for key in ("global_batch_size", "max_tokens_per_micro_batch", "activations_checkpoint_granularity"):
+            keys[f"critic.model.{key}"] = keys[f"model.{key}"]
+        keys["critic.model.rm_placement"] = saved.placement
+    return keys
 
 
-if __name__ == "__main__":
-    from nemo_style_aligner.placement import commands
+def _critic_keys(run: Run, critic: Fit) -> dict[str, Any]:
+    """Keys of the critic's job."""
+    layout, together = critic.layout, scored_together(critic.layout)
+    return _model_keys(run, critic) | {
+        "model.offload_adam_states": critic.saved.offload,
+        "model.rm_placement": critic.saved.placement,
+        "model.forward_max_tokens_per_micro_batch": pass_tokens(run, layout, together),
+        "trainer.ppo.inference_micro_batch_size": together // layout.dp,
+    }
 
-    commands.plan()
+
+def _model_keys(run: Run, fit: Fit) -> dict[str, Any]:
+    return {
+        "model.tensor_model_parallel_size": fit.layout.tp,
+        "model.pipeline_model_parallel_size": fit.layout.pp,
+        "model.sequence_parallel": fit.layout.tp > 1,
+        "model.global_batch_size": run.update,
+        "model.max_tokens_per_micro_batch": pass_tokens(run, fit.layout, run.update),
+        "model.encoder_seq_length": _length(run),
+        "model.activations_checkpoint_granularity": fit.saved.granularity,
+        "trainer.precision": "bf16" if run.itemsize == 2 else 32,
+    }
+
+
+def _length(run: Run) -> int:
+    return -(-run.longest.tokens // 64) * 64

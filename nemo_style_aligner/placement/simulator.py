@@ -213,15 +213,8 @@ class Service:
         self._waiting: collections.deque[tuple[Sample | None, float, Signal]] = collections.deque()
         self._is_working = False
 
-    def score(self, sample: Sample) -> Signal:
-        """Ask for a sample's scores; returns the signal that they are there."""
-        return self._ask(sample, 0.0)
-
-    def train(self, seconds: float) -> Signal:
-        """Have the critic trained for so long."""
-        return self._ask(None, seconds)
-
-    def _ask(self, sample: Sample | None, seconds: float) -> Signal:
+    def ask(self, sample: Sample | None, seconds: float = 0.0) -> Signal:
+        """Have a sample scored or, with None, the critic trained for so long; returns the signal that it is done."""
         done = Signal()
         self._waiting.append((sample, seconds, done))
         if not self._is_working:
@@ -232,10 +225,10 @@ class Service:
     def _work(self) -> Process:
         while self._waiting:
             asked = [self._waiting.popleft()]
-            if asked[0][0] is not None:
-                while self._waiting and self._waiting[0][0] is not None and len(asked) < self._batch:
-                    asked.append(self._waiting.popleft())
             scored = [sample for sample, _, _ in asked if sample is not None]
+            while scored and self._waiting and (sample := self._waiting[0][0]) and len(scored) < self._batch:
+                asked.append(self._waiting.popleft())
+                scored.append(sample)
             yield self._score(scored) if scored else asked[0][1]
             for _, _, done in asked:
                 self._clock.set(done)
@@ -306,7 +299,7 @@ def _run(clock: Clock, job: Job, steps: Sequence[Sequence[Sample]], found: list[
 
     def generate(samples: Sequence[Sample]) -> tuple[Round, list[Signal]]:
         scores: list[Signal] = []
-        ask = (lambda number: scores.append(service.score(samples[number]))) if service else (lambda _: None)
+        ask = (lambda number: scores.append(service.ask(samples[number]))) if service else (lambda _: None)
         expected = [float(sample.response) for sample in samples] if job.foresight else None
         return start_round(clock, engines, samples, expected, ask), scores
 
@@ -330,17 +323,13 @@ def _run(clock: Clock, job: Job, steps: Sequence[Sequence[Sample]], found: list[
             yield costs.refit
             spent("refit", since)
             ahead = generate(steps[number + 1])
-        for name, seconds in (
-            ("score", costs.score),
-            ("logprobs", costs.logprobs),
-            ("init_logprobs", costs.init_logprobs),
-        ):
-            yield seconds
-            phases[name] = seconds
+        for name in ("score", "logprobs", "init_logprobs"):
+            phases[name] = getattr(costs, name)
+            yield phases[name]
         since = clock.now
         yield from scores
         spent("critic_wait", since)
-        critic = service.train(costs.train_critic) if service and costs.train_critic else None
+        critic = service.ask(None, costs.train_critic) if service and costs.train_critic else None
         yield costs.train
         phases["train"] = costs.train
         since = clock.now

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -116,18 +117,15 @@ class Lengths:
 
         def cut_mean(mu: float) -> float:
             z = (math.log(self.most) - mu) / self.sigma
-            below = math.exp(mu + self.sigma**2 / 2) * _normal(z - self.sigma)
-            return below + self.most * (1 - _normal(z))
+            below = math.exp(mu + self.sigma**2 / 2) * normal.cdf(z - self.sigma)
+            return below + self.most * (1 - normal.cdf(z))
 
+        normal = statistics.NormalDist()
         low, high = math.log(self.mean) - self.sigma**2, math.log(self.most) + 4 * self.sigma
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if cut_mean(middle) < self.mean else (low, middle)
         return low
-
-
-def _normal(z: float) -> float:
-    return 0.5 * (1 + math.erf(z / math.sqrt(2)))
 
 
 def draw_steps(
