@@ -170,7 +170,11 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def run_here(name: str, *arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        try:
+            runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
 
     return run_here
 
@@ -447,21 +451,23 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
     check_converted_checkpoint(actor_log, tmp_path)  # by one process what two pipeline stages have written
 
 
-def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_path: Path) -> None:
+def test_evaluation(
+    artefacts: Artefacts,
+    tutorial_actor: tuple[Path, str],
+    tmp_path: Path,
+    run_here: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The archive that PPO leaves, greedy and scored."""
     output = tmp_path / "evaluation" / "results.json"
-    run(
-        script(
-            "evaluate_gpt.py",
-            *("--model", str(tutorial_actor[0] / "checkpoints" / "megatron_gpt_ppo_actor.nemo")),
-            *("--prompts", str(artefacts.data("test_prompts")), "--output", str(output)),
-            *("--reward-model", str(artefacts.rm), "--greedy", "--max-length", "8", "--limit", "10"),
-            *("--precision", "32", "--num-slots", "4"),
-        ),
-        tmp_path / "evaluate.log",
-        TIMEOUT,
+    run_here(
+        "evaluate_gpt.py",
+        *("--model", str(tutorial_actor[0] / "checkpoints" / "megatron_gpt_ppo_actor.nemo")),
+        *("--prompts", str(artefacts.data("test_prompts")), "--output", str(output)),
+        *("--reward-model", str(artefacts.rm), "--greedy", "--max-length", "8", "--limit", "10"),
+        *("--precision", "32", "--num-slots", "4"),
     )
-    progress = (tmp_path / "evaluate.log").read_text()
+    progress = capsys.readouterr().err
     assert "Generating: 10/10" in progress and "Scoring: 10/10" in progress
     results = json.loads(output.read_text())
     assert results["summary"].keys() >= {"accuracy", "reward", "length", "ended"}
@@ -500,18 +506,16 @@ def test_a_training_checkpoint_becomes_the_archive_of_its_job(
     tutorial_actor: tuple[Path, str],
     tutorial_critic: tuple[Job, int, Path],
     tmp_path: Path,
+    run_here: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of SFT, a reward model, an actor on two ranks and its critic, which has written no archive."""
     for log_dir in (artefacts.sft_log, artefacts.rm_log, tutorial_actor[0]):
         check_converted_checkpoint(log_dir, tmp_path)
     (newest,) = (tutorial_critic[2] / "checkpoints").glob("*-last")
     critic = tmp_path / "critic.nemo"
-    output = run(
-        script("convert_checkpoint_to_nemo.py", "--input", str(newest), "--output", str(critic)),
-        tmp_path / "convert.log",
-        TIMEOUT,
-    )
-    assert f"{critic}: llama" in output
+    run_here("convert_checkpoint_to_nemo.py", "--input", str(newest), "--output", str(critic))
+    assert f"{critic}: llama" in "".join(capsys.readouterr())
     weights, reward_model = stored_weights(critic), stored_weights(artefacts.rm)
     assert weights.keys() == reward_model.keys()
     assert not weights["model.rm_head.weight"].equal(reward_model["model.rm_head.weight"])
@@ -740,6 +744,7 @@ def test_rollouts_a_step_ahead(artefacts: Artefacts, tmp_path: Path) -> None:
 # ---- failures -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_critic_that_never_comes_up(artefacts: Artefacts, tmp_path: Path) -> None:
     port = free_port()
     flags = [*actor_flags(artefacts, tmp_path / "log", port, devices=1), "remote_critic_rm.timeouts.ready_seconds=2"]
