@@ -170,11 +170,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def run_here(name: str, *arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        try:
-            runpy.run_path(str(SCRIPTS / name), run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
 
     return run_here
 
@@ -451,23 +447,21 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
     check_converted_checkpoint(actor_log, tmp_path)  # by one process what two pipeline stages have written
 
 
-def test_evaluation(
-    artefacts: Artefacts,
-    tutorial_actor: tuple[Path, str],
-    tmp_path: Path,
-    run_here: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_path: Path) -> None:
     """The archive that PPO leaves, greedy and scored."""
     output = tmp_path / "evaluation" / "results.json"
-    run_here(
-        "evaluate_gpt.py",
-        *("--model", str(tutorial_actor[0] / "checkpoints" / "megatron_gpt_ppo_actor.nemo")),
-        *("--prompts", str(artefacts.data("test_prompts")), "--output", str(output)),
-        *("--reward-model", str(artefacts.rm), "--greedy", "--max-length", "8", "--limit", "10"),
-        *("--precision", "32", "--num-slots", "4"),
+    run(
+        script(
+            "evaluate_gpt.py",
+            *("--model", str(tutorial_actor[0] / "checkpoints" / "megatron_gpt_ppo_actor.nemo")),
+            *("--prompts", str(artefacts.data("test_prompts")), "--output", str(output)),
+            *("--reward-model", str(artefacts.rm), "--greedy", "--max-length", "8", "--limit", "10"),
+            *("--precision", "32", "--num-slots", "4"),
+        ),
+        tmp_path / "evaluate.log",
+        TIMEOUT,
     )
-    progress = capsys.readouterr().err
+    progress = (tmp_path / "evaluate.log").read_text()
     assert "Generating: 10/10" in progress and "Scoring: 10/10" in progress
     results = json.loads(output.read_text())
     assert results["summary"].keys() >= {"accuracy", "reward", "length", "ended"}
@@ -506,16 +500,18 @@ def test_a_training_checkpoint_becomes_the_archive_of_its_job(
     tutorial_actor: tuple[Path, str],
     tutorial_critic: tuple[Job, int, Path],
     tmp_path: Path,
-    run_here: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of SFT, a reward model, an actor on two ranks and its critic, which has written no archive."""
     for log_dir in (artefacts.sft_log, artefacts.rm_log, tutorial_actor[0]):
         check_converted_checkpoint(log_dir, tmp_path)
     (newest,) = (tutorial_critic[2] / "checkpoints").glob("*-last")
     critic = tmp_path / "critic.nemo"
-    run_here("convert_checkpoint_to_nemo.py", "--input", str(newest), "--output", str(critic))
-    assert f"{critic}: llama" in "".join(capsys.readouterr())
+    output = run(
+        script("convert_checkpoint_to_nemo.py", "--input", str(newest), "--output", str(critic)),
+        tmp_path / "convert.log",
+        TIMEOUT,
+    )
+    assert f"{critic}: llama" in output
     weights, reward_model = stored_weights(critic), stored_weights(artefacts.rm)
     assert weights.keys() == reward_model.keys()
     assert not weights["model.rm_head.weight"].equal(reward_model["model.rm_head.weight"])
