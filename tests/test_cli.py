@@ -209,11 +209,14 @@ def test_what_is_no_model_is_named(hugging_face: Path, model: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_doctor() -> None:
+def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a compiler can train; a script that needs one is told so."""
-    done = command("doctor", "--json", "--need", "compiler", CXX="no-such-compiler")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    done = CliRunner(catch_exceptions=False).invoke(
+        nsa, ["doctor", "--json", "--need", "compiler"], standalone_mode=False
+    )
     found = {finding["name"]: finding for finding in json.loads(done.stdout)}
-    assert done.returncode == 1 and found["compiler"]["state"] == "broken"
+    assert done.return_value == 1 and found["compiler"]["state"] == "broken"
     assert "no-such-compiler" in found["compiler"]["detail"] and "g++" in found["compiler"]["remedy"]
     assert {found[name]["state"] for name in ("packages", "torch", "megatron-core", "gloo")} == {"ok"}
     assert found["torch"]["detail"].startswith(torch.__version__)

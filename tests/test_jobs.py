@@ -740,6 +740,7 @@ def test_rollouts_a_step_ahead(artefacts: Artefacts, tmp_path: Path) -> None:
 # ---- failures -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_critic_that_never_comes_up(artefacts: Artefacts, tmp_path: Path) -> None:
     port = free_port()
     flags = [*actor_flags(artefacts, tmp_path / "log", port, devices=1), "remote_critic_rm.timeouts.ready_seconds=2"]

@@ -813,9 +813,10 @@ def infer_job(position: CriticPosition | None = None) -> InferJob:
 
 def test_metrics_and_jobs_tell_what_was_done() -> None:
     def train_job() -> TrainJob:
-        rest = dict.fromkeys(("returns", "prev_values", "mask"), np.ones((1, 2), np.float32))
+        batch = dict.fromkeys(("returns", "prev_values", "mask"), np.ones((1, 2), np.float32))
+        batch["tokens"] = np.ones((1, 3), np.int64)
         position = CriticPosition("run", 1)
-        return TrainJob(tokens=np.ones((1, 3), np.int64), **rest, digest="0123", position=position)
+        return TrainJob(batch=batch, digest="0123", position=position)
 
     jobs = infer_job(), infer_job(), train_job(), train_job(), infer_job()
     server = server_with(*jobs)
@@ -911,7 +912,7 @@ RANK_SCRIPT = """
                 open(f"{os.environ['OUT']}/saved{rank}", "w").write(str(server.ledger.state_dict()))
                 written.set_result(None)
 
-            threading.Timer(5.5 if os.environ["FAULT"] == "slow" else 0.0, write).start()
+            threading.Timer(4.0 if os.environ["FAULT"] == "slow" else 0.0, write).start()
             return written
 
     server = ModelServer(
@@ -964,12 +965,12 @@ def metrics_text(client: CriticClient) -> str:
 
 def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
     # The group's timeout is far below the idle time: only heartbeats keep the waiting rank alive.
-    with two_ranks(tmp_path, group_timeout=4, fault="slow") as (processes, client):
-        time.sleep(5.5)
+    with two_ranks(tmp_path, group_timeout=3, fault="slow") as (processes, client):
+        time.sleep(4.0)
         url = f"{client._critic.base_url}/v2/models/critic_save/infer"
         elsewhere = {"run_id": "another", "sequence_number": 7, "history": "lost"}
         refused = {"inputs": [tensor("dummy_var", [0])], "parameters": elsewhere}
-        for _ in range(110):  # what rank 0 refuses by itself does not keep it from saying that it lives
+        for _ in range(80):  # what rank 0 refuses by itself does not keep it from saying that it lives
             assert requests.post(url, json=refused, timeout=20).status_code == 409
             time.sleep(0.05)
         tokens, lengths = torch.arange(15).reshape(3, 5), torch.tensor([5, 2, 4])
@@ -991,7 +992,7 @@ def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
         assert saved[0] == saved[1] and "'sequence_number': 1" in saved[0]
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_failing_rank_ends_all_ranks(tmp_path: Path, broken: int) -> None:
     with two_ranks(tmp_path, group_timeout=4, fault=f"infer{broken}") as (processes, client):
         future = client.infer_async(torch.ones(2, 4, dtype=torch.int64), torch.tensor([4, 4]))
@@ -1009,6 +1010,7 @@ def test_a_stop_signal_to_any_rank_finishes_what_was_taken(tmp_path: Path) -> No
         assert [process.wait(20) for process in processes] == [0, 0]
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as (processes, _):
         processes[1].kill()

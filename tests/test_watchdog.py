@@ -20,16 +20,26 @@ from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, Watchdog, describe
 SCRIPT = """
 import ctypes, sys, time
 from omegaconf import DictConfig
+from nemo_style_aligner.config.loading import log_directory
 from nemo_style_aligner.launch.start import job
 
 @job("gpt_ppo_critic", check=None)
 def main(cfg: DictConfig) -> int:
     import torch
     import torch.distributed as dist
-    from nemo_style_aligner.jobs.job_setup import start_run
     from nemo_style_aligner.telemetry.timers import ScopedTimer
 
-    run, timer, mode = start_run(cfg), ScopedTimer(), cfg.exp_manager.name
+    timer, mode = ScopedTimer(), cfg.exp_manager.name
+    if mode == "sleeping":
+        from nemo_style_aligner.jobs.job_setup import start_run
+
+        run = start_run(cfg)
+    else:  # the same without what takes seconds to import
+        from nemo_style_aligner.launch.ending import abort_job, failures
+        from nemo_style_aligner.telemetry.watchdog import Watchdog
+
+        rank, size, limit = dist.get_rank(), dist.get_world_size(), 60.0 * cfg.exp_manager.watchdog_minutes
+        Watchdog(log_directory(cfg.exp_manager), rank, size, limit, failures.run, abort_job, failures.first).start()
     with timer("step"):
         while True:
             with timer("generate"):
@@ -114,7 +124,7 @@ def test_a_rank_that_sleeps(stuck_jobs: dict[str, tuple[Job, Path]]) -> None:
     report = (log_dir / "watchdog" / "report.txt").read_text()
     waits, behind = report.splitlines()[1:3]
     assert behind.startswith("rank 1 (host ") and "is stuck in phase step/generate, at " in behind
-    assert "script.py:18 in main: time.sleep(300)" in behind
+    assert "script.py:28 in main: time.sleep(300)" in behind
     assert waits.startswith("rank 0 (host ") and "waits in all_reduce of the default group: in phase step/logp" in waits
     assert report.splitlines()[1] in job.output()
     assert (log_dir / "lock").read_text().startswith("sleeping on host ")  # no other job may have used the directory

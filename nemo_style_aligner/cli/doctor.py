@@ -11,10 +11,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -58,17 +57,9 @@ class _Part(NamedTuple):
     remedy: str = ""
     is_required: bool = False
 
-
-@dataclass(frozen=True)
-class Finding:
-    """What was found of a part; ``detail`` is its version, or what is wrong. For the rest see `_Part`."""
-
-    name: str
-    state: Literal["ok", "missing", "broken"]
-    detail: str
-    cost: str
-    remedy: str
-    is_required: bool
+    def described(self) -> dict[str, Any]:
+        """All but the check."""
+        return {name: value for name, value in self._asdict().items() if name != "check"}
 
 
 @click.command(epilog=_EXAMPLES)
@@ -85,33 +76,35 @@ def command(need: tuple[str, ...], trtllm_python: str | None, as_json: bool) -> 
         raise click.BadParameter(f"{unknown[0]}: the parts are {', '.join(parts)}", param_hint="--need")
     findings = []
     for name, part in parts.items():
-        findings.append(_examine(name, part))
+        state, detail = _examine(part)
+        findings.append({"name": name, "state": state, "detail": detail, **part.described()})
         if not as_json:
-            _show(findings[-1])
+            _show(name, part, state, detail)
     if as_json:
-        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
-    lacking = [f.name for f in findings if f.state != "ok" and (f.is_required or f.name in need)]
+        click.echo(json.dumps(findings, indent=2))
+    lacking = [str(f["name"]) for f in findings if f["state"] != "ok" and (f["is_required"] or f["name"] in need)]
     if lacking and not as_json:
         click.echo(f"needed, but not usable: {', '.join(lacking)}")
     return 1 if lacking else 0
 
 
-def _examine(name: str, part: _Part) -> Finding:
+def _examine(part: _Part) -> tuple[str, str]:
+    """Whether a part is "ok", "missing" or "broken", and its version, or what is wrong."""
     try:
-        return Finding(name, "ok", part.check(), *part[1:])
+        return "ok", part.check()
     except _Missing as error:
-        return Finding(name, "missing", str(error), *part[1:])
+        return "missing", str(error)
     except Exception as error:  # noqa: BLE001 - libraries that do not fit each other raise anything
-        return Finding(name, "broken", f"{type(error).__name__}: {error}".splitlines()[0], *part[1:])
+        return "broken", f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _show(finding: Finding) -> None:
-    mark, color = _MARKS[finding.state]
-    click.echo(f"{click.style(mark, fg=color)}  {click.style(f'{finding.name:18}', bold=True)} {finding.detail}")
-    if finding.state != "ok":
-        click.echo(f"{'':22} without it: {finding.cost}")
-        if finding.remedy:
-            click.echo(f"{'':22} to add it:  {finding.remedy}")
+def _show(name: str, part: _Part, state: str, detail: str) -> None:
+    mark, color = _MARKS[state]
+    click.echo(f"{click.style(mark, fg=color)}  {click.style(f'{name:18}', bold=True)} {detail}")
+    if state != "ok":
+        click.echo(f"{'':22} without it: {part.cost}")
+        if part.remedy:
+            click.echo(f"{'':22} to add it:  {part.remedy}")
 
 
 def _parts(trtllm_python: str) -> dict[str, _Part]:

@@ -41,20 +41,18 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = Non
 def result_on_every_rank(
     future: concurrent.futures.Future[T] | None,
     group: dist.ProcessGroup | None = None,
-    src: int = 0,
     met: Callable[[], object] = lambda: None,
 ) -> T:
-    """The result of rank ``src``'s ``future`` (None on the others) on every rank. Collective.
+    """The result of rank 0's ``future`` (None on the others) on every rank. Collective.
 
     However long it takes, no rank waits in one collective for more than seconds: collectives have a time limit.
 
     Args:
         group: the default group unless given.
-        src: a rank of the default group.
         met: called on every rank each time that all have met and go on waiting.
 
     Raises:
-        Exception: what the future raised, on rank ``src``; `OtherRankError` on the others.
+        Exception: what the future raised, on rank 0; `OtherRankError` on the others.
     """
     answer: tuple[T | None, str | None] | None = None
     while answer is None:
@@ -62,13 +60,13 @@ def result_on_every_rank(
         if future is not None and not concurrent.futures.wait([future], PATIENCE_SECONDS).not_done:
             failure = future.exception()
             answer = (None, str(failure) or repr(failure)) if failure else (future.result(), None)
-        answer = broadcast_object(answer, src, group)
+        answer = broadcast_object(answer, group=group)
         if failure is not None:
             raise failure
         met()
     result, message = answer
     if message is not None:
-        raise OtherRankError(f"rank {src}: {message}")
+        raise OtherRankError(f"rank 0: {message}")
     return result  # type: ignore[return-value]
 
 

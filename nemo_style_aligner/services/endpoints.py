@@ -285,14 +285,8 @@ class TrainEndpoint(Endpoint):
         # The loss is divided by the mask's sum; a weight, or -1, would give another loss than its sender expects.
         if not np.isin(arrays["mask"], (0.0, 1.0)).all():
             raise self._refuse("'mask' must be 1 where a value is trained and 0 elsewhere, but holds other numbers")
-        return TrainJob(
-            tokens=arrays["tokens"],
-            returns=arrays["returns"],
-            prev_values=arrays["prev_values"],
-            mask=arrays["mask"],
-            digest=batch_digest(arrays),
-            position=self._position(request.parameters),
-        )
+        position = self._position(request.parameters)
+        return TrainJob(batch=arrays, digest=batch_digest(arrays), position=position)
 
 
 class SaveEndpoint(Endpoint):

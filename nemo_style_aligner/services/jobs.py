@@ -64,15 +64,12 @@ class InferJob(Job):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class TrainJob(Job):
-    """tokens: int64 [b, s]; returns, prev_values, mask: float32 [b, s-1]. ``digest``: the batch's, see `ledger`.
+    """``batch``: tokens, int64 [b, s]; returns, prev_values, mask, float32 [b, s-1]. ``digest``: its, see `ledger`.
 
     ``position``: where the critic must be; None: anywhere, for a request without a number.
     """
 
-    tokens: np.ndarray
-    returns: np.ndarray
-    prev_values: np.ndarray
-    mask: np.ndarray
+    batch: dict[str, np.ndarray]
     digest: str
     position: CriticPosition | None = None
 
@@ -170,41 +167,31 @@ class JobQueue:
         old. A job with more than ``max_rows`` rows is taken alone.
         """
         with self._changed:
-            first = self._pop(timeout_s)
-            if first is None:
+            if not self._changed.wait_for(lambda: self._jobs, timeout_s):
                 return []
-            taken = [first]
-            if not isinstance(first, InferJob):
-                return taken
-            rows = first.rows
-            while rows < max_rows:
-                if self._jobs:
-                    head = self._jobs[0]
-                    if not isinstance(head, InferJob) or rows + head.rows > max_rows:
-                        break
-                    self._jobs.popleft()
-                    if head.future.set_running_or_notify_cancel():
-                        taken.append(head)
-                        rows += head.rows
-                    continue
-                remaining = first.arrived + max_delay_s - time.monotonic()
-                if remaining <= 0 or self._state is not QueueState.SERVING:
-                    break
-                self._changed.wait(remaining)
-            return taken
+            delay_s = self._jobs[0].arrived + max_delay_s - time.monotonic()
+            self._changed.wait_for(lambda: self._is_full(max_rows), max(0.0, delay_s))
+            taken = [self._jobs.popleft() for _ in self._next(max_rows)]
+        return [job for job in taken if job.future.set_running_or_notify_cancel()]  # else its caller has given it up
 
-    def _pop(self, timeout_s: float) -> Job | None:
-        """The first job that its caller has not given up, marked as running; None if none comes in time."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            while self._jobs:
-                job = self._jobs.popleft()
-                if job.future.set_running_or_notify_cancel():
-                    return job
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return None
-            self._changed.wait(remaining)
+    def _next(self, max_rows: int) -> list[Job]:
+        """The jobs to take together, as of now."""
+        together: list[Job] = []
+        for job in self._jobs:
+            is_merged = isinstance(job, InferJob) and sum(other.rows for other in together) + job.rows <= max_rows
+            if together and not is_merged:
+                break
+            together.append(job)
+            if not isinstance(job, InferJob):
+                break
+        return together
+
+    def _is_full(self, max_rows: int) -> bool:
+        """Whether nothing that may still come could be taken together with the next job."""
+        together = self._next(max_rows)
+        if not together or len(together) < len(self._jobs) or self._state is not QueueState.SERVING:
+            return True
+        return not isinstance(together[0], InferJob) or sum(job.rows for job in together) >= max_rows
 
     def discard(self, job: Job) -> None:
         """Forget a job whose caller has given it up; no effect on one that was taken already."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.services.endpoints import Endpoint
-from nemo_style_aligner.services.exactly_once.ledger import BATCH_ARRAYS, TrainingLedger
+from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.services.jobs import (
     InferJob,
     Job,
@@ -273,7 +273,7 @@ class ModelServer:
             applied |= {"run_id": job.position.run_id, "sequence_number": job.position.next_number}
             loss = self.ledger.stored_answer(job.position, job.digest)
         if loss is None:
-            batch = {name: torch.tensor(getattr(job, name)) for name in BATCH_ARRAYS}
+            batch = {name: torch.tensor(array) for name, array in job.batch.items()}
             loss = self._command("train", applied=applied, batch=batch)
             self.metrics.training_steps.inc()
         else:
