@@ -171,11 +171,6 @@ def test_a_step_of_nothing_but_nan_ends_the_job_in_any_case() -> None:
         nothing.screened(SKIP)
 
 
-def test_there_are_two_things_to_do() -> None:
-    with pytest.raises(ValueError, match="on_nonfinite='ignore': choose stop or skip"):
-        NonFinitePolicy.from_config({"on_nonfinite": "ignore", "max_consecutive_skips": 3})
-
-
 @pytest.mark.parametrize("num_ended, is_masked", [(0, True), (1, True), (0, False)])
 def test_responses_that_never_end_are_reported(num_ended: int, is_masked: bool) -> None:
     """They are no part of the policy's loss, and nothing else would show that it learns nothing."""

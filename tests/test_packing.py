@@ -186,13 +186,6 @@ def test_a_packed_row_has_what_is_needed_and_is_filled_up() -> None:
     assert used_lengths(torch.ones(3, 0)) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("num_rows, max_tokens", [(0, None), (0, 8), (1, 0)])
-def test_micro_batches_hold_something(num_rows: int, max_tokens: int | None) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        MicroBatching(num_rows, max_tokens)
-    assert MicroBatching(1, 1).num_rows == 1
-
-
 def test_data_parallel_ranks_get_equal_work() -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = (50 * torch.randn(64, generator=generator).mul(0.9).exp()).long().clamp(8, 500).tolist()

@@ -97,6 +97,7 @@ def test_who_computes(vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
         products._prefers_openblas.cache_clear()
 
 
+@pytest.mark.long
 def test_helpers_leave_the_core_that_openmp_gives_the_first_thread() -> None:
     """With OMP_PROC_BIND a process's first thread has one core, which threads inherit."""
     code = """

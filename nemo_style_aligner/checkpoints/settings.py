@@ -15,22 +15,9 @@ def monitored_name(monitor: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
-    """``exp_manager.checkpoint_callback_params`` and the resume keys of ``exp_manager``.
+    """``exp_manager.checkpoint_callback_params`` and the resume keys of ``exp_manager``: `config.schema` explains them.
 
-    Attributes:
-        filename: name of a checkpoint; ``{step}`` becomes ``step=7``, ``{val_loss:.3f}`` ``val_loss=0.123``.
-        monitor: metric that ranks checkpoints; None ranks the newer above the older.
-        mode: whether the smallest or the largest value is the best.
-        save_top_k: keep the best k; 0 keeps none for its metric, -1 keeps all.
-        save_last_n: also keep the newest n, whatever their metric; two by default, so that one is left to fall back on.
-        save_nemo_on_train_end: write ``<nemo_name>.nemo`` when training ends.
-        always_save_nemo: write the archive with every checkpoint.
-        save_best_model: at the end, write the best checkpoint's model instead of the last.
-        async_save: write in the background, from a copy of the state in host memory, while the job goes on.
-        nemo_name: the archive's file name without ``.nemo`` [exp_manager.name].
-        resume_if_exists: resume from the newest checkpoint.
-        resume_ignore_no_checkpoint: start from the beginning if there is none, instead of raising an error.
-        resume_from_checkpoint: resume from this checkpoint, unless the newest is of a run that had resumed from it.
+    ``nemo_name``: the archive's file name without ``.nemo`` [exp_manager.name].
     """
 
     filename: str = "megatron_gpt-{step}"

@@ -253,8 +253,7 @@ class GenerationEngine(abc.ABC):
 
         Raises:
             ValueError: a request is empty, too long or holds ids outside the vocabulary.
-            RuntimeError: the engine is unloaded or has no complete weights, or weights that it views have changed
-                since the refit.
+            RuntimeError: the engine is unloaded or has no complete weights.
             NonFiniteError: the model's logits are not finite.
         """
         self._require_weights()
@@ -302,7 +301,7 @@ class GenerationEngine(abc.ABC):
         """Names of the tensors that the engine reads from the trainer's own memory: a refit's stream leaves them out.
 
         Some of them it copies at each refit. With the others it computes in place, so training changes them at once:
-        to `generate` after that without a refit is an error.
+        a refit must come before the next `generate`, since keys and values in memory are of the weights before.
         """
         return frozenset()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from nemo_style_aligner.config.schema import Action
 from nemo_style_aligner.errors import NonFiniteError
@@ -28,15 +28,8 @@ class NonFinitePolicy:
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any]) -> NonFinitePolicy:
-        """Read a trainer's section (``trainer.sft``, ``trainer.rm`` or ``trainer.ppo``).
-
-        Raises:
-            ValueError: there is no such action.
-        """
-        action = section["on_nonfinite"]
-        if action not in get_args(Action):
-            raise ValueError(f"on_nonfinite={action!r}: choose {' or '.join(get_args(Action))}")
-        return cls(action, int(section["max_consecutive_skips"]))
+        """Read a trainer's section (``trainer.sft``, ``trainer.rm`` or ``trainer.ppo``)."""
+        return cls(section["on_nonfinite"], int(section["max_consecutive_skips"]))
 
 
 STOP = NonFinitePolicy("stop", 0)

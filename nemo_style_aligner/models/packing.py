@@ -29,13 +29,6 @@ class MicroBatching:
     max_tokens: int | None = None
     group: int = 1
 
-    def __post_init__(self) -> None:
-        if self.num_rows < 1 or (self.max_tokens is not None and self.max_tokens < 1):
-            raise ValueError(
-                f"micro batches of {self.num_rows} sequences and {self.max_tokens} tokens: model.micro_batch_size and "
-                "model.max_tokens_per_micro_batch must be positive (the latter may be null)"
-            )
-
 
 @dataclasses.dataclass
 class PackedSequences(PackedSeqParams):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -100,10 +100,6 @@ class LossSettings:
             raise ValueError(
                 f"policy_loss={self.policy_loss!r}: choose {', '.join(LOSSES)}, or name a FILE.py:FUNCTION"
             )
-        if self.aggregation not in get_args(Aggregation):
-            raise ValueError(f"loss_aggregation={self.aggregation!r}: choose {', '.join(get_args(Aggregation))}")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip={self.dual_clip}: must be above 1, or null for none")
         if self.aggregation == "sequence_sum" and not (self.constant_length or 0) > 0:
             raise ValueError("loss_aggregation=sequence_sum divides by a length, which must be positive")
 

@@ -127,7 +127,6 @@ class EmbeddedEngine(GenerationEngine):
         self._blocks.reset()  # cached keys and values belong to the old weights
         self._trainer.require_in_place()
         self._step.weights.copy_from(weights)
-        self._trainer.remember()
 
     def _unload(self) -> None:
         self._step.release()
@@ -208,7 +207,6 @@ class EmbeddedEngine(GenerationEngine):
 
     def _passes(self, pull: Callable[[], Task | None]) -> Generator[list[ScheduledSequence], None, None]:
         """The generation loop: refill slots, plan, compute, sample, free the slots of what is finished."""
-        self._trainer.require_unchanged(self._weight_version)
         sampler = SlotSampler(self._step, self._shape, self._vocab_limit, self._device)
         scheduler = Scheduler(
             pull,
@@ -223,7 +221,6 @@ class EmbeddedEngine(GenerationEngine):
                 for sequence in scheduler.refill():
                     sampler.enter(sequence)
                 if not scheduler.num_active:
-                    self._trainer.require_unchanged(self._weight_version)
                     return
                 plan = scheduler.plan()
                 advanced = self._advance(plan, scheduler, sampler)
