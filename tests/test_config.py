@@ -246,7 +246,7 @@ GIVEN_ELSEWHERE = {
     "gpt_kto": """model.mcore_gpt=true model.data.dataloader_type=single
         model.kto.preference_average_log_probs=false model.data.data_prefix={train:[/a]}""",
     "gpt_knowledge_distillation": """model.data.data_impl=chunked_jsonl model.data.n_chunks=1 model.data.seq_length=128
-        "model.data.n_examples_per_chunk={train: 50, validation: 50, test: 50}" model.mcore_gpt=true
+        model.data.n_examples_per_chunk.train=50 model.mcore_gpt=true
         "model.data.data_prefix={train: [a_CHUNK_ID.jsonl], validation: [a_CHUNK_ID.jsonl], test: [a_CHUNK_ID.jsonl]}"
         model.megatron_amp_O2=true model.data.num_workers=2 "model.data.splits_string='98,1,1'"
         model.tensor_model_parallel_size=1 model.pipeline_model_parallel_size=2

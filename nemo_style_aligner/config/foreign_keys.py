@@ -187,7 +187,8 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("model.optim.overlap_param_sync", "not supported", allowed=(*_NONE, False)),
     # Data
     ForeignKey("model.data.data_impl", "only JSONL files are read", allowed=("jsonl", "json", "chunked_jsonl")),
-    ForeignKey("model.data.n_examples_per_chunk", "has no effect: all lines of a file are read"),
+    ForeignKey("model.data.n_chunks", "has no effect: CHUNK_ID stands for all the files that are there"),
+    ForeignKey("model.data.n_examples_per_chunk*", "has no effect: all lines of a file are read"),
     ForeignKey("model.data.splits_string", "has no effect: data_prefix names the files of each split"),
     ForeignKey("*data.*drop_last", "has no effect: training leaves out a last incomplete batch, validation does not"),
     ForeignKey("*data.*num_workers", "has no effect: data are read by the job's own processes"),

@@ -521,8 +521,6 @@ class DistillationData(Data):
     # {train: [files], validation: [files], test: [files]}: JSONL as compute_topk_logits.py writes it
     # (docs/distillation.md); test is not read. CHUNK_ID in a name stands for 0, 1, 2, ...: the files that are there.
     data_prefix: Given[Open[dict[str, Any] | Files]] = of(None)
-    # How many files CHUNK_ID stands for: a number, or {train: 4, validation: 1}; null: as many as there are.
-    n_chunks: Open[dict[str, Any] | int | None] = None
     top_k: Count | None = None  # use so many of the teacher's tokens, the most likely ones; null: all that lines have
 
 
@@ -553,7 +551,7 @@ class TeacherModel(Model):
 
 class TeacherLogits(Section):
     # JSONL, for model.data.data_prefix of the student; examples that it has already are not computed again.
-    output_path: Given[str] = of("???")
+    output_path: Given[str] = of(None)
     top_k: Count = 100  # tokens at each position, the most likely ones
     start_from_idx: CountFrom0 | None = None  # the first example, counted from 0; null: 0
     end_at_idx: CountFrom0 | None = None  # the last one; null: that of the file
@@ -1070,7 +1068,11 @@ JOBS: Mapping[str, Job] = {
     "compute_topk_logits": Job(
         "A teacher's logits, for distillation: examples/nlp/synthetic_data_gen/compute_topk_logits.py",
         TeacherLogits,
-        {"exp_manager.explicit_log_dir": None, "exp_manager.name": "megatron_gpt_infer_topk_logits"},
+        {
+            "exp_manager.explicit_log_dir": None,
+            "exp_manager.name": "megatron_gpt_infer_topk_logits",
+            "data.data.file_path": None,
+        },
         without=(
             *_WITHOUT_CHECKPOINTS,
             *(f"data.data.{name}" for name in ("shuffle", "global_batch_size", "micro_batch_size")),

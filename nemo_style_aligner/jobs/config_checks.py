@@ -30,7 +30,7 @@ from nemo_style_aligner.config.fields import value_problems
 from nemo_style_aligner.config.foreign_keys import section_of_job
 from nemo_style_aligner.config.loading import ConfigError, load_defaults, plain_config
 from nemo_style_aligner.config.schema import fields_of_job
-from nemo_style_aligner.data.datasets import CHUNK, chunks, data_source
+from nemo_style_aligner.data.datasets import data_source
 from nemo_style_aligner.data.sft import SFTFormat
 from nemo_style_aligner.jobs.actor_checks import actor_problems, needs_critic, settings_in_vain, shares_secret
 from nemo_style_aligner.jobs.job_view import (
@@ -455,29 +455,17 @@ def _preferences(view: JobView) -> Iterator[str]:
             )
 
 
-def _chunks(view: JobView) -> Iterator[str]:
-    key, prefix = "model.data.n_chunks", view.get("model.data.data_prefix")
-    given = view.get(key)
-    if given is None or not isinstance(prefix, DictConfig):
-        return
-    for split in ("train", "validation"):
-        count, files = given.get(split) if isinstance(given, DictConfig) else given, prefix.get(split) or ()
-        for name in [files] if isinstance(files, str) else files:
-            if CHUNK in str(name) and count is not None and (found := len(chunks(os.path.expanduser(name)))) != count:
-                yield f"{view.show(key)}: of {name} there are {found} files, from 0 on; leave it out, or mend the files"
-
-
 def _teacher_logits(view: JobView) -> Iterator[str]:
-    output, top_k, first, last = "output_path", "top_k", "start_from_idx", "end_at_idx"
+    output, top_k = "output_path", "top_k"
     if not view.has(output):
         return
     yield from _attempt(lambda: data_source(view.get("data.data.file_path"), "data.data.file_path"))
-    if (reason := why_unwritable(Path(os.path.expanduser(view.get(output))).absolute().parent)) is not None:
+    if not view.get(output):
+        yield f"{output} is not set: pass {output}=FILE.jsonl"
+    elif (reason := why_unwritable(Path(os.path.expanduser(view.get(output))).absolute().parent)) is not None:
         yield f"{view.show(output)} cannot be written ({reason}): give a file in a folder that you may write to"
     if view.architecture is not None and view.get(top_k) > view.architecture.vocab_size:
         yield f"{view.show(top_k)}: the model's vocabulary has {view.architecture.vocab_size} tokens; lower it"
-    if view.get(last) is not None and view.get(last) < (view.get(first) or 0):
-        yield f"{view.show(first, last)}: no example is asked for; raise the latter"
 
 
 def _schedule_of_the_critic(view: JobView) -> Iterator[str]:
@@ -520,6 +508,5 @@ _OF_MODELS: tuple[Check, ...] = (
 )
 _CHECKS: tuple[Check, ...] = (
     *(*_OF_MODELS, _wandb, _ranking, _sft_format, _loss_weights, _preferences, _model_name),
-    *(_chunks, _teacher_logits),
-    *(placement_problems, _critic_here, actor_problems, _paths),
+    *(_teacher_logits, placement_problems, _critic_here, actor_problems, _paths),
 )  # each concerns the jobs that have the keys of which it speaks

@@ -22,11 +22,7 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, start_service_watchdog
 from nemo_style_aligner.jobs.supervised_setup import build_supervised_trainer, prefix_task
 from nemo_style_aligner.launch.stop_signals import StopEarlyError
-from nemo_style_aligner.models.distillation_losses import (
-    DistillationBatch,
-    DistillationSettings,
-    distillation_objective,
-)
+from nemo_style_aligner.models.distillation_losses import DistillationBatch, distillation_objective
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, forward
@@ -48,14 +44,9 @@ def build_distillation_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> Su
     loop, section, tokenizer = cfg.trainer.knowledge_distillation, cfg.model.knowledge_distillation, base.tokenizer
     build = functools.partial(distillation_dataset, cfg, tokenizer=tokenizer, vocab_size=base.architecture.vocab_size)
     task = prefix_task(cfg, loop, tokenizer, build, distillation_collate(tokenizer), 1)
-    settings = DistillationSettings(
-        loss=section.kd_loss,
-        loss_weight=float(section.kd_loss_weight),
-        sft_weight=float(section.sft_loss_weight),
-        scale=float(section.logits_scale),
-        teacher_scale=float(section.target_logits_scale),
-    )
-    return build_supervised_trainer(cfg, loop, run, base.load(), task, distillation_objective(settings))
+    numbers = ("kd_loss_weight", "sft_loss_weight", "logits_scale", "target_logits_scale")
+    objective = distillation_objective(section.kd_loss, **{name: float(section[name]) for name in numbers})
+    return build_supervised_trainer(cfg, loop, run, base.load(), task, objective)
 
 
 def distillation_dataset(
@@ -66,11 +57,7 @@ def distillation_dataset(
     ``vocab_size``: the student's; None: the tokenizer's.
     """
     data, found = cfg.model.data, set[int]()
-    settings = {
-        "vocab_size": vocab_size or tokenizer.vocab_size,
-        "seq_length": int(data.seq_length),
-        "top_k": data.top_k,
-    }
+    settings = {"vocab_size": vocab_size or tokenizer.vocab_size, "seq_length": data.seq_length, "top_k": data.top_k}
 
     def make(paths: Sequence[Path]) -> DistillationDataset:
         dataset = DistillationDataset(paths, tokenizer, settings)
@@ -90,12 +77,11 @@ def distillation_collate(tokenizer: Tokenizer) -> Collate:
         tokens = pad_rows([item.token_ids for item in items], tokenizer.pad_id)
         mask = pad_rows([item.targets for item in items], 0)[:, 1:].float()
         learnt = mask != 0
-        count = len(items[0].logits) // sum(items[0].targets)
-        candidates = torch.zeros(*mask.shape, count, dtype=torch.int32)
-        logits = torch.zeros(*mask.shape, count)
-        ids = torch.tensor([i for item in items for i in item.candidates], dtype=torch.int32)
-        candidates[learnt] = ids.view(-1, count)
-        logits[learnt] = torch.tensor([x for item in items for x in item.logits]).view(-1, count)
+        shape = *mask.shape, len(items[0].logits) // sum(items[0].targets)
+        candidates, logits = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape)
+        for column, values in ((candidates, "candidates"), (logits, "logits")):
+            of_all = torch.tensor([x for item in items for x in getattr(item, values)], dtype=column.dtype)
+            column[learnt] = of_all.view(-1, shape[-1])
         return DistillationBatch(tokens, mask * present[:, None], candidates, logits)
 
     return collate
@@ -112,21 +98,22 @@ def store_teacher_logits(cfg: DictConfig) -> int:
     Raises:
         DataError: the file lacks examples that are asked for, or the lines that are there are of something else.
     """
-    tp_size, pp_size = int(cfg.model.tensor_model_parallel_size), int(cfg.model.pipeline_model_parallel_size)
-    initialize_model_parallel(tp_size, pp_size, int(cfg.model.seed), cfg.trainer.distributed_timeout_minutes)
+    layout = (cfg.model[f"{part}_model_parallel_size"] for part in ("tensor", "pipeline"))
+    initialize_model_parallel(*layout, cfg.model.seed, cfg.trainer.distributed_timeout_minutes)
     control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
     watchdog = start_service_watchdog(cfg.exp_manager)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     dataset = _texts(cfg, base.tokenizer)
-    first, last = int(cfg.start_from_idx or 0), len(dataset) - 1 if cfg.end_at_idx is None else int(cfg.end_at_idx)
-    if last >= len(dataset):
-        raise DataError(f"end_at_idx={last}: {cfg.data.data.file_path} has {len(dataset)} examples, from 0 on")
+    first, last = cfg.start_from_idx or 0, len(dataset) - 1 if cfg.end_at_idx is None else cfg.end_at_idx
+    if not first <= last < len(dataset):
+        raise DataError(f"start_from_idx={first}, end_at_idx={last}: the file has {len(dataset)} examples, from 0 on")
     made_by = {"tokenizer": base.tokenizer.fingerprint(), "teacher": on_first_rank(base.identity), "k": int(cfg.top_k)}
     path = Path(cfg.output_path).expanduser()
-    known = on_first_rank(lambda: _indices_in(path, made_by))
+    known = on_first_rank(lambda: _indices_in(path, made_by, dataset))
     missing = [index for index in range(first, last + 1) if index not in known]
     logger.info("%s: %d examples to compute, %d are there", path, len(missing), last + 1 - first - len(missing))
-    model, batching = base.load(trainable=False), _batching(cfg.model)
+    model = base.load(trainable=False)
+    batching = MicroBatching(int(cfg.model.micro_batch_size), cfg.model.max_tokens_per_micro_batch)
     control.begin()
     done, size = 0, int(cfg.model.global_batch_size)
     try:
@@ -150,10 +137,6 @@ def _texts(cfg: DictConfig, tokenizer: Tokenizer) -> SFTDataset:
     dataset = SFTDataset(data_source(cfg.data.data.file_path, "data.data.file_path").paths, tokenizer, options)
     logger.info(FIRST_EXAMPLE, for_log(dataset[0], tokenizer))
     return dataset
-
-
-def _batching(model: DictConfig) -> MicroBatching:
-    return MicroBatching(int(model.micro_batch_size), model.max_tokens_per_micro_batch)
 
 
 def teacher_lines(
@@ -192,11 +175,11 @@ def _append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def _indices_in(path: Path, made_by: Mapping[str, Any]) -> set[int]:
+def _indices_in(path: Path, made_by: Mapping[str, Any], dataset: SFTDataset) -> set[int]:
     """The examples whose lines are in a file; one that was not written to its end is cut off.
 
     Raises:
-        DataError: a line is of another teacher or tokenizer, or has another number of logits.
+        DataError: a line is of another teacher, tokenizer or text, or has another number of logits.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     found, size = set[int](), 0
@@ -209,7 +192,9 @@ def _indices_in(path: Path, made_by: Mapping[str, Any]) -> set[int]:
                 break
             size += len(raw)
             record = parse_line(path, number, raw)
-            if others := [key for key, value in made_by.items() if record.fields.get(key) != value]:
+            index = record.require("index", int, "an integer")
+            expected = {**made_by, "tokens": dataset[index].token_ids[:-1] if index < len(dataset) else None}
+            if others := [key for key, value in expected.items() if record.fields.get(key) != value]:
                 record.fail(f"{others[0]!r} is another than this job's: give another output_path, or remove the file")
-            found.add(record.require("index", int, "an integer"))
+            found.add(index)
     return found

@@ -159,14 +159,9 @@ BuildDataset = Callable[[DataSource], tuple[Dataset[Any], TextFormat]]
 
 
 def prefix_task(
-    cfg: DictConfig,
-    loop: DictConfig,
-    tokenizer: Tokenizer,
-    build: BuildDataset,
-    collate: Collate,
-    rows_per_example: int,
+    cfg: DictConfig, loop: DictConfig, tokenizer: Tokenizer, build: BuildDataset, collate: Collate, rows: int
 ) -> SupervisedTask:
-    """The task of a job with ``model.data.data_prefix``; ``loop`` is its section in ``trainer``.
+    """The task of a job with ``model.data.data_prefix``; ``loop``: its section in ``trainer``; ``rows``: per example.
 
     Raises:
         DataError: the data are not as they should be, or do not fill a global batch.
@@ -176,7 +171,7 @@ def prefix_task(
     logger.info(FIRST_EXAMPLE, for_log(train[0], tokenizer))
     validation = None if prefix.validation is None else build(prefix.validation)[0]
     shuffled = bool(loop.train_random_sampler), bool(loop.val_random_sampler)
-    task = SupervisedTask(train, validation, collate, rows_per_example, *shuffled, written=written)
+    task = SupervisedTask(train, validation, collate, rows, *shuffled, written=written)
     training_sampler(cfg, task)
     return task
 

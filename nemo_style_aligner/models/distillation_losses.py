@@ -32,25 +32,6 @@ class DistillationBatch:
     teacher_logits: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class DistillationSettings:
-    """What is minimised; config keys of ``model.knowledge_distillation`` in brackets.
-
-    Attributes:
-        loss: which divergence [kd_loss].
-        loss_weight, sft_weight: of the divergence, and of the text's own negative log-probs [kd_loss_weight,
-            sft_loss_weight].
-        scale, teacher_scale: of the student's logits, in both losses, and of the teacher's [logits_scale,
-            target_logits_scale].
-    """
-
-    loss: DistillationLoss = "fwd_kl"
-    loss_weight: float = 1.0
-    sft_weight: float = 0.0
-    scale: float = 1.0
-    teacher_scale: float = 1.0
-
-
 def distillation_loss(student: torch.Tensor, teacher: torch.Tensor, loss: DistillationLoss) -> torch.Tensor:
     """The divergence at each position, fp32 [...]: fwd_kl ``KL(teacher || student)``, bwd_kl with its sides exchanged.
 
@@ -62,23 +43,26 @@ def distillation_loss(student: torch.Tensor, teacher: torch.Tensor, loss: Distil
     return (p.exp() * (p - q)).sum(-1)
 
 
-def distillation_objective(settings: DistillationSettings) -> Objective:
+def distillation_objective(
+    kd_loss: DistillationLoss,
+    *,
+    kd_loss_weight: float,
+    sft_loss_weight: float,
+    logits_scale: float,
+    target_logits_scale: float,
+) -> Objective:
     """The divergence from the teacher and the cross-entropy of the text; items are tokens.
 
-    Reports ``kd_loss``, ``sft_loss`` and ``agreement``: how often the teacher's first choice is, among its k, the
-    student's, too.
+    The arguments are the keys of ``model.knowledge_distillation``. Reports ``kd_loss``, ``sft_loss`` and ``agreement``:
+    how often the teacher's first choice is, among its k, the student's, too.
     """
 
     def loss(logprobs: torch.Tensor, batch: DistillationBatch) -> LossResult:
-        mask, of_candidates = batch.loss_mask, logprobs[..., 1:]
-        teacher = settings.teacher_scale * batch.teacher_logits
-        divergence, sft = distillation_loss(of_candidates, teacher, settings.loss), -logprobs[..., 0]
-        sums_of = {
-            "kd_loss": divergence,
-            "sft_loss": sft,
-            "agreement": of_candidates.argmax(-1) == teacher.argmax(-1),
-        }
-        total = settings.loss_weight * divergence + settings.sft_weight * sft
+        student, teacher = logprobs[..., 1:], target_logits_scale * batch.teacher_logits
+        divergence, sft = distillation_loss(student, teacher, kd_loss), -logprobs[..., 0]
+        agreement = student.argmax(-1) == teacher.argmax(-1)
+        sums_of = {"kd_loss": divergence, "sft_loss": sft, "agreement": agreement}
+        total, mask = kd_loss_weight * divergence + sft_loss_weight * sft, batch.loss_mask
         return (total * mask).sum(), mask.sum(), {name: (x * mask).sum() for name, x in sums_of.items()}
 
-    return Objective(loss, lambda batch: batch.loss_mask != 0, Scoring(1 / settings.scale, candidates=True))
+    return Objective(loss, lambda batch: batch.loss_mask != 0, Scoring(1 / logits_scale, candidates=True))
