@@ -251,7 +251,7 @@ def require_overlap(some: Sequence[tuple[float, float]], others: Sequence[tuple[
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_roles_on_ranks_of_their_own_overlap_and_change_no_number(artefacts: Artefacts, tmp_path: Path) -> None:
     """One rank each; in layouts that differ; with a rank that generates; ranks that are killed, a stop, new starts."""
     one, beside, wide, separate, killed = (tmp_path / name for name in ("one", "beside", "wide", "separate", "killed"))

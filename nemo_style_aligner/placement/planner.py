@@ -196,21 +196,7 @@ def _line(who: str, fit: Fit | None, used: Mapping[str, float], device: Device) 
 
 
 def _as_json(found: Sequence[Prediction], reasons: dict[str, str]) -> dict[str, Any]:
-    listed = [
-        {
-            "strategy": plan.strategy,
-            "nodes": {"actor": plan.nodes[0], "critic": plan.nodes[1]},
-            "actor": str(plan.actor.layout),
-            "critic": str(plan.critic.layout) if plan.critic else None,
-            "rollout_devices": plan.generating,
-            "engine_tensor_parallel_size": plan.engine_tp,
-            "num_slots": plan.slots,
-            "staleness": plan.staleness,
-            "seconds": phases,
-            "bytes": {kind: dict(used) for kind, used in memory_of(plan).items()},
-        }
-        for phases, plan in found
-    ]
+    listed = [dataclasses.asdict(plan) | {"seconds": phases, "bytes": memory_of(plan)} for phases, plan in found]
     return {"plans": listed, "without": reasons}
 
 
