@@ -54,24 +54,18 @@ class RewardFunctionService:
         self._tokenizer = tokenizer
         self._end_strings = tokenizer.end_strings(end_strings)
         self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
-        self._failure: Exception | None = None  # of the source of rewards as a whole
         self._queue = JobQueue(http.max_outstanding_requests)
         self._metrics = ServiceMetrics()
         limits = ModelLimits(vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint())
         endpoints = reward_endpoint(limits, takes_prompts=True)
         self._http = start_http_server(endpoints, self._queue, http, self._metrics)
 
-    @property
-    def port(self) -> int:
-        """The port that the service listens on."""
-        return self._http.port
-
     def request_stop(self) -> None:
         """Let `run` finish the accepted requests, then return. Call it from any thread or a signal handler."""
         self._stop_requested = True
 
     def run(self) -> None:
-        """Serve until `request_stop`. Raises `RewardError` if too many calls of the function hang."""
+        """Serve until `request_stop`."""
         self._queue.set_state(QueueState.SERVING)
         while not self._stop_requested:
             self._begin_next()
@@ -84,8 +78,6 @@ class RewardFunctionService:
 
     def _begin_next(self) -> None:
         """Have the next request scored, if one comes soon."""
-        if self._failure is not None:
-            raise self._failure
         for job in self._queue.take(_POLL_SECONDS, 1, 0.0):  # one row: an error fails one request only
             assert isinstance(job, InferJob)  # there is no other endpoint
             job.taken, job.batch_rows = time.monotonic(), job.rows
@@ -95,16 +87,17 @@ class RewardFunctionService:
             rewards.add_done_callback(functools.partial(self._answer, job))
 
     def _answer(self, job: InferJob, scored: concurrent.futures.Future[list[Reward]]) -> None:
-        if (error := scored.exception()) is not None:
-            self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            job.future.set_exception(ProtocolError(500, f"the service failed: {error}"))
+        try:
+            rewards = scored.result()
+        except Exception as error:  # noqa: BLE001 - the service ends; the client hears of anything else, too
+            job.future.set_exception(ProtocolError(500, f"the service failed: {error!r}"))
             return
-        for row, reward in enumerate(scored.result()):
-            if reward.problem is not None:
-                job.future.set_exception(ProtocolError(500, f"sequence {row} of the request: {reward.problem}"))
-                return
-        values = np.array([reward.value for reward in scored.result()], dtype=np.float32)
-        job.future.set_result({"rewards": values.reshape(-1, 1)})
+        problems = (f"sequence {row} of the request: {r.problem}" for row, r in enumerate(rewards) if r.problem)
+        if problem := next(problems, None):
+            job.future.set_exception(ProtocolError(500, problem))
+        else:
+            values = np.array([reward.value for reward in rewards], dtype=np.float32)
+            job.future.set_result({"rewards": values.reshape(-1, 1)})
 
     def _sample(self, job: InferJob, row: int) -> Sample:
         assert job.lines is not None and job.prompt_lengths is not None  # the endpoint asks for them
