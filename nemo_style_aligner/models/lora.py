@@ -290,6 +290,7 @@ def add_adapters(
         module = layer.get_submodule(_module_of(entry))
         module.adapter = Adapter(entry, lora, gpt.config, layout.tp_rank).to(module.weight.device)
         module.register_forward_hook(_add_adapter)
+        layer.is_one_function = False
         found[module.weight] = module.adapter
     if gpt.pre_process and gpt.config.recompute_granularity:
         gpt.embedding.register_forward_hook(_begin_graph)
