@@ -134,7 +134,8 @@ def test_attention(
     assert torch.equal(out[: lengths[0]], alone), "it depends on what else is in the row"
     for threads in (1, 16):  # with many, heads are tasks of their own
         torch.set_num_threads(threads)
-        assert torch.equal(found, kernels.attention_backward(grad, lse, qkv, *arguments))
+        place = qkv.clone()
+        assert torch.equal(found, kernels.attention_backward(grad, lse, place, *arguments, out=place))
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -173,7 +174,8 @@ def test_products_with_packed_weights(
     assert_near(found[:, 0], a.double() @ matrix.double())
 
     torch.set_num_threads(1)
-    again = kernels.multiply_packed(a, kernels.packed(weight, transposed), columns)
+    again = torch.full((rows, columns), torch.nan, dtype=torch.bfloat16)
+    assert kernels.multiply_packed(a, kernels.packed(weight, transposed), columns, again) is again
     assert torch.equal(found[:, 0], again), "it depends on the number of threads"
     some = kernels.multiply_packed(a[rows // 3 :], packed, columns)
     assert torch.equal(some, again[rows // 3 :]), "it depends on the other rows"
@@ -195,6 +197,7 @@ def test_swiglu_and_rms_norm(kernels: LayerKernels, rows: int, width: int, dtype
     assert_near(kernels.swiglu(x), expected)
     found = kernels.swiglu_backward(x, grad)
     assert_near(found, expected_grad)
+    assert torch.equal(kernels.swiglu_backward(place := x.clone(), grad, out=place), found)
 
     weight, x = numbers(width, seed=2), x[:, :width].contiguous()
     exact, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
@@ -206,6 +209,14 @@ def test_swiglu_and_rms_norm(kernels: LayerKernels, rows: int, width: int, dtype
     assert grads[1].dtype == torch.float32
     for found, expected_grad in zip(grads, expected_grads, strict=True):
         assert_near(found, expected_grad)
+
+    other = numbers(rows, width, seed=3, dtype=dtype)
+    total, *rest = kernels.add_and_rms_norm(x, other.clone(), weight, 1e-5)
+    assert torch.equal(total, x + other)
+    assert all(map(torch.equal, rest, kernels.rms_norm(total, weight, 1e-5)))
+    for out in (None, grad):
+        added = kernels.rms_norm_backward(x, weight, scale, grad, added=other, out=out)
+        assert torch.equal(added[0], grads[0] + other) and torch.equal(added[1], grads[1])
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -6,6 +6,7 @@ import math
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trained_models import ARCHITECTURES, OPTIM, Weighted, logprobs, score, tokens, weighted_sum
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.models import layers, linear, products
 from nemo_style_aligner.models import logprobs as logprobs_module
-from nemo_style_aligner.models import products
 from nemo_style_aligner.models.gpt import build_model, transformer_config
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.layer_kernels import best_kernels
@@ -27,6 +28,7 @@ from nemo_style_aligner.models.logprobs import Prediction, predict
 from nemo_style_aligner.models.packing import MicroBatching, Sequences, pack_row
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.models.recompute import computed_again, not_keeping
+from nemo_style_aligner.models.whole_layer import whole_layer
 from nemo_style_aligner.parallel.groups import current_layout
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
@@ -295,6 +297,71 @@ def test_linear_layers_equal_exact_products(
             torch.testing.assert_close(found, expected.to(dtype), msg=lambda m, n=name: f"{n}: {m}")
         with pytest.raises(TypeError, match="cannot take"):
             layer(x.half())
+
+
+@pytest.mark.parametrize("granularity", [None, "full"])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_as_one_function_changes_no_bit(
+    dtype: torch.dtype, in_place: bool, granularity: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of log-probs and gradients, against the same layers module by module."""
+    config = {"optim": OPTIM, "activations_checkpoint_granularity": granularity}
+    model = build_model(ARCHITECTURES["llama"], config, dtype)
+    if not in_place:
+        for parameter in model.gpt.parameters():
+            setattr(parameter, linear._IN_PLACE, False)
+    ids, wanted = tokens(), torch.ones(5, 11, dtype=torch.bool)
+    weights = torch.randn(5, 11, generator=torch.Generator().manual_seed(2))
+    computed: list[bool] = []
+
+    def as_one(*args: Any) -> torch.Tensor | None:
+        out = whole_layer(*args)
+        computed.append(out is not None and out._base is None)  # pipeline stages free their outputs: no views
+        return out
+
+    found = []
+    for function in (as_one, lambda *_: None):
+        monkeypatch.setattr(layers, "whole_layer", function)
+        for parameter in model.gpt.parameters():
+            parameter.main_grad.zero_()
+        train_step(model, Weighted(ids, weights), wanted, MicroBatching(2), weighted_sum, scoring=Scoring())
+        found.append([logprobs(model, ids), *(p.main_grad.clone() for p in model.gpt.parameters())])
+    assert computed and all(computed)
+    assert all(torch.equal(one, several) and one.norm() > 0 for one, several in zip(*found, strict=True))
+
+
+def test_a_layer_as_one_function_has_gradients_only_once() -> None:
+    """It keeps no second copy of what it overwrites, and says so."""
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
+    packed = pack_row(Sequences.padded(tokens(), torch.ones(5, 12, dtype=torch.bool)), 1)
+    out = whole_layer(model.gpt.decoder.layers[0], torch.ones(60, 1, 32), torch.ones(128, 1, 1, 8), packed.sequences)
+    assert out is not None
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only once"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["tied", "qk-norm", "layernorm1p", "scaled"])
+def test_other_layers_are_computed_module_by_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases, norms of queries and keys, other norms and activations; with dropout, while training; on GPUs."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("it has no room for that")
+
+    model = build_model(ARCHITECTURES[name], {"optim": OPTIM}, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "whole_layer", refuse)
+        logprobs(model, tokens())
+    model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM, "hidden_dropout": 0.5}, torch.float32)
+    packed = pack_row(Sequences.padded(tokens(), torch.ones(5, 12, dtype=torch.bool)), 1)
+    hidden, angles = torch.ones(60, 1, 32), torch.ones(128, 1, 1, 8)
+    layer = model.gpt.decoder.layers[0]
+    assert whole_layer(layer.train(), hidden, angles, packed.sequences) is None
+    assert whole_layer(layer.eval(), hidden, angles, packed.sequences) is not None
+    assert whole_layer(layer, hidden.bfloat16(), angles, packed.sequences) is None  # and the products say what is wrong
+    elsewhere: Any = SimpleNamespace(config=layer.config, training=False)  # Transformer Engine's has no norms to read
+    assert whole_layer(elsewhere, hidden.to("meta"), angles, packed.sequences) is None
 
 
 @pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["language", "reward"])

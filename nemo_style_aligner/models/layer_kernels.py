@@ -92,7 +92,9 @@ class LayerKernels:
         self._library.layer_pack(*pointers, n, k, int(transposed), torch.get_num_threads())
         return out
 
-    def multiply_packed(self, a: torch.Tensor, packed: torch.Tensor, columns: int) -> torch.Tensor:
+    def multiply_packed(
+        self, a: torch.Tensor, packed: torch.Tensor, columns: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """bf16 a [..., depth] times a matrix [depth, columns] that was `packed` -> [..., columns].
 
         Sums are in fp32 and rounded once. A row's result does not depend on the rows it is computed with.
@@ -101,7 +103,8 @@ class LayerKernels:
         if a.dtype != torch.bfloat16 or a.shape[-1] != depth or -(-columns // _PANEL) != len(packed):
             raise ValueError(f"{a.dtype} {list(a.shape)} times a matrix of {columns} columns in {list(packed.shape)}")
         a = a.contiguous()
-        out = a.new_empty(*a.shape[:-1], columns)
+        if out is None:
+            out = a.new_empty(*a.shape[:-1], columns)
         pointers = [_Pointer(x.data_ptr()) for x in (a, packed, out)]
         self._library.layer_multiply_packed(*pointers, a.numel() // depth, depth, columns, torch.get_num_threads())
         return out
@@ -153,9 +156,10 @@ class LayerKernels:
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         lengths: torch.Tensor,
         scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient with respect to ``qkv`` from that of the output."""
-        grad_qkv = torch.empty_like(qkv)
+        """The gradient with respect to ``qkv`` from that of the output; ``out``, where it goes, may be ``qkv``."""
+        grad_qkv = torch.empty_like(qkv) if out is None else out
         call = self._attention(qkv, rotary, lengths, scale)
         call.grad_out, call.grad_qkv, call.lse = grad.data_ptr(), grad_qkv.data_ptr(), lse.data_ptr()
         self._check(self._library.layer_attention_backward(ctypes.byref(call)))
@@ -195,25 +199,42 @@ class LayerKernels:
         self._call("layer_swiglu", (x, out), _rows(out))
         return out
 
-    def swiglu_backward(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient with respect to x."""
-        grad_x = torch.empty_like(x)
+    def swiglu_backward(self, x: torch.Tensor, grad: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The gradient with respect to x; ``out``, where it goes, may be x itself."""
+        grad_x = torch.empty_like(x) if out is None else out
         self._call("layer_swiglu_backward", (x, grad, grad_x), _rows(grad))
         return grad_x
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         """x [..., h] / rms(x) * weight (fp32 [h]) over the last dimension, and 1 / rms(x), fp32 [..., 1]."""
         out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-        self._call("layer_rms_norm", (x, weight, out, scale), _rows(x), ctypes.c_float(eps))
+        self._call("layer_rms_norm", (x, None, weight, None, out, scale), _rows(x), ctypes.c_float(eps))
         return out, scale
 
+    def add_and_rms_norm(
+        self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x + added, which replaces ``added``, and `rms_norm` of it."""
+        out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        self._call("layer_rms_norm", (x, added, weight, added, out, scale), _rows(x), ctypes.c_float(eps))
+        return added, out, scale
+
     def rms_norm_backward(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        grad: torch.Tensor,
+        added: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients with respect to x and, in fp32, to the weight."""
-        grad_x = torch.empty_like(x)
+        """The gradients with respect to x, plus ``added``, and, in fp32, to the weight.
+
+        ``out``, where the former goes, may be ``grad`` itself.
+        """
+        grad_x = torch.empty_like(x) if out is None else out
         grad_weight = torch.empty(torch.get_num_threads(), x.shape[-1], dtype=torch.float32)
-        self._call("layer_rms_norm_backward", (x, weight, scale, grad, grad_x, grad_weight), _rows(x))
+        self._call("layer_rms_norm_backward", (x, weight, scale, grad, added, grad_x, grad_weight), _rows(x))
         return grad_x, grad_weight.sum(0)
 
     def measure_logits(
@@ -335,8 +356,8 @@ def _largest_error(kernels: LayerKernels, dtype: torch.dtype) -> float:
         picked, entropy = logprobs[torch.arange(60), targets], -(logprobs.exp() * logprobs).sum(-1)
         exact = torch.autograd.grad((picked * grad + entropy * grad_entropy).sum(), (x, weight))
 
-    whole, norm = x.detach().to(dtype), weight.detach()
-    normed, scale = kernels.rms_norm(whole, norm, 1e-5)
+    half, norm = (x.detach() / 2).to(dtype), weight.detach()
+    whole, normed, scale = kernels.add_and_rms_norm(half, half.clone(), norm, 1e-5)
     attended, lse = kernels.attention(normed.view(60, 2, 4, 24), rotary, lengths, 24**-0.5)
     gated = kernels.swiglu(attended.view(60, 96))
     normalizer, at_target, entropies = kernels.measure_logits(gated, targets, 0.5, entropy=True)

@@ -32,6 +32,7 @@ from nemo_style_aligner.models.layer_kernels import kernels_for
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs, recomputes_mlp
+from nemo_style_aligner.models.whole_layer import is_one_function, whole_layer
 from nemo_style_aligner.parallel.groups import device
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class Layer(TransformerLayer):
 
     def __init__(self, config: LayerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        self.is_one_function = is_one_function(config)
         if recomputes_mlp(config) and config.add_bias_linear:
             self.mlp.register_forward_hook(_copy_bias)
 
@@ -120,6 +122,10 @@ class Layer(TransformerLayer):
         packed, outputs = kwargs.get("packed_seq_params"), None
         if isinstance(packed, PackedSequences):
             outputs = packed.outputs if self.layer_number == self.config.num_layers else None
+            if self.is_one_function and outputs is None:
+                computed = whole_layer(self, kwargs["hidden_states"], kwargs.get("rotary_pos_emb"), packed)
+                if computed is not None:
+                    return computed, None
         hidden_states, context = self._forward_attention(*args, **kwargs)
         if outputs is not None:
             hidden_states = hidden_states.index_select(0, outputs)

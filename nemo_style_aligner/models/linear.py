@@ -75,7 +75,7 @@ class _SummingInPlace:
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [..., k] @ weight.T -> [..., n] on a CPU, with this layer's weight. Not differentiable."""
         is_packed = not weight.requires_grad and x.dtype == weight.dtype == torch.bfloat16 and widened(x) is x
-        return self._packed_weight.multiply(x, weight) if is_packed else _multiplied(x, weight)
+        return self._packed_weight.multiply(x, weight) if is_packed else multiplied(x, weight)
 
 
 class ColumnLinear(_SummingInPlace, ColumnParallelLinear):
@@ -86,17 +86,30 @@ class RowLinear(_SummingInPlace, RowParallelLinear):
     """megatron-core's `RowParallelLinear` with `_SummingInPlace`."""
 
 
-def _multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [..., k] @ weight.T -> [..., n], of their dtype. Not differentiable: see `_Linear`."""
+def multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., k] @ weight.T -> [..., n], of their dtype. Not differentiable: see the next two functions."""
     if x.dtype != weight.dtype:  # where both are widened, the mistake would go unnoticed
         raise TypeError(f"a linear layer of {weight.dtype} cannot take {x.dtype}")
     return weight_product(widened(x), widened(weight), transposed=True).to(x.dtype)
 
 
-def _weight_gradient(
+def input_gradient(grad: torch.Tensor, weight: torch.Tensor, unused: torch.Tensor | None = None) -> torch.Tensor:
+    """The gradient of `multiplied` with respect to x, in the weight's dtype.
+
+    Args:
+        grad: the gradient of its result, `widened`.
+        unused: a tensor like x, contiguous, whose memory the result takes where it can.
+    """
+    if unused is None or unused.dtype != grad.dtype:
+        return weight_product(grad, widened(weight), transposed=False).to(weight.dtype)
+    weight_product(grad.flatten(0, -2), weight, transposed=False, out=unused.flatten(0, -2))
+    return unused
+
+
+def weight_gradient(
     grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, main_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The gradient of `_multiplied` with respect to the weight, or None, if it was added to ``main_grad`` instead.
+    """The gradient of `multiplied` with respect to the weight, or None, if it was added to ``main_grad`` instead.
 
     Args:
         grad: the gradient of its result, `widened`.
@@ -145,7 +158,7 @@ class _Linear(torch.autograd.Function):
         ctx.allreduce_dgrad, ctx.group = allreduce_dgrad, group
         ctx.gathered_by = group if sequence_parallel else None
         ctx.main_grad = main_grad_of(weight)
-        return _multiplied(_gathered(x, ctx.gathered_by), weight)
+        return multiplied(_gathered(x, ctx.gathered_by), weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -153,14 +166,14 @@ class _Linear(torch.autograd.Function):
         grad = widened(grad)
         grad_x, grad_weight, exchange = None, None, None
         if ctx.needs_input_grad[0]:
-            grad_x = weight_product(grad, widened(weight), transposed=False).to(weight.dtype)
+            grad_x = input_gradient(grad, weight)
             if ctx.allreduce_dgrad:
                 exchange = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
             elif ctx.gathered_by is not None:
                 whole, grad_x = grad_x, grad_x.new_empty(len(grad_x) // ctx.group.size(), *grad_x.shape[1:])
                 exchange = dist.reduce_scatter_tensor(grad_x, whole, group=ctx.gathered_by, async_op=True)
         if ctx.needs_input_grad[1]:  # while the ranks exchange grad_x
-            grad_weight = _weight_gradient(grad, _gathered(x, ctx.gathered_by), weight.dtype, ctx.main_grad)
+            grad_weight = weight_gradient(grad, _gathered(x, ctx.gathered_by), weight.dtype, ctx.main_grad)
         if exchange is not None:
             exchange.wait()
         return grad_x, grad_weight, None, None, None

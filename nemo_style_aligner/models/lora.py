@@ -122,9 +122,6 @@ class LoraSettings:
         tuning = "model.peft.lora_tuning"
         if unknown := [target for target in self.targets if target not in TARGETS] or not self.targets:
             yield f"{tuning}.target_modules={list(self.targets)}: choose among {', '.join(TARGETS)}"
-        for key, value in (("column_init_method", self.init_a), ("row_init_method", self.init_b)):
-            if value not in _INITS:
-                yield f"{tuning}.{key}={value}: choose {', '.join(_INITS)}"
         if (self.init_a, self.init_b) == ("zero", "zero"):
             yield f"{tuning}.column_init_method=zero, row_init_method=zero: this never learns; use xavier and zero"
         numbers = range(1, architecture.num_layers + 1)
@@ -290,6 +287,7 @@ def add_adapters(
         module = layer.get_submodule(_module_of(entry))
         module.adapter = Adapter(entry, lora, gpt.config, layout.tp_rank).to(module.weight.device)
         module.register_forward_hook(_add_adapter)
+        layer.is_one_function = False
         found[module.weight] = module.adapter
     if gpt.pre_process and gpt.config.recompute_granularity:
         gpt.embedding.register_forward_hook(_begin_graph)

@@ -24,18 +24,22 @@ _FEWEST_ROWS = 32
 """With fewer, torch's library multiplies: rearranging a weight would take longer than the product."""
 
 
-def weight_product(a: torch.Tensor, weight: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+def weight_product(
+    a: torch.Tensor, weight: torch.Tensor, *, transposed: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """a [..., k] @ weight.T -> [..., n] (``transposed``), or a [..., n] @ weight -> [..., k]. Not differentiable.
 
-    ``weight``: [n, k], of a's dtype.
+    Args:
+        weight: [n, k], of a's dtype.
+        out: contiguous; where the result goes.
     """
     kernels = _kernels_for(a, weight, transposed)
     if kernels is None:
-        return product(a, weight.t() if transposed else weight)
+        return product(a, weight.t() if transposed else weight, out=out)
     packed = None if _pass is None else _pass.packed(kernels, weight, transposed)
     if packed is None:
         packed = kernels.packed(weight, transposed)
-    return kernels.multiply_packed(a, packed, weight.shape[0 if transposed else 1])
+    return kernels.multiply_packed(a, packed, weight.shape[0 if transposed else 1], out)
 
 
 class PackedWeight:

@@ -37,14 +37,21 @@ template <class T> void swiglu_backward(const T* x, const T* grad, T* grad_x, in
 
 // ---- RMSNorm --------------------------------------------------------------------------------------------------------
 
+// Of x or, where there is `added`, of x + added, which goes to `sum` and may replace either.
 template <class T>
-void rms_norm(const T* x, const float* weight, T* out, float* scale, int rows, int width, float epsilon, int threads) {
+void rms_norm(const T* x, const T* added, const float* weight, T* sum, T* out, float* scale, int rows, int width,
+              float epsilon, int threads) {
     in_pieces(threads, rows, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
-            const T* from = x + row * width;
+            const T* from = (added ? sum : x) + row * width;
             vf squares = {};
             for (int i = 0; i < width; i += LANES) {
-                const vf v = load_some(from + i, width - i);
+                const int n = width - i;
+                if (added) {
+                    const vf both = load_some(x + row * width + i, n) + load_some(added + row * width + i, n);
+                    store_some(sum + row * width + i, both, n);
+                }
+                const vf v = load_some(from + i, n);
                 squares += v * v;
             }
             scale[row] = 1 / std::sqrt(sum_lanes(squares) / width + epsilon);
@@ -55,9 +62,10 @@ void rms_norm(const T* x, const float* weight, T* out, float* scale, int rows, i
     });
 }
 
-// grad_weight [threads][width]: the sum over each thread's rows.
+// grad_weight [threads][width]: the sum over each thread's rows. Where there is `added`, it is added to grad_x, which is
+// rounded before and after. grad_x may be grad.
 template <class T>
-void rms_norm_backward(const T* x, const float* weight, const float* scale, const T* grad, T* grad_x,
+void rms_norm_backward(const T* x, const float* weight, const float* scale, const T* grad, const T* added, T* grad_x,
                        float* grad_weight, int rows, int width, int threads) {
     parallel(threads, threads, [&](int thread) {
         float* sums = grad_weight + (size_t)thread * width;
@@ -78,7 +86,9 @@ void rms_norm_backward(const T* x, const float* weight, const float* scale, cons
                 const int n = width - i;
                 const vf normed = load_some(from + i, n) * scale[row];
                 const vf g = load_some(slope + i, n) * load_some(weight + i, n);
-                store_some(grad_x + row * width + i, (g - normed * mean) * scale[row], n);
+                T* to = grad_x + row * width + i;
+                store_some(to, (g - normed * mean) * scale[row], n);
+                if (added) store_some(to, load_some(to, n) + load_some(added + row * width + i, n), n);
             }
         }
     });

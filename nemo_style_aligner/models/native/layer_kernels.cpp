@@ -41,19 +41,20 @@ int layer_swiglu_backward(const void* x, const void* grad, void* grad_x, int row
     });
 }
 
-int layer_rms_norm(const void* x, const float* weight, void* out, float* scale, int rows, int width, float epsilon,
-                   int is_bf16, int threads) {
+int layer_rms_norm(const void* x, const void* added, const float* weight, void* sum, void* out, float* scale, int rows,
+                   int width, float epsilon, int is_bf16, int threads) {
     return with_type(is_bf16, [&](auto type) {
         typedef decltype(type) T;
-        rms_norm((const T*)x, weight, (T*)out, scale, rows, width, epsilon, threads);
+        rms_norm((const T*)x, (const T*)added, weight, (T*)sum, (T*)out, scale, rows, width, epsilon, threads);
     });
 }
 
-int layer_rms_norm_backward(const void* x, const float* weight, const float* scale, const void* grad, void* grad_x,
-                            float* grad_weight, int rows, int width, int is_bf16, int threads) {
+int layer_rms_norm_backward(const void* x, const float* weight, const float* scale, const void* grad, const void* added,
+                            void* grad_x, float* grad_weight, int rows, int width, int is_bf16, int threads) {
     return with_type(is_bf16, [&](auto type) {
         typedef decltype(type) T;
-        rms_norm_backward((const T*)x, weight, scale, (const T*)grad, (T*)grad_x, grad_weight, rows, width, threads);
+        rms_norm_backward((const T*)x, weight, scale, (const T*)grad, (const T*)added, (T*)grad_x, grad_weight, rows,
+                          width, threads);
     });
 }
 
