@@ -37,6 +37,14 @@ def size_of(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 0.5e9 else f"{num_bytes / 1e6:,.3g} MB"
 
 
+def duration(seconds: float) -> str:
+    """Seconds for people: "90 s", "3 min", "3 h 1 min"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def common_start(one: str, other: str) -> str:
     """The longest common prefix of two texts."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))

@@ -1125,26 +1125,25 @@ def test_a_watchdog_that_comes_too_late_is_warned_of(model: Path, caplog: pytest
     assert message.startswith("exp_manager.watchdog_minutes=25 is not below trainer.distributed_timeout_minutes=20")
 
 
-def test_weights_and_biases_that_is_not_installed_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_found(package: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, package, raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (problem,) = problems(model, "training_rm", "exp_manager.create_wandb_logger=True")
-    assert problem.startswith("exp_manager.create_wandb_logger=True: wandb is not installed; pip install -e '.[wandb]'")
+    key = f"exp_manager.create_{package}_logger"
+    (problem,) = problems(model, "training_rm", f"{key}=True")
+    assert problem.startswith(f"{key}=True: {package} is not installed; pip install -e '.[{package}]'")
 
 
-def test_arguments_that_weights_and_biases_do_not_take(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(arguments: str) -> list[str]:
-        given = [f"exp_manager.wandb_logger_kwargs.{argument}" for argument in arguments.split()]
-        return problems(model, "training_rm", " ".join(["exp_manager.create_wandb_logger=True", *given]))
+def test_a_profile_that_cannot_be_is_refused(model: Path) -> None:
+    def found(**values: object) -> list[str]:
+        return problems(
+            model, "training_rm", " ".join(f"trainer.profile.{key}={value}" for key, value in values.items())
+        )
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda project=None, name=None, id=None: None))  # type: ignore
-    assert found("project=p version=7") == []
-    assert found("projekt=p") == [
-        "exp_manager.wandb_logger_kwargs.projekt: wandb.init takes no such argument; leave it out"
-    ]
-    assert found("log_model=True") == [
-        "exp_manager.wandb_logger_kwargs.log_model is an option of Lightning's logger, not of this one: leave it out"
-    ]
+    assert found(start_step=2, end_step=3) == []
+    assert "needs a trainer.profile.start_step" in found(end_step=3)[0]
+    assert "not behind it, not 4" in found(start_step=4, end_step=3)[0]
+    assert "the ranks that train are 0 to 0" in found(start_step=4, ranks="[0,1]")[0]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

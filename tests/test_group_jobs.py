@@ -32,7 +32,8 @@ from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rl.estimators import ESTIMATORS
 from nemo_style_aligner.services.reward_client import SequencesToScore
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
-from nemo_style_aligner.telemetry.metrics import read_json_lines, read_metrics
+from nemo_style_aligner.telemetry.log_files import read_json_lines
+from nemo_style_aligner.telemetry.metrics import read_metrics
 
 TIMEOUT = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -60,7 +60,8 @@ from nemo_style_aligner.models.restore import BaseModel, open_base_model, requir
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE, read_metrics, read_tables
+from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE
+from nemo_style_aligner.telemetry.metrics import read_metrics, read_tables
 
 TIMEOUT = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import runpy
 import shutil
 import subprocess
 import time
@@ -19,7 +20,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.services.dashboard import Dashboard
 from nemo_style_aligner.telemetry import activity, timeline
-from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric, markdown
+from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.report import find_runs, write_report
 from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
@@ -162,6 +163,7 @@ def test_what_is_no_run_is_named(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_metrics_table_is_documented_and_every_row_can_be_found() -> None:
+    markdown = runpy.run_path(str(ROOT / "docs" / "make_metrics.py"))["markdown"]
     assert (ROOT / "docs" / "metrics.md").read_text() == markdown()
     for row in METRICS:
         name = row.name.replace("*_rollouts", "val_rollouts").replace("*", "train")
@@ -199,8 +201,8 @@ def test_phases_of_each_rank_become_a_trace(run: Path, tmp_path: Path) -> None:
         logger.close()
     last = timeline.last_phases(log_dir, steps=1)
     assert {rank: [name for name, _, _ in phases][:1] for rank, phases in last.items()} == {
-        0: ["step/rollout_time/generate"],
-        1: ["step/rollout_time/generate"],
+        0: ["Generation"],
+        1: ["Generation"],
     }
     assert write_trace(log_dir, tmp_path / "trace.json", 102, 102) == 3  # rank 1 came later
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -238,11 +240,24 @@ def test_the_dashboard_shows_what_is_new_to_who_knows_the_secret(dashboard: Dash
         while after["version"] == before["version"] and time.monotonic() < deadline:
             after = requests.get(f"{address}/state", auth=known, timeout=5).json()
             time.sleep(0.02)
-    assert after["version"] != before["version"] and after["phase"] == "step/generate"
+    assert (
+        after["version"] != before["version"]
+        and after["phase"] == "A step \N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK} Generation"
+    )
     assert (
         after["counts"].startswith("3 of 8 responses") and "<b>look</b>" in after["log"][-1] and not after["stopping"]
     )
     assert "Before and after" in requests.get(address, auth=known, timeout=5).text
+
+    def steps(query: str) -> list[int]:
+        found = requests.get(f"{address}/rollouts?{query}", auth=known, timeout=5).json()
+        assert found["older"] is None
+        return [int(step) for step in re.findall(r"<b>step (\d+)</b>", found["html"])]
+
+    assert steps("") == [8, 8, 4, 4] and steps("step=4") == [4, 4] and steps("high=0") == []
+    assert steps("low=0.4") == [8, 4] and steps("text=2%2B2%3F%204&step=8") == [8, 8]  # one of the rewards is NaN
+    assert requests.get(f"{address}/rollouts?low=x", auth=known, timeout=5).status_code == 400
+    assert requests.get(f"{address}/rollouts", timeout=5).status_code == 401
     assert requests.get(f"{address}/../etc/passwd", auth=known, timeout=5).status_code == 404
     assert requests.post(address, auth=known, timeout=5).status_code == 405
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gzip
 import io
 import json
 import logging
 import mmap
+import os
 import re
 import sys
 import threading
@@ -22,6 +24,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.jobs import job_setup
 from nemo_style_aligner.jobs.job_setup import Run
@@ -30,8 +33,10 @@ from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_for_all_ranks, with_fields
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
+from nemo_style_aligner.telemetry.profiler import profiled
 from nemo_style_aligner.telemetry.progress import Progress, how_far
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
+from nemo_style_aligner.telemetry.trackers import Tracker, Wandb
 from nemo_style_aligner.training.run_control import RunControl
 
 
@@ -131,16 +136,6 @@ def test_tables_and_hyperparameters(tmp_path: Path) -> None:
     assert OmegaConf.load(tmp_path / "hyperparameters.yaml") == {"a": 1, "b": 1}
 
 
-def test_wandb_that_is_not_installed_is_an_error_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    section = OmegaConf.create({"create_wandb_logger": True, "wandb_logger_kwargs": {"project": "p", "name": "n"}})
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[wandb\]'"):
-        MetricsLogger.from_config(section, tmp_path, rank=0)
-    MetricsLogger.from_config(section, tmp_path, rank=1)  # the other ranks do not need it
-
-
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_wandb_server_out_of_reach_does_not_keep_a_job_from_its_end(
     hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -157,15 +152,15 @@ def test_a_wandb_server_out_of_reach_does_not_keep_a_job_from_its_end(
     folder = tmp_path / "wandb" / "run-1"
     run = types.SimpleNamespace(id="1", dir=str(folder / "files"), define_metric=lambda *_, **__: None, finish=finish)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))  # type: ignore[arg-type]
-    monkeypatch.setattr(job_setup, "_WANDB_SECONDS_STOPPED", 0.5)
+    monkeypatch.setattr(job_setup, "_TRACKER_SECONDS_STOPPED", 0.5)
     control, nothing = RunControl(), types.SimpleNamespace(finish=lambda: None)
     control.status = EXIT_REQUEUE
-    log = MetricsLogger(tmp_path, rank=0, wandb_kwargs={})
+    log = MetricsLogger(tmp_path, 0, [Tracker(Wandb(tmp_path, {}))])
     with single_process() as layout:
         assert Run(tmp_path, layout, log, control, nothing).close() == EXIT_REQUEUE  # type: ignore[arg-type]
     assert is_waiting == [True]
-    reason = "takes more than 0.5 s" if hangs else "failed: no way out"
-    assert f"{reason}. It is complete on disk; send it with: wandb sync {folder}" in caplog.text
+    reason = "takes too long" if hangs else "failed (ConnectionError: no way out)"
+    assert f"sending to Weights & Biases {reason}" in caplog.text and f"wandb sync {folder}" in caplog.text
 
 
 def test_wandb_that_does_not_start_is_an_error_without_a_traceback(
@@ -180,8 +175,19 @@ def test_wandb_that_does_not_start_is_an_error_without_a_traceback(
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "excepthook", hook := sys.excepthook)
     with pytest.raises(UserError, match=r"create_wandb_logger=False.*WANDB_MODE=offline.*No API key configured"):
-        MetricsLogger(tmp_path, rank=0, wandb_kwargs={})
+        Wandb(tmp_path, {})
     assert sys.excepthook is hook
+
+
+def test_arguments_that_wandb_does_not_take_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = types.SimpleNamespace(id="1", dir="/d/files", define_metric=lambda *_, **__: None)
+    fake = types.SimpleNamespace(init=lambda dir=None, project=None: run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    Wandb(tmp_path, {"project": "p", "log_model": False, "prefix": ""})
+    (tmp_path / "wandb_run_id").unlink()
+    for of_no_use in ("projekt", "log_model"):
+        with pytest.raises(UserError, match=rf"does not start.*argument '{of_no_use}'"):
+            Wandb(tmp_path, {of_no_use: "p"})
 
 
 def test_wandb_that_dies_during_the_run_ends_nothing_else(
@@ -198,7 +204,7 @@ def test_wandb_that_dies_during_the_run_ends_nothing_else(
     folder = tmp_path / "wandb" / "run-1"
     run = types.SimpleNamespace(id="1", dir=str(folder / "files"), define_metric=lambda *_, **__: None, log=log)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run, Table=dict))  # type: ignore[arg-type]
-    metrics = MetricsLogger(tmp_path, rank=0, wandb_kwargs={})
+    metrics = MetricsLogger(tmp_path, 0, [Tracker(Wandb(tmp_path, {}))])
     for step in (1, 2, 3):
         metrics.log_metrics({"loss": 1.0}, step)
         metrics.log_table("samples", ["prompt"], [["x"]], step)
@@ -213,15 +219,17 @@ def test_a_job_that_is_started_again_goes_on_in_its_wandb_run(tmp_path: Path, mo
 
     def init(**settings: Any) -> Any:
         starts.append(settings)
-        return types.SimpleNamespace(id=settings.get("id", "first"), define_metric=lambda *_, **__: None)
+        return types.SimpleNamespace(
+            id=settings.get("id", "first"), dir="/d/files", define_metric=lambda *_, **__: None
+        )
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     lightnings = {"version": "own", "save_dir": "/there", "offline": True, "log_model": False}
     for kwargs in ({"project": "p"}, {"project": "p", "id": None}, lightnings, {"resume": "never"}):
-        MetricsLogger(tmp_path / "new", rank=0, wandb_kwargs=kwargs)
-    (tmp_path / "new" / "wandb_run_id").write_text("")  # of a start that met a full disk
-    MetricsLogger(tmp_path / "new", rank=0, wandb_kwargs={"project": "p"})
-    assert (tmp_path / "new" / "wandb_run_id").read_text() == "first\n"
+        Wandb(tmp_path, kwargs)
+    (tmp_path / "wandb_run_id").write_text("")  # of a start that met a full disk
+    Wandb(tmp_path, {"project": "p"})
+    assert (tmp_path / "wandb_run_id").read_text() == "first\n"
     chosen = [(start.get("id"), start.get("resume")) for start in starts]
     assert starts[2] == {"id": "own", "dir": "/there", "mode": "offline"}
     assert chosen == [(None, None), ("first", "allow"), ("own", None), (None, "never"), (None, None)]
@@ -342,6 +350,31 @@ def test_timers_of_another_thread_do_not_nest_in_ours() -> None:
     assert set(timer.consume_durations()) == {"critic", "actor"}
 
 
+def test_a_range_of_steps_is_profiled_with_the_names_of_phases(tmp_path: Path) -> None:
+    timer, section = ScopedTimer(), load_defaults("gpt_sft").trainer.profile
+    section.start_step, section.end_step, section.ranks = 2, 3, [0, 3]
+
+    def steps(rank: int, first: int, last: int) -> None:
+        with profiled(section, tmp_path, rank, done=first - 1) as step_ends:
+            for step in range(first, last + 1):
+                with timer(f"step_{step}"):
+                    torch.ones(4, 4) @ torch.ones(4, 4)
+                step_ends()
+
+    steps(0, 1, 5)
+    steps(1, 1, 5)
+    steps(3, 3, 3)  # begins, and ends, within the range
+    found = {}
+    for path in (tmp_path / "profile").iterdir():
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        spans = [event["name"] for event in events if event["ph"] == "X" and event["dur"] >= 0 and event["ts"] > 0]
+        found[path.name] = {name for name in spans if name.startswith("step_")}, spans.count("aten::mm")
+    assert found == {
+        "rank_0_from_step_2.json.gz": ({"step_2", "step_3"}, 2),
+        "rank_3_from_step_3.json.gz": ({"step_3"}, 1),
+    }
+
+
 # ---- progress and logging -----------------------------------------------------------------------
 
 
@@ -352,7 +385,7 @@ def test_progress_is_a_line_per_interval() -> None:
             clock.now += 10
             progress.update(1, {"reward": 0.5})
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "PPO: 3/10 after 30 s, 10 s each, reward 0.5"
+    assert lines[0] == "PPO: 3/10 after 30 s, 10 s each, 70 s left, reward 0.5"
     assert lines[-1].startswith("PPO: 10/10")
     assert len(lines) == 4
 
@@ -381,7 +414,7 @@ def test_how_far_a_long_phase_is() -> None:
     with Progress(total=2, description="PPO", interval=30, stream=stream, clock=clock):
         with (
             activity.phase("generate"),
-            activity.counting("responses", lambda: (done[0], 8), lambda: 100 * done[0]),
+            activity.counting("responses", lambda: (done[0], 8), lambda: 100 * done[0], lambda: 9 * done[0]),
         ):
             for done[0] in (0, 6):
                 clock.now += 30
@@ -393,7 +426,10 @@ def test_how_far_a_long_phase_is() -> None:
     assert activity.counts() == []
     lines = stream.getvalue().splitlines()
     assert lines[0] == "PPO: 0/2 after 30 s, in generate: 0 of 8 responses, 0 tokens/s"
-    assert re.fullmatch(r"PPO: 0/2 after 60 s, in generate: 6 of 8 responses, \S+ tokens/s, 0 s left", lines[1])
+    assert re.fullmatch(
+        r"PPO: 0/2 after 60 s, in generate: 6 of 8 responses, \S+ tokens/s, the longest \S+ has 54 tokens, 0 s left",
+        lines[1],
+    )
     assert lines[2] == "PPO: 0/2 after 90 s, 1 of 4 updates, 5 of 10 micro batches, 0 s left"
 
     def left(seconds: float) -> str:
@@ -403,6 +439,32 @@ def test_how_far_a_long_phase_is() -> None:
     assert left(3620) == "1 of 4 steps, 3 h 1 min left" and how_far([activity.Count("steps", 0, 0, None, 1)]) == ""
     within = [activity.Count("updates", 1, 4, None, 60), activity.Count("micro batches", 5, 10, None, 9)]
     assert how_far(within) == "1 of 4 updates, 5 of 10 micro batches, 100 s left".replace("100 s", "2 min")
+
+
+def test_progress_on_a_terminal_is_one_line_below_the_log(logging_set_up: None) -> None:
+    reading, writing = os.openpty()
+    clock, line = FakeClock(), "\r\x1b[KPPO: 1/2 after 10 s, 10 s each, 10 s left"
+    with open(writing, "w") as terminal, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        patch.setenv("TERM", "xterm")
+        configure_logging()
+        with Progress(total=2, description="PPO", clock=clock) as progress:
+            clock.now += 10
+            progress.update(1)
+            logging.getLogger("job").warning("look")
+            clock.now += 0.4
+            activity.progress()
+            clock.now += 0.2
+            with activity.phase("a phase with a name that is far longer than a line of a terminal of eighty columns"):
+                pass
+        shown = ""
+        while shown.count("\n") < 2:
+            shown += os.read(reading, 10000).decode()
+    first, _, second = shown.partition("WARNING job: look\r\n")
+    assert first.startswith(f"{line}\r\x1b[K")
+    nothing, cut_off, last = second.split("\r\x1b[K")
+    assert (nothing, last) == ("", "PPO: 1/2 after 11 s, 10 s each, 10 s left\r\n")
+    assert cut_off.startswith("PPO: 1/2 after 11 s, 10 s each, 10 s left, in a phase with") and len(cut_off) == 79
 
 
 def test_progress_that_nobody_reads_stops_no_loop() -> None:

@@ -141,6 +141,7 @@ def _parts(trtllm_python: str) -> dict[str, _Part]:
         "memory": _Part(_memory, nothing),
         "math-verify": _Part(partial(_package, "math-verify"), "the reward math_verify cannot be used", extra("math")),
         "wandb": _Part(partial(_package, "wandb"), "create_wandb_logger=True is refused", extra("wandb")),
+        "mlflow": _Part(partial(_package, "mlflow"), "create_mlflow_logger=True is refused", extra("mlflow")),
     }
 
 

@@ -102,10 +102,12 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
         "a service does not know which save is the last",
         allowed=(False, *_NONE),
     ),
-    ForeignKey(  # of a service that logs nothing; the other jobs have the key
-        "exp_manager.create_wandb_logger", "this job has nothing to log there", allowed=(False, *_NONE)
-    ),
     ForeignKey("exp_manager.create_tensorboard_logger", "has no effect: TensorBoard files are always written"),
+    ForeignKey(  # of a service that logs nothing; the other jobs have the keys
+        "exp_manager.create_*_logger", "this job has nothing to log there", allowed=(False, *_NONE)
+    ),
+    ForeignKey("exp_manager.mlflow_logger_kwargs.log_model", "checkpoints stay here", allowed=(False, *_NONE)),
+    ForeignKey("exp_manager.mlflow_logger_kwargs.prefix", "names have none", allowed=("", *_NONE)),
     # The loops
     ForeignKey(
         "trainer.*.limit_train_batches",
@@ -267,4 +269,5 @@ def take_foreign(cfg: DictConfig, defaults: DictConfig, key: str, foreign: Forei
 
 def section_of_job(defaults: DictConfig) -> str:
     """The name of the job's own section in ``trainer``, such as sft or dpo; ppo where it has none."""
-    return next((str(name) for name, value in defaults.trainer.items() if isinstance(value, DictConfig)), "ppo")
+    sections = (str(name) for name, value in defaults.trainer.items() if isinstance(value, DictConfig))
+    return next((name for name in sections if name != "profile"), "ppo")

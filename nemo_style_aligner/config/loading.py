@@ -176,6 +176,16 @@ def _leaves(config: DictConfig, prefix: str = "") -> Iterator[str]:
             yield key
 
 
+def leaves_of(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of all plain values; empty sections count as values."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from leaves_of(value, f"{key}.")
+        else:
+            yield key, value
+
+
 def plain_config(content: Mapping[str, Any]) -> DictConfig:
     """A config of plain values, in which nothing is computed: ``${...}`` in a text is text."""
     return OmegaConf.create(_escaped(content))

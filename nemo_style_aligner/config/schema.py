@@ -64,17 +64,35 @@ TruncationMethod = Literal["left", "right"]
 # ---- ranks, logs, checkpoints -------------------------------------------------------------------
 
 
+class ProfiledSteps(Section):
+    # torch's profiler, in profile/rank_N_from_step_A.json.gz of the log directory: docs/reports.md
+    start_step: Free[Count | None] = None  # the first step that is profiled, from 1; null: none is
+    end_step: Free[Count | None] = None  # the last one; null: the first
+    ranks: Free[list[int]] = of([0])  # whose
+
+
 class Trainer(Section):
     num_nodes: Free[Count] = 1  # machines
     devices: Free[Count] = 1  # ranks per machine: GPUs, or processes where there is no GPU
     # bf16 (with fp32 main weights in the optimizer) or 32; CPUs without bf16 arithmetic multiply bf16 matrices in fp32
     precision: str | int = "bf16"
     distributed_timeout_minutes: Free[Minutes] = 30  # a collective that takes longer ends the job
+    profile: ProfiledSteps
 
 
 class WandbArguments(Section):
     project: str | None = None  # project in Weights & Biases; null: wandb's choice
     name: str | None = None  # name of the run there; null: wandb's choice
+
+
+class MlflowArguments(Section):
+    experiment_name: str | None = None  # experiment that the run belongs to; null: exp_manager.name
+    run_name: str | None = None  # name of the run; null: MLflow's choice
+    tracking_uri: str | None = None  # the server; null: MLFLOW_TRACKING_URI, else the file mlflow.db in save_dir
+    save_dir: str | None = None  # where that file is, and artifacts beside it; null: the log directory
+    tags: Open[dict[str, Any] | None] = of(None)  # tags of the run
+    artifact_location: str | None = None  # where a new experiment keeps its artifacts; null: the server's choice
+    run_id: str | None = None  # continue this run; null: that of the last start in the log directory, else a new one
 
 
 class CheckpointParams(Section):
@@ -101,6 +119,8 @@ class ExpManager(Section):
     name: str = "megatron_gpt"  # of the archive (checkpoints/<name>.nemo) and of the log directory in exp_dir
     create_wandb_logger: bool = False  # log to Weights & Biases as well (pip install -e '.[wandb]')
     wandb_logger_kwargs: Open[WandbArguments]  # arguments of wandb.init, or those of Lightning's WandbLogger
+    create_mlflow_logger: bool = False  # log to MLflow as well (pip install -e '.[mlflow]')
+    mlflow_logger_kwargs: MlflowArguments  # those of Lightning's MLFlowLogger
     log_format: LogFormat = "text"  # format of the log lines on standard error: text, or json (one object per line)
     # Lowest level that rank 0 logs: debug (also retries and requests), info or warning; other ranks: warning.
     log_level: LogLevel = "info"
@@ -997,8 +1017,8 @@ _ACTOR = {
 _NAME = "megatron_gpt-{step}-{consumed_samples}-{ALGORITHM_optimization_step}-{epoch}-{val_rewards:.3f}"
 
 _WITHOUT_CHECKPOINTS = (
-    *("exp_manager.create_wandb_logger", _WANDB, "exp_manager.resume_*", _PARAMS),
-    *("exp_manager.dashboard_port", "exp_manager.timeline"),
+    *("exp_manager.create_*_logger", "exp_manager.*_logger_kwargs", "exp_manager.resume_*", _PARAMS),
+    *("exp_manager.dashboard_port", "exp_manager.timeline", "trainer.profile"),
 )
 _WITHOUT_CRITIC = (
     "trainer.ppo.critic_devices",
@@ -1097,7 +1117,7 @@ JOBS: Mapping[str, Job] = {
             f"{_PARAMS}.filename": "megatron_gpt-{step}",
             "model.regression.merge_attributes": True,
         },
-        without=(f"{_PARAMS}.save_best_model",),
+        without=(f"{_PARAMS}.save_best_model", "trainer.profile"),
     ),
     "gpt_ppo_actor": Job(
         "The PPO actor job: examples/nlp/gpt/train_gpt_ppo_actor.py",

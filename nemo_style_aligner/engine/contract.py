@@ -146,6 +146,7 @@ class GenerationStatistics:
     generated_tokens: int = 0  # sampled, prompts not included
     prefill_tokens: int = 0  # prompt tokens computed, and tokens computed again after preemptions
     shared_prefix_tokens: int = 0  # prompt tokens that were in KV memory already
+    longest_running: int = 0  # sampled tokens of the response that has been in a slot longest
     steps: int = 0  # forward passes
     active_slot_steps: int = 0  # occupied slots, summed over steps
     preemptions: int = 0  # sequences that lost their KV memory and were computed again

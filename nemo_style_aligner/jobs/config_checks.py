@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import inspect
 import logging
 import os
 import re
@@ -72,7 +71,6 @@ from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.rl.rollouts.setup import sampling_params
-from nemo_style_aligner.telemetry.metrics import wandb_settings
 from nemo_style_aligner.training.run_control import parse_duration
 
 logger = logging.getLogger(__name__)
@@ -162,21 +160,22 @@ def _sft_format(view: JobView) -> Iterator[str]:
                 yield f"model.data.{part}: {problem}"
 
 
-def _wandb(view: JobView) -> Iterator[str]:
-    key = "exp_manager.create_wandb_logger"
-    if view.get(key) and "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
-        yield f"{view.show(key)}: wandb is not installed; pip install -e '.[wandb]', or set {key}=False"
-    elif view.get(key):
-        import wandb
+def _trackers(view: JobView) -> Iterator[str]:
+    for package in ("wandb", "mlflow"):
+        key = f"exp_manager.create_{package}_logger"
+        is_there = package in sys.modules or importlib.util.find_spec(package) is not None
+        if view.get(key) and not is_there:
+            yield f"{view.show(key)}: {package} is not installed; pip install -e '.[{package}]', or set {key}=False"
 
-        try:
-            settings = wandb_settings(view.get("exp_manager.wandb_logger_kwargs") or {})
-        except ValueError as error:
-            yield str(error)
-            return
-        known = inspect.signature(wandb.init).parameters
-        if unknown := [f"exp_manager.wandb_logger_kwargs.{name}" for name in settings if name not in known]:
-            yield f"{', '.join(unknown)}: wandb.init takes no such argument; leave it out"
+
+def _profile(view: JobView) -> Iterator[str]:
+    if not view.has("trainer.profile"):
+        return
+    first, last = (view.get(f"trainer.profile.{name}_step") for name in ("start", "end"))
+    if last is not None and (first is None or last < first):
+        yield f"trainer.profile.end_step={last}: needs a trainer.profile.start_step that is not behind it, not {first}"
+    if first is not None and not all(0 <= rank < view.training_ranks for rank in view.get("trainer.profile.ranks")):
+        yield f"{view.show('trainer.profile.ranks')}: the ranks that train are 0 to {view.training_ranks - 1}"
 
 
 # ---- paths --------------------------------------------------------------------------------------
@@ -507,6 +506,6 @@ _OF_MODELS: tuple[Check, ...] = (
     *(_reward_head, _attributes, _schedule_of_the_critic, _keep_activations),
 )
 _CHECKS: tuple[Check, ...] = (
-    *(*_OF_MODELS, _wandb, _ranking, _sft_format, _loss_weights, _preferences, _model_name),
+    *(*_OF_MODELS, _trackers, _profile, _ranking, _sft_format, _loss_weights, _preferences, _model_name),
     *(_teacher_logits, placement_problems, _critic_here, actor_problems, _paths),
 )  # each concerns the jobs that have the keys of which it speaks

@@ -67,8 +67,8 @@ class Resumable(Protocol):
 _BYTES_OF_STATE = 12  # of a parameter in a checkpoint, beside the weight: fp32 main weight and Adam's two moments
 _SURELY_NEEDED = 0.9  # of the estimated size of a checkpoint: a reward model has no output layer
 _SHARED_SECONDS = 10.0  # until a file is seen on all machines: file systems may keep what they knew for some seconds
-# Limits of the wait for W&B: a job that is stopped has to end in time, and its next start continues the W&B run.
-_WANDB_SECONDS, _WANDB_SECONDS_STOPPED = 60.0, 10.0
+# Limits of the wait for trackers: a job that is stopped has to end in time, and its next start continues their runs.
+_TRACKER_SECONDS, _TRACKER_SECONDS_STOPPED = 60.0, 10.0
 
 
 @dataclasses.dataclass
@@ -158,7 +158,7 @@ class Run:
         if self.control.status == EXIT_REQUEUE and dist.get_rank() == 0:
             # Before the log is closed: that may wait for a network, and the process may be killed meanwhile.
             write_requeue_file(self.log_dir, STOPPED_EARLY)
-        self.metrics.close(_WANDB_SECONDS_STOPPED if self.control.status == EXIT_REQUEUE else _WANDB_SECONDS)
+        self.metrics.close(_TRACKER_SECONDS_STOPPED if self.control.status == EXIT_REQUEUE else _TRACKER_SECONDS)
         if self.watchdog is not None:
             self.watchdog.stop()
         if self.dashboard is not None:

@@ -128,6 +128,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
         ScopedTimer(take_peak=peak_meter()),
     )
     run.note_format(train_prompts.written)
+    trainer.profile = cfg.trainer.profile
     run.resume(cfg, actor.model, actor.optimizer, trainer)
     actor.optimizer.schedule.warn_if_nothing_decays()
     if trainer.critic is not None:

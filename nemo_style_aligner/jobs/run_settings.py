@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.checkpoints.manifest import describe_file
+from nemo_style_aligner.config.loading import leaves_of
 from nemo_style_aligner.config.schema import may_change
 from nemo_style_aligner.data.datasets import data_source, load_data_prefix
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ def settings_of_run(cfg: DictConfig) -> dict[str, str]:
     Interpolations are not resolved, so that a key that follows another is not reported beside it.
     """
     container: Any = OmegaConf.to_container(cfg, resolve=False)
-    leaves = {key: str(value) for key, value in _leaves(container) if key not in _NOT_TRAINED_ON}
+    leaves = {key: str(value) for key, value in leaves_of(container) if key not in _NOT_TRAINED_ON}
     return {key: value for key, value in leaves.items() if not may_change(key)}
 
 
@@ -93,15 +94,6 @@ def why_another_base(before: Mapping[str, str], now: Mapping[str, str]) -> str |
         f"this run began with {before[_BASE]} (fingerprint {before[_IDENTITY]}); {now[_BASE]} (fingerprint "
         f"{now[_IDENTITY]}) has {what} contents. Put the former back, or give its path if it was moved"
     )
-
-
-def _leaves(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

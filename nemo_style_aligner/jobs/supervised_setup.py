@@ -149,6 +149,7 @@ def build_supervised_trainer(
         val_batching=training_batching(cfg.model, task.rows_per_example, task.val_micro_batch_size),
     )
     run.note_format(task.written)
+    trainer.profile = cfg.trainer.profile
     run.resume(cfg, model, optimizer, trainer)
     optimizer.schedule.warn_if_nothing_decays()
     return trainer

@@ -99,6 +99,7 @@ class RLTrainer(TrainingLoop):
         self.redrawn_samples = 0
         self.ppo_optimization_step = 0
         self.warm_up_rounds = 0
+        self._last_loss = math.nan  # of the newest update
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -276,6 +277,7 @@ class RLTrainer(TrainingLoop):
                     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
                     metrics["optim_step"] = self.ppo_optimization_step
                     self.metrics.log_metrics(metrics, self.ppo_optimization_step, "train_optim/")
+                    self._last_loss = metrics.get("loss", math.nan)
                     self.ppo_optimization_step += 1
 
     def _minibatches(self, num_samples: int, epoch: int) -> Iterator[torch.Tensor]:
@@ -400,7 +402,8 @@ class RLTrainer(TrainingLoop):
     def shown_metrics(self) -> dict[str, float]:
         """What the progress lines show."""
         shown = ("train_rewards", "train_init_policy_kl", "train_generation_length", "val_rewards")
-        return {name: self._last_metrics[name] for name in shown if name in self._last_metrics}
+        rewards = {name: self._last_metrics[name] for name in shown if name in self._last_metrics}
+        return {"loss": self._last_loss, **rewards}
 
     def _log_samples(self, key: str, rollouts: Rollouts, scores: Scores) -> None:
         table = self.collector.sample_table(rollouts, scores, self.settings.num_table_rows)

@@ -10,17 +10,20 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.services.http_server import WsgiServer
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.metrics import METRICS_FILE
+from nemo_style_aligner.telemetry.log_files import METRICS_FILE
+from nemo_style_aligner.telemetry.metric_table import phase_title
 from nemo_style_aligner.telemetry.progress import how_far
-from nemo_style_aligner.telemetry.report import render
+from nemo_style_aligner.telemetry.report import render, render_samples
 from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
+from nemo_style_aligner.telemetry.samples import find_samples
 from nemo_style_aligner.telemetry.timeline import last_phases
 
 logger = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ logger = logging.getLogger(__name__)
 _LOG_LINES = 300
 _SHARE_OF_TIME = 0.05  # of the run's, for pages of what is new
 _KEY = "exp_manager.dashboard_port"
-_PAGE, _STATE = "/", "/state"
+_PAGE, _STATE, _ROLLOUTS = "/", "/state", "/rollouts"
 
 
 class Dashboard:
@@ -64,10 +67,15 @@ class Dashboard:
         self._server.stop(flush_seconds=1.0)
 
     def _answer(self, request: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
-        made = {_PAGE: self._whole_page, _STATE: self._state}.get(request["PATH_INFO"])
+        path, query = request["PATH_INFO"], dict(urllib.parse.parse_qsl(request.get("QUERY_STRING", "")))
+        made = {_PAGE: self._whole_page, _STATE: self._state, _ROLLOUTS: lambda: self._rollouts(query)}.get(path)
         status = 404 if made is None else 200 if request["REQUEST_METHOD"] in ("GET", "HEAD") else 405
-        body = made() if made is not None and status == 200 else b""
-        kind = "application/json" if made == self._state else "text/html; charset=utf-8"
+        body = b""
+        try:
+            body = made() if made is not None and status == 200 else b""
+        except ValueError:  # what is asked for is no number, or what was logged is damaged
+            status = 400
+        kind = "text/html; charset=utf-8" if path == _PAGE else "application/json"
         fields = [("Content-Type", kind), ("Cache-Control", "no-store"), ("X-Frame-Options", "DENY")]
         begin(f"{status} {http.HTTPStatus(status).phrase}", [*fields, ("X-Content-Type-Options", "nosniff")])
         return [body]
@@ -101,7 +109,7 @@ class Dashboard:
             self._timeline = version, last_phases(self.log_dir)
         state = {
             "version": version,
-            "phase": now.phase,
+            "phase": " › ".join(map(phase_title, now.phase.split("/"))),
             "counts": how_far(activity.counts()),
             "quiet": round(time.monotonic() - now.progress, 1),
             "stopping": bool(stops.received),
@@ -109,6 +117,13 @@ class Dashboard:
             "timeline": self._timeline[1],
         }
         return json.dumps(state).encode()
+
+    def _rollouts(self, query: Mapping[str, str]) -> bytes:
+        """Samples of any step: those that ``text``, ``step``, ``low`` and ``high`` want; see `find_samples`."""
+        low, high = (float(query.get(name, bound)) for name, bound in (("low", "-inf"), ("high", "inf")))
+        step, before = (int(query[name]) if name in query else None for name in ("step", "before"))
+        found, older = find_samples(self.log_dir, query.get("text", ""), step, low, high, before)
+        return json.dumps({"html": render_samples(found), "older": older}).encode()
 
 
 class _Lines(logging.Handler):

@@ -38,6 +38,7 @@ class Count:
         done, total: how many of them.
         tokens: that were made meanwhile; None where none are.
         seconds: since the counting began.
+        longest: tokens of what has been running longest; None where nothing is known of it.
     """
 
     what: str
@@ -45,6 +46,7 @@ class Count:
     total: int
     tokens: int | None
     seconds: float
+    longest: int | None = None
 
 
 STARTING = "starting"
@@ -101,7 +103,10 @@ def phase(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting(
-    what: str, measure: Callable[[], tuple[int, int]], tokens: Callable[[], int] | None = None
+    what: str,
+    measure: Callable[[], tuple[int, int]],
+    tokens: Callable[[], int] | None = None,
+    longest: Callable[[], int] | None = None,
 ) -> Iterator[None]:
     """Count what the body does, within its phase; does nothing in other threads than the main one.
 
@@ -109,6 +114,7 @@ def counting(
         what: is counted, in the plural.
         measure: how many are done, and of how many; cheap, and for any thread.
         tokens: how many were made in the body, if any are.
+        longest: how many of them belong to what has been running longest, if that is known.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -116,7 +122,8 @@ def counting(
     began = time.monotonic()
 
     def count() -> Count:
-        return Count(what, *measure(), None if tokens is None else tokens(), time.monotonic() - began)
+        made, running = (None if of is None else of() for of in (tokens, longest))
+        return Count(what, *measure(), made, time.monotonic() - began, running)
 
     _counters.append(count)
     try:

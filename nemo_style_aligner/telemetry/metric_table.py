@@ -241,31 +241,9 @@ def find_metric(name: str) -> Metric | None:
     return next((row for row in METRICS if fnmatchcase(name, row.name)), None)
 
 
-def markdown() -> str:
-    """The table as ``docs/metrics.md`` has it."""
-    lines = [_HEAD]
-    for question, title in _TITLES.items():
-        lines += [f"\n## {title}\n", "| name | unit | what it is | healthy |", "| --- | --- | --- | --- |"]
-        for row in METRICS:
-            if row.question == question:
-                meaning = f"**{row.title}.** {row.meaning}".replace("|", "\\|")
-                lines.append(f"| `{row.name}` | {row.unit} | {meaning} | {row.healthy} |")
-    return "\n".join(lines) + "\n"
-
-
-_TITLES: dict[Question, str] = {
-    LEARNS: "Does it learn?",
-    STABLE: "Is it stable?",
-    TIME: "Where does the time go?",
-    COUNTS: "Counts",
-}
-_HEAD = """# Metrics
-
-Every number that jobs write to `metrics.jsonl`, TensorBoard and Weights & Biases. `*` stands for any part of a name:
-`*_rollouts` is `train_rollouts` or `val_rollouts`, after `warm_up/` in a critic's warm-up. A policy loss of your own
-adds its statistics under `train_optim/`. Healthy ranges are rules of thumb; [reports](reports.md) warn by them.
-
-Made by `python -m nemo_style_aligner.telemetry.metric_table > docs/metrics.md`."""
-
-if __name__ == "__main__":
-    print(markdown(), end="")
+def phase_title(name: str) -> str:
+    """A phase in words, by the path of its timer, with or without ``timers/`` or ``memory/`` before it."""
+    path = name.removeprefix("timers/").removeprefix("memory/")
+    metric = find_metric(f"timers/{path}")
+    inside = " in validation" if "validation_time/" in path else ""
+    return (metric.title if metric else path.rpartition("/")[2].replace("_", " ")) + inside

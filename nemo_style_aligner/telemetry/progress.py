@@ -1,19 +1,27 @@
-"""Progress of a loop: now and then a plain line."""
+"""Progress of a loop: a line that is rewritten on a terminal, and elsewhere now and then a plain one."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TextIO
 
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry.log_lines import CLEAR_LINE
+from nemo_style_aligner.wording import duration
+
+_PLAIN_SECONDS, _TERMINAL_SECONDS = 30.0, 0.5  # between two lines
 
 
 class Progress:
     """Shows how far a loop is: one line per ``interval`` seconds, and one at the end. Silent on other ranks than 0.
+
+    On a terminal each line takes the place of the one before.
 
     Within a ``with`` statement it also says how far a unit is that takes longer: its phase, what of it is done, and how
     long the rest will take (`activity`)::
@@ -27,7 +35,7 @@ class Progress:
         description: what is going on, in one or two words.
         rank: this process's rank.
         initial: units done before this run (after resuming).
-        interval: seconds between lines.
+        interval: seconds between lines; None: half a second on a terminal, elsewhere 30.
         stream: where it is shown; None: standard error.
         clock: seconds, monotonic.
     """
@@ -39,7 +47,7 @@ class Progress:
         rank: int = 0,
         *,
         initial: int = 0,
-        interval: float = 30.0,
+        interval: float | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -49,15 +57,18 @@ class Progress:
         self._done = initial
         self._initial = initial
         self._metrics: dict[str, float] = {}
-        self._interval = interval
+        self._on_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._interval = (_TERMINAL_SECONDS if self._on_terminal else _PLAIN_SECONDS) if interval is None else interval
+        self._lock = threading.Lock()
         self._clock = clock
-        self._started = self._last_line = clock()
+        self._started = self._last_line = self._counted = clock()
         self._shown_done: int | None = None
         self._enabled = rank == 0
 
     def update(self, units: int = 1, metrics: Mapping[str, float] | None = None) -> None:
         """Count ``units`` more as done and show ``metrics`` beside the count (the latest values are kept)."""
         self._done += units
+        self._counted = self._clock()
         self._metrics.update(metrics or {})
         if self._enabled and self._clock() - self._last_line >= self._interval:
             self._print_line()
@@ -71,29 +82,40 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         activity.listen(None)
-        if self._enabled and self._shown_done != self._done:
-            self._print_line()
+        if self._enabled and (self._on_terminal or self._shown_done != self._done):
+            self._print_line(end="\n")
 
     def _note_activity(self) -> None:
-        if self._clock() - self._last_line < self._interval:
-            return
+        with self._lock:  # any thread may report activity
+            if self._clock() - self._last_line < self._interval:
+                return
+            self._last_line = self._clock()
         phase, far = activity.current().phase, how_far(activity.counts())
         where = "" if phase == activity.STARTING else f"in {phase}"
         where = ": ".join(filter(None, (where, far)))
         self._print_line(where and f", {where}")
 
-    def _print_line(self, where: str = "") -> None:
+    def _print_line(self, where: str = "", end: str = "") -> None:
         now = self._clock()
         self._last_line = now
         if not where:
             self._shown_done = self._done
-        elapsed = now - self._started
-        done_here = self._done - self._initial
-        rate = f", {elapsed / done_here:.3g} s each" if done_here > 0 else ""
+        rate = ""
+        if done_here := self._done - self._initial:
+            # Of units so far or, if the present one takes longer, with it.
+            each = max((self._counted - self._started) / done_here, (now - self._started) / (done_here + 1))
+            rate = f", {each:.3g} s each"
+            rate += f", {duration(each * (self._total - self._done))} left" if self._done < self._total else ""
         metrics = "".join(f", {k} {v:.4g}" for k, v in self._metrics.items())
-        line = f"{self._description}: {self._done}/{self._total} after {elapsed:.0f} s{rate}{metrics}{where}"
+        line = (
+            f"{self._description}: {self._done}/{self._total} after {now - self._started:.0f} s{rate}{metrics}{where}"
+        )
         with contextlib.suppress(OSError, ValueError):  # a reader that is gone, a full disk: the loop goes on
-            print(line, file=self._stream, flush=True)
+            if self._on_terminal:
+                width = os.get_terminal_size(self._stream.fileno()).columns or 80
+                print(f"{CLEAR_LINE}{line[: width - 1]}", end=end, file=self._stream, flush=True)
+            else:
+                print(line, file=self._stream, flush=True)
 
 
 def how_far(counts: Sequence[activity.Count]) -> str:
@@ -101,16 +123,10 @@ def how_far(counts: Sequence[activity.Count]) -> str:
     known = [count for count in counts if count.total > 0]
     parts = [f"{count.done} of {count.total} {count.what}" for count in known]
     parts += [f"{c.tokens / max(c.seconds, 1e-9):.3g} tokens/s" for c in known[-1:] if c.tokens is not None]
+    parts += [f"the longest running has {c.longest} tokens" for c in known[-1:] if c.longest]
     share = 0.0
     for count in reversed(known):
         share = (count.done + share) / count.total
     if 0 < share < 1:
-        parts.append(f"{_duration(known[0].seconds * (1 - share) / share)} left")
+        parts.append(f"{duration(known[0].seconds * (1 - share) / share)} left")
     return ", ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

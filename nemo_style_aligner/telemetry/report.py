@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +14,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from nemo_style_aligner.telemetry.metrics import METRICS_FILE
-from nemo_style_aligner.telemetry.run_view import QUESTIONS, NoRunError, RunView, duration, number
+from nemo_style_aligner.telemetry.log_files import METRICS_FILE
+from nemo_style_aligner.telemetry.run_view import QUESTIONS, NoRunError, RunView, number
 from nemo_style_aligner.telemetry.samples import Section, Shown, compared, samples_of
 
 _PAGES = Path(__file__).with_name("pages")
@@ -76,27 +77,41 @@ def render(
 
     Whatever runs have written is text to it: templates escape it, and the page's policy lets no script run but its own.
     """
+    script = _asset("charts.js") + (_asset("live.js") if live else "")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            title=title,
+            runs=runs,
+            summary=list(summary),
+            note=note,
+            comparison=comparison,
+            sections=sections,
+            questions=QUESTIONS,
+            samples_of=samples_of,
+            live=live,
+            style=Markup(_asset("report.css")),
+            script=Markup(script),
+            script_digest=digest,
+        )
+    )
+
+
+def render_samples(shown: Sequence[Shown]) -> str:
+    """Samples as they are in a page."""
+    return str(_environment().get_template("samples.html").module.samples(shown))  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_PAGES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters |= {"number": number, "duration": duration}
-    script = _asset("charts.js") + (_asset("live.js") if live else "")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template("report.html").render(
-        title=title,
-        runs=runs,
-        summary=list(summary),
-        note=note,
-        comparison=comparison,
-        sections=sections,
-        questions=QUESTIONS,
-        samples_of=samples_of,
-        live=live,
-        style=Markup(_asset("report.css")),
-        script=Markup(script),
-        script_digest=digest,
-    )
+    environment.filters["number"] = number
+    return environment
 
 
 def find_runs(folder: Path) -> dict[str, Path]:

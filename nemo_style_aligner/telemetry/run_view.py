@@ -13,14 +13,19 @@ from typing import Any
 import yaml
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.telemetry.metric_table import LEARNS, METRICS, STABLE, TIME, WARM_UP, Metric, find_metric
-from nemo_style_aligner.telemetry.metrics import (
-    HYPERPARAMETERS_FILE,
-    METRICS_FILE,
-    curves_of,
-    read_json_lines,
-    read_tables,
+from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE, METRICS_FILE, read_json_lines
+from nemo_style_aligner.telemetry.metric_table import (
+    LEARNS,
+    METRICS,
+    STABLE,
+    TIME,
+    WARM_UP,
+    Metric,
+    find_metric,
+    phase_title,
 )
+from nemo_style_aligner.telemetry.metrics import curves_of, read_tables
+from nemo_style_aligner.wording import duration
 
 Point = tuple[int, float]
 Curves = Mapping[str, Sequence[Point]]
@@ -275,18 +280,10 @@ class RunView:
         rest = {step: max(0.0, s - sum(of.get(step, 0.0) for of in shown.values())) for step, s in whole.items()}
         steps = sorted(whole)[-_MOST_POINTS:]
         series: dict[str, tuple[list[int], list[float | None]]] = {
-            _title(name): (steps, [points.get(step, 0.0) for step in steps])
+            phase_title(name): (steps, [points.get(step, 0.0) for step in steps])
             for name, points in {**shown, f"{_STEP}/everything else": rest}.items()
         }
         return Chart("A step, by phase", "s", "What rank 0 spent each step on.", series, kind="stack")
-
-    def warm_up(self) -> list[tuple[str, str, float, float]]:
-        """The critic's warm-up: title, unit, first and last value."""
-        return [
-            (metric.title, metric.unit, points[0][1], points[-1][1])
-            for name, points in self.curves.items()
-            if name.startswith(WARM_UP) and (metric := find_metric(name)) and metric.question in (LEARNS, STABLE)
-        ]
 
     def every_metric(self) -> list[tuple[str, Metric | None, Sequence[float]]]:
         """Name, row of the table, and first, smallest, largest and last value of all that was logged."""
@@ -303,12 +300,6 @@ def number(value: float) -> str:
         return f"{value:.3g}"
     text = f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return text.replace("-", "\N{MINUS SIGN}")
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words."""
-    minutes, hours = round(seconds / 60), round(seconds / 3600, 1)
-    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min" if minutes < 100 else f"{hours:g} h"
 
 
 def _date(seconds: float) -> str:
@@ -330,15 +321,8 @@ def _series(name: str, metric: Metric) -> str:
     side = "validation" if name.startswith("val") else "training"
     if not metric.name.endswith("*") and not metric.name.startswith("memory/"):
         return side
-    part = name.split("/", 2)[-1] if metric.name.endswith("*") else _title(name.removesuffix("_peak_gib"))
+    part = name.split("/", 2)[-1] if metric.name.endswith("*") else phase_title(name.removesuffix("_peak_gib"))
     return f"{part}, {side}" if metric.name.endswith("*") else part
-
-
-def _title(name: str) -> str:
-    """A phase in words, by the path of its timer."""
-    metric = find_metric(name) if name.startswith("timers/") else find_metric(f"timers/{name.partition('/')[2]}")
-    inside = " in validation" if "/validation_time/" in name else ""
-    return (metric.title if metric else name.rpartition("/")[2]) + inside
 
 
 def _thinned(points: Sequence[Point]) -> tuple[list[int], list[float | None]]:

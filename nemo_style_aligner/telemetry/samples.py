@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.telemetry.metrics import SAMPLES_FILE, read_json_lines
+from nemo_style_aligner.telemetry.log_files import SAMPLES_FILE, TABLES_FILE, newest_lines
 from nemo_style_aligner.telemetry.run_view import RunView, number
 
 T = TypeVar("T")
@@ -19,6 +19,7 @@ T = TypeVar("T")
 _SHOWN = 12  # prompts side by side
 _SHOWN_TOKENS = 64  # samples with their tokens
 _WORST = -1e30  # finite, so that differences are numbers
+_FOUND, _SEARCHED_BYTES = 30, 2**24  # in one search
 _READ_BYTES = 2**25  # from the end of the file of samples
 
 
@@ -170,17 +171,20 @@ def trained(tables: Sequence[Mapping[str, Any]]) -> list[Shown]:
 
 
 def _logged(table: Mapping[str, Any], row: Sequence[Any]) -> Answer:
-    return Answer(f"step {table['step']}", str(row[1]), reward=_number(row[2]))
+    note = "validation" if table["key"].endswith("val_rollouts") else ""
+    return Answer(f"step {table['step']}", str(row[1]), note, _number(row[2]))
 
 
 def recorded(log_dir: Path) -> list[Shown]:
     """Of a run with ``save_samples``: the best and the worst samples of the last step, token by token."""
     newest: dict[int, dict[str, Any]] = {}
-    for record in read_json_lines(log_dir / SAMPLES_FILE, _READ_BYTES):  # a resumed run repeats steps: the last counts
-        if newest and record["step"] != next(iter(newest.values()))["step"]:
-            newest = {}
-        newest[record["sample"]] = record
-    ranked = sorted(newest.values(), key=_reward, reverse=True)
+    path, step = log_dir / SAMPLES_FILE, None
+    for start, record in newest_lines(path):
+        step = record["step"] if step is None else step
+        if record["step"] != step or start < path.stat().st_size - _READ_BYTES:
+            break
+        newest.setdefault(record["sample"], record)  # a resumed run repeats steps: the last counts
+    ranked = sorted(newest.values(), key=lambda record: (-_reward(record), record["sample"]))
     groups: dict[int, list[dict[str, Any]]] = {}
     for record in ranked:
         groups.setdefault(record["group"], []).append(record)
@@ -230,6 +234,49 @@ def spread(items: Sequence[T], count: int) -> Sequence[T]:
     if len(items) <= count:
         return items
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def find_samples(
+    log_dir: Path,
+    text: str = "",
+    step: int | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
+    before: int | None = None,
+) -> tuple[list[Shown], int | None]:
+    """Samples of the whole run, the newest first: all, if the job keeps them (``save_samples``), or those in tables.
+
+    A call reads some 16 MiB at most.
+
+    Args:
+        text: in prompt or response, in any case.
+        step: of the samples; None: any.
+        low, high: bounds of the reward.
+        before: what the call before returned: where to go on.
+
+    Returns:
+        What was found, and the ``before`` of the next call; None if nothing is left.
+    """
+    path = log_dir / SAMPLES_FILE
+    found: list[Shown] = []
+    first = None
+    for start, line in newest_lines(path if path.exists() else log_dir / TABLES_FILE, before):
+        first = start if first is None else first
+        for shown in _shown(line) if step in (None, line["step"]) else ():
+            (answer,) = shown.answers
+            in_range = (low, high) == (-math.inf, math.inf) if answer.reward is None else low <= answer.reward <= high
+            if in_range and text.lower() in f"{shown.prompt}\n{answer.text}".lower():
+                found.append(shown)
+        if len(found) >= _FOUND or first - start > _SEARCHED_BYTES:
+            return found, start or None
+    return found, None
+
+
+def _shown(line: Mapping[str, Any]) -> list[Shown]:
+    """The samples of a line of either file."""
+    if "key" not in line:
+        return [Shown(line["prompt"], [_recorded(line)])]
+    return [Shown(row[0], [_logged(line, row)]) for row in line["rows"]]
 
 
 def samples_of(run: RunView, comparison: Sequence[Shown]) -> Iterator[Section]:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.metrics import METRICS_FILE, open_for_append, read_json_lines, write_line
+from nemo_style_aligner.telemetry.log_files import (
+    METRICS_FILE,
+    newest_lines,
+    open_for_append,
+    read_json_lines,
+    write_line,
+)
+from nemo_style_aligner.telemetry.metric_table import phase_title
 
 FOLDER = "timeline"
 _LOGGED_LAST = ("timers/step", "train/train_step_time")  # of a step
 _STEPS = ("step", "train_step_time")
-_READ_BYTES = 2**16  # of each rank's file, for the last steps
 
 
 class NoTimelineError(UserError):
@@ -41,21 +49,24 @@ def record(log_dir: Path, rank: int) -> None:
 
 
 def last_phases(log_dir: Path, steps: int = 3) -> dict[int, list[tuple[str, float, float]]]:
-    """The innermost phases since the last steps began, by rank: name, and when it began and ended."""
+    """The innermost phases since the last steps began, by rank: name in words, and when it began and ended."""
     paths = sorted((log_dir / FOLDER).glob("rank_*.jsonl"), key=_rank)
-    groups = {_rank(path): read_json_lines(path, _READ_BYTES) for path in paths}
-    began = [group[-1][1] for group in groups.get(0, []) if group[-1][0] in _STEPS][-steps:]
-    return {
-        rank: [event for group in of_rank for event in _leaves(group) if began and event[1] >= began[0]]
-        for rank, of_rank in groups.items()
-    }
+    of_first = (group[-1][1] for _, group in newest_lines(log_dir / FOLDER / "rank_0.jsonl") if group[-1][0] in _STEPS)
+    since = min(itertools.islice(of_first, steps), default=math.inf)
+    return {_rank(path): _leaves_since(path, since) for path in paths}
+
+
+def _leaves_since(path: Path, since: float) -> list[tuple[str, float, float]]:
+    of_rank = (group for _, group in newest_lines(path))
+    groups = list(itertools.takewhile(lambda group: sum(group[-1][1:]) >= since, of_rank))[::-1]
+    return [event for group in groups for event in _leaves(group) if event[1] >= since]
 
 
 def _leaves(group: list[Any]) -> Iterator[tuple[str, float, float]]:
     names = [name for name, _, _ in group]
     for name, began, seconds in group:
         if not any(other.startswith(f"{name}/") for other in names):
-            yield name, began, began + seconds
+            yield phase_title(name.rpartition("/")[2]), began, began + seconds
 
 
 def _rank(path: Path) -> int:

@@ -56,7 +56,7 @@ class ScopedTimer:
         scopes.append(name)
         path = "/".join(scopes)
         is_metered = self._take_peak is not None and threading.current_thread() is threading.main_thread()
-        with activity.phase(name):
+        with activity.phase(name), torch.profiler.record_function(name):
             if is_metered:
                 self._note_peak()
                 self._open_peaks.append(0)

@@ -20,6 +20,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.telemetry.profiler import profiled
 from nemo_style_aligner.telemetry.progress import Progress
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.training.run_control import STATE, RunControl
@@ -61,6 +62,7 @@ class TrainingLoop(abc.ABC):
 
     Attributes:
         step: steps made.
+        profile: ``trainer.profile``, the steps that are profiled; None: none are.
     """
 
     settings: LoopSettings
@@ -86,6 +88,7 @@ class TrainingLoop(abc.ABC):
         self.metrics = metrics
         self.run_control = run_control
         self.timer = timer
+        self.profile: DictConfig | None = None
         self.step = 0
         self._is_validation_due = False
         self._is_saved = True
@@ -109,7 +112,8 @@ class TrainingLoop(abc.ABC):
                 self.step,
             )
         progress = Progress(total, self.title, rank, initial=self.step)
-        with self._telling_who_interrupts(), self.checkpoints.last_chance(), progress:
+        profile = profiled(self.profile, self.metrics.log_dir, rank, self.step)
+        with self._telling_who_interrupts(), self.checkpoints.last_chance(), progress, profile as step_ends:
             try:
                 self.warm_up()
                 if self._is_validation_due:
@@ -124,6 +128,7 @@ class TrainingLoop(abc.ABC):
                     self.save_if_due()
                     self.log_phases()
                     progress.update(1, self.shown_metrics())
+                    step_ends()
                 self.save_unless_saved()
                 self.finish_save()
                 if self.checkpoints.exports_at_end:  # without one the run is done, even if asked to stop

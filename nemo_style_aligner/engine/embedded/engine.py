@@ -283,6 +283,7 @@ class EmbeddedEngine(GenerationEngine):
         statistics.active_slot_steps += scheduler.num_active
         statistics.prefill_tokens += sum(chunk.length for chunk in plan.prefill)
         statistics.generated_tokens += advanced
+        statistics.longest_running = scheduler.longest_running
         statistics.shared_prefix_tokens = scheduler.num_shared_tokens
         statistics.preemptions = scheduler.num_preemptions
         statistics.peak_pages = max(statistics.peak_pages, self._blocks.in_use)

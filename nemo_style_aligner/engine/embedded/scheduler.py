@@ -188,6 +188,12 @@ class Scheduler:
         """Occupied slots."""
         return len(self._active)
 
+    @property
+    def longest_running(self) -> int:
+        """Sampled tokens of the sequence that has been in a slot longest; 0 if none is."""
+        first = next(iter(self._active.values()), None)
+        return 0 if first is None else len(first.token_ids)
+
     def refill(self) -> list[ScheduledSequence]:
         """Fill free slots with waiting sequences, then new requests, while memory allows; returns the newcomers."""
         newcomers: list[ScheduledSequence] = []

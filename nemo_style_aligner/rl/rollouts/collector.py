@@ -43,8 +43,8 @@ from nemo_style_aligner.rl.sample import Prompt, Rollouts, Sample
 from nemo_style_aligner.rl.scoring import ScoredBatch, Scorer, Scores
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.telemetry.log_files import json_numbers
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
-from nemo_style_aligner.telemetry.metrics import json_numbers
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 logger = logging.getLogger(__name__)

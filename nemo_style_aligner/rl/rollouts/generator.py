@@ -85,9 +85,15 @@ class LocalGenerator:
         work.start_round(range(len(prompts)), [prompt.expected_length for prompt in prompts])
         roles.barrier()  # nobody asks for a round that rank 0 has not begun
         supply, started = RequestSupply(work, group, engine.num_slots, prompts, seed), time.monotonic()
+        counting = activity.counting(
+            "responses" if self.meeting is None else "responses of this rank",
+            supply.progress,
+            lambda: engine.statistics.generated_tokens,
+            lambda: engine.statistics.longest_running,
+        )
         # Ranks that share an engine compute together, so a signal interrupts none of them: they only take no more.
         with (
-            activity.counting("responses", supply.progress, lambda: engine.statistics.generated_tokens),
+            counting,
             stops.interruptible(group.control is None),
         ):
             for result in engine.generate(supply, self.sampling):

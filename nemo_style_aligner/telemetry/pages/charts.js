@@ -188,18 +188,5 @@ function start(figure) {
   follow(box, chart, state);
 }
 
-// Only samples that have the text are shown; those behind "more" as well.
-function filter(input) {
-  const shown = input.closest(".shown"), more = shown.querySelector("details");
-  input.addEventListener("input", () => {
-    const wanted = input.value.toLowerCase();
-    if (wanted && more) more.open = true;
-    for (const sample of shown.querySelectorAll(".sample")) sample.hidden = !sample.textContent.toLowerCase().includes(wanted);
-  });
-}
-
-function startAll() {
-  document.querySelectorAll("figure").forEach(start);
-  document.querySelectorAll("input[type=search]").forEach(filter);
-}
+function startAll() { document.querySelectorAll("figure").forEach(start); }
 startAll();

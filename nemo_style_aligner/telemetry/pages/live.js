@@ -1,11 +1,5 @@
 // Asks the job every two seconds what it does, and fetches the page again when it has logged something.
 
-const NAMES = {
-  step: "Step", rollout_time: "Rollouts", offload: "Moving the optimizer", unload: "Freeing the engine",
-  refit: "Refit", generate: "Generation", logprobs: "Log-probs", init_logprobs: "Log-probs, initial policy",
-  critic_wait: "Waiting for scores", train_time: "Training", critic_train_wait: "Waiting for the critic",
-  train_step_time: "A step", validation_time: "Validation", save_time: "Saving", save_wait: "Waiting for a save",
-};
 let version = null, shownTimeline = "";
 
 function say(id, text) { document.getElementById(id).textContent = text; }
@@ -16,8 +10,7 @@ async function look() {
     if (!answer.ok) throw new Error(`the job answers ${answer.status}`);
     const state = await answer.json();
     document.body.classList.remove("away");
-    const phase = state.phase.split("/").map(part => (NAMES[part] || part.replaceAll("_", " "))).join(" › ");
-    say("phase", state.stopping ? `stopping: ${phase}` : phase);
+    say("phase", state.stopping ? `stopping: ${state.phase}` : state.phase);
     say("counts", state.counts);
     say("quiet", state.quiet > 30 ? `nothing has moved for ${Math.round(state.quiet)} s` : "");
     showLog(state.log);
@@ -41,21 +34,50 @@ function showLog(lines) {
   if (atEnd) box.scrollTop = box.scrollHeight;
 }
 
-// What the reader has opened, chosen and filtered stays as it was.
+// What the reader has opened and chosen stays as it was.
 async function refresh() {
   const text = await (await fetch(".", { cache: "no-store", signal: AbortSignal.timeout(30000) })).text();
   const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("main"), old = document.getElementById("main");
   const open = [...old.querySelectorAll("details")].map(one => one.open);
   const chosen = [...old.querySelectorAll("input[type=radio]")].map(one => one.checked);
-  const filter = old.querySelector("input[type=search]")?.value, focused = document.activeElement?.id;
+  const focused = document.activeElement?.id;
   fresh.querySelectorAll("details").forEach((one, i) => { one.open = open[i] || false; });
   if (chosen.length) fresh.querySelectorAll("input[type=radio]").forEach((one, i) => { one.checked = chosen[i] || false; });
   old.replaceWith(document.adoptNode(fresh));
   startAll();
-  const search = document.querySelector("input[type=search]");
-  if (search && filter) { search.value = filter; search.dispatchEvent(new Event("input")); }
   if (focused) document.getElementById(focused)?.focus();
 }
+
+// Samples of the whole run, the newest first, as far as the job has looked; "Older" looks on.
+let wanted = "", older = null, shown = 0;
+
+async function find(more) {
+  const box = document.getElementById("rollouts"), button = document.getElementById("older");
+  if (!more) {
+    const fields = new FormData(document.getElementById("find"));
+    wanted = new URLSearchParams([...fields].filter(([, value]) => value)).toString();
+    box.replaceChildren();
+    shown = 0;
+  }
+  button.hidden = true;
+  say("found", "Looking …");
+  try {
+    const answer = await fetch(`rollouts?${wanted}${more ? `&before=${older}` : ""}`, { cache: "no-store", signal: AbortSignal.timeout(60000) });
+    if (!answer.ok) throw new Error(`the job answers ${answer.status}`);
+    const page = await answer.json(), fresh = new DOMParser().parseFromString(page.html, "text/html");
+    shown += fresh.querySelectorAll(".sample").length;
+    box.append(...fresh.body.childNodes);
+    older = page.older;
+    button.hidden = older === null;
+    say("found", `${shown || "Nothing"} found, ${older === null ? "of the whole run." : "so far."}`);
+  } catch (error) {
+    say("found", `Not found: ${error.message}.`);
+  }
+}
+
+document.getElementById("find").addEventListener("submit", event => { event.preventDefault(); find(false); });
+document.getElementById("older").addEventListener("click", () => find(true));
+document.getElementById("every").addEventListener("toggle", event => { if (event.target.open && !shown) find(false); });
 
 // A row for each rank, a bar for each phase.
 function showTimeline(ranks) {
@@ -68,13 +90,12 @@ function showTimeline(ranks) {
   const width = box.clientWidth, left = 62, row = rows.length > 16 ? 14 : 22, height = rows.length * row + 24;
   const x = time => left + (time - first) / (last - first || 1) * (width - left - 14);
   const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "Phases of the last steps by rank" });
-  const names = [...new Set(bars.map(bar => bar[0].split("/").at(-1)))];
+  const names = [...new Set(bars.map(bar => bar[0]))];
   rows.forEach(([rank, bars], i) => {
     svg.append(element("text", { x: 0, y: (i + 0.5) * row + 4 }, `rank ${rank}`));
     for (const [name, began, ended] of bars) {
-      const short = name.split("/").at(-1);
-      const bar = element("rect", { x: x(began), width: Math.max(0.5, x(ended) - x(began)), y: i * row + 2, height: row - 4, fill: colour(names.indexOf(short)) });
-      bar.append(element("title", {}, `${NAMES[short] || short}: ${(ended - began).toFixed(3)} s`));
+      const bar = element("rect", { x: x(began), width: Math.max(0.5, x(ended) - x(began)), y: i * row + 2, height: row - 4, fill: colour(names.indexOf(name)) });
+      bar.append(element("title", {}, `${name}: ${(ended - began).toFixed(3)} s`));
       svg.append(bar);
     }
   });
@@ -82,7 +103,7 @@ function showTimeline(ranks) {
     svg.append(element("text", { x: x(first + tick), y: height - 4, "text-anchor": "middle" }, `${format(tick)} s`));
   const keys = html("div", "keys");
   names.forEach((name, i) => {
-    const key = html("span", "", NAMES[name] || name.replaceAll("_", " ")), swatch = html("span", "swatch");
+    const key = html("span", "", name), swatch = html("span", "swatch");
     swatch.style.background = colour(i);
     key.prepend(swatch);
     keys.append(key);

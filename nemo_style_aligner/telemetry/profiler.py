@@ -1,0 +1,44 @@
+"""torch's profiler over some steps: what the processor and the GPU do, as a trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+
+@contextlib.contextmanager
+def profiled(section: DictConfig | None, log_dir: Path, rank: int, done: int) -> Iterator[Callable[[], None]]:
+    """Profile the steps of ``trainer.profile`` in the body, into ``profile/rank_N_from_step_A.json.gz``.
+
+    If the body ends within the range, what there is is written.
+
+    Args:
+        section: ``trainer.profile``.
+        log_dir: of the job.
+        rank: this process's.
+        done: steps made before.
+
+    Yields:
+        What the body calls at the end of each step.
+    """
+    first = last = 0
+    if section is not None and section.start_step is not None and rank in section.ranks:
+        first, last = max(done + 1, int(section.start_step)), int(section.end_step or section.start_step)
+    if first == 0 or last < first:
+        yield lambda: None
+        return
+
+    def write(profile: torch.profiler.profile) -> None:
+        path = log_dir / "profile" / f"rank_{rank}_from_step_{first}.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+
+    before = first - 1 - done
+    warm = min(before, 1)
+    schedule = torch.profiler.schedule(wait=before - warm, warmup=warm, active=last - first + 1, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write, acc_events=True) as profile:
+        yield profile.step

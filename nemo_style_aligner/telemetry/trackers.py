@@ -1,0 +1,236 @@
+"""Trackers, which a job's numbers are sent to beside its own files: Weights & Biases, and MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_style_aligner.config.loading import leaves_of
+from nemo_style_aligner.errors import UserError, excepthook_kept
+from nemo_style_aligner.telemetry.log_files import replace_text
+
+logger = logging.getLogger(__name__)
+
+WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb_run_id", "mlflow_run_id"
+"""Which run there is this one's, so that its next start goes on with it."""
+
+_OF_LIGHTNING = {"save_dir": "dir", "version": "id"}  # its names of wandb's arguments
+_MOST_PARAMS = 100  # that MLflow takes at once
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)  # of MLflow's metrics
+_MLFLOW_DEFAULTS = {  # A job neither waits minutes for a server when it starts, nor reports to MLflow's makers.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+
+
+class TrackerError(UserError):
+    """A tracker cannot be sent to: nobody is logged in, its server is out of reach, or the like."""
+
+    exit_status = 1
+
+
+class Tracker:
+    """Tells a service what a job logs, in a thread of its own: training waits for no network, nor fails with it.
+
+    Services may raise anything. The first call that fails ends the telling, with a warning.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._has_failed = False
+        self._calls: queue.SimpleQueue[Callable[[Service], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name=f"to {service.name}", daemon=True)
+        self._thread.start()
+
+    def tell(self, call: Callable[[Service], object]) -> None:
+        """Have ``call`` called with the service, after those before it."""
+        self._calls.put(call)
+
+    def finish(self) -> None:
+        """Tell no more, and end the run there."""
+        self._calls.put(lambda service: service.finish())
+        self._calls.put(None)
+
+    def wait(self, until: float) -> None:
+        """Wait for the end, until ``time.monotonic()`` is ``until``: services have no limit of their own."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._warn("takes too long, and is given up")
+
+    def _send(self) -> None:
+        for call in iter(self._calls.get, None):
+            try:
+                if not self._has_failed:
+                    call(self._service)
+            except Exception as error:  # noqa: BLE001  # whatever it is: the log directory has everything
+                self._has_failed = True
+                self._warn(f"failed ({type(error).__name__}: {error}), and ends here")
+
+    def _warn(self, what: str) -> None:
+        logger.warning(
+            "sending to %s %s. The log directory has everything. %s", self._service.name, what, self._service.remedy
+        )
+
+
+def start_trackers(exp_manager: DictConfig, log_dir: Path) -> list[Tracker]:
+    """Those that ``exp_manager`` asks for.
+
+    Raises:
+        TrackerError: one does not start.
+    """
+    services: list[Service] = []
+    if exp_manager.create_wandb_logger:
+        services.append(Wandb(log_dir, _arguments(exp_manager.wandb_logger_kwargs)))
+    if exp_manager.create_mlflow_logger:
+        named = {"experiment_name": str(exp_manager.name)}
+        services.append(MLflow(log_dir, named | _arguments(exp_manager.mlflow_logger_kwargs)))
+    return [Tracker(service) for service in services]
+
+
+def _arguments(section: DictConfig | None) -> dict[str, Any]:
+    container: Any = OmegaConf.to_container(section, resolve=True) if section is not None else {}
+    return {key: value for key, value in container.items() if value is not None}
+
+
+@contextlib.contextmanager
+def _starting(name: str, package: str, otherwise: str) -> Iterator[None]:
+    """Say what to do if a service does not start. That its package is installed has been checked."""
+    key = f"exp_manager.create_{package}_logger"
+    try:
+        with excepthook_kept():
+            yield
+    except Exception as error:
+        raise TrackerError(
+            f"{name} does not start. Do without it ({key}=False), or {otherwise}. Its error: {error}"
+        ) from error
+
+
+class Wandb:
+    """Weights & Biases; ``kwargs`` are arguments of ``wandb.init`` or of Lightning's ``WandbLogger``."""
+
+    name = "Weights & Biases"
+
+    def __init__(self, log_dir: Path, kwargs: Mapping[str, Any]) -> None:
+        settings = {"dir": str(log_dir), **_wandb_settings(kwargs)}
+        known = _known_run(log_dir / WANDB_ID_FILE)
+        if known and not settings.keys() & {"id", "resume"}:
+            settings |= {"id": known, "resume": "allow"}
+        on_disk = "keep the run on disk for `wandb sync` (WANDB_MODE=offline in the environment)"
+        with _starting(self.name, "wandb", on_disk):
+            import wandb
+
+            self._run = wandb.init(**settings)
+        if self._run.id != known:
+            replace_text(log_dir / WANDB_ID_FILE, f"{self._run.id}\n")
+        self._run.define_metric("*", step_metric="step")
+        self.remedy = f"To send what there is: wandb sync {Path(self._run.dir).parent}"
+
+    def metrics(self, scalars: Mapping[str, float], step: int) -> None:
+        """Send numbers."""
+        self._run.log({**scalars, "step": step})
+
+    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Send a table."""
+        import wandb
+
+        self._run.log({key: wandb.Table(columns=list(columns), data=rows), "step": step})
+
+    def config(self, config: dict[str, Any], text: str) -> None:
+        """Send the config, also given as YAML."""
+        self._run.config.update(config, allow_val_change=True)
+
+    def finish(self) -> None:
+        """Send what is left: the run is over."""
+        self._run.finish()
+
+
+def _wandb_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``wandb.init``, from such or from those of Lightning's ``WandbLogger``, as NeMo has them."""
+    settings = {_OF_LIGHTNING.get(key, key): value for key, value in kwargs.items() if value is not None}
+    if settings.pop("offline", False):
+        settings["mode"] = "offline"
+    for name in ("log_model", "prefix"):  # of Lightning's logger alone: wandb refuses them where they ask for something
+        if not settings.get(name):
+            settings.pop(name, None)
+    return settings
+
+
+class MLflow:
+    """MLflow: a server or, without ``tracking_uri`` and MLFLOW_TRACKING_URI, a file ``mlflow.db``.
+
+    ``kwargs`` are those of ``exp_manager.mlflow_logger_kwargs``, without nulls.
+    """
+
+    name = "MLflow"
+    remedy = "MLflow keeps what it was sent until then."
+
+    def __init__(self, log_dir: Path, kwargs: Mapping[str, Any]) -> None:
+        for variable, value in _MLFLOW_DEFAULTS.items():
+            os.environ.setdefault(variable, value)
+        folder = Path(kwargs.get("save_dir", log_dir)).absolute()
+        uri, artifacts = kwargs.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI"), None
+        if not uri:
+            folder.mkdir(parents=True, exist_ok=True)
+            uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", str(folder / "mlflow_artifacts")
+        known = _known_run(log_dir / MLFLOW_ID_FILE)
+        with _starting(self.name, "mlflow", "log to a file (no tracking_uri in exp_manager.mlflow_logger_kwargs)"):
+            import mlflow
+
+            self._client = mlflow.MlflowClient(uri)
+            self._id = str(kwargs.get("run_id", known)) or self._new_run(kwargs, artifacts)
+            self._client.update_run(self._id, status="RUNNING")
+        if self._id != known:
+            replace_text(log_dir / MLFLOW_ID_FILE, f"{self._id}\n")
+
+    def _new_run(self, kwargs: Mapping[str, Any], artifacts: str | None) -> str:
+        name = kwargs["experiment_name"]
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else None
+        if experiment is None:
+            experiment = self._client.create_experiment(name, kwargs.get("artifact_location", artifacts))
+        run = self._client.create_run(experiment, tags=kwargs.get("tags"), run_name=kwargs.get("run_name"))
+        return str(run.info.run_id)
+
+    def metrics(self, scalars: Mapping[str, float], step: int) -> None:
+        """Send numbers. Of their names, MLflow takes no other signs than ``-. :/``: they become ``_``."""
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        values = [Metric(_NOT_IN_NAMES.sub("_", name), value, now, step) for name, value in scalars.items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    def table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Send a table, as an artifact in the form that MLflow shows as one."""
+        self._client.log_dict(self._id, {"columns": columns, "data": rows}, f"{key}/step_{step}.json")
+
+    def config(self, config: dict[str, Any], text: str) -> None:
+        """Send the config. Parameters of a run cannot change: a later start's is in the artifact alone."""
+        from mlflow.entities import Param
+
+        self._client.log_text(self._id, text, "hyperparameters.yaml")
+        known = self._client.get_run(self._id).data.params
+        new = [Param(key, str(value)) for key, value in leaves_of(config) if key not in known]
+        for first in range(0, len(new), _MOST_PARAMS):
+            self._client.log_batch(self._id, params=new[first : first + _MOST_PARAMS])
+
+    def finish(self) -> None:
+        """The run is over."""
+        self._client.set_terminated(self._id)
+
+
+Service: TypeAlias = Wandb | MLflow
+
+
+def _known_run(path: Path) -> str:
+    return path.read_text(encoding="utf-8").strip() if path.exists() else ""
