@@ -9,6 +9,7 @@ import torch
 
 from nemo_style_aligner.config.schema import Placement
 from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.offload import WeightOffload
 from nemo_style_aligner.parallel.groups import device
 
 _RESIDENT_SHARE = 1 / 16  # of a device's memory that `auto` spends on a second set of weights
@@ -140,6 +141,32 @@ class FrozenWeights:
     def _load(self, weights: dict[str, torch.Tensor]) -> None:
         # In place: the parameters are views into megatron's contiguous buffers.
         _copy(weights, dict(self._model.named_parameters()))
+
+
+class FrozenModel:
+    """A model that is never trained, of any shape, and in use now and then.
+
+    Args:
+        model: is on the device.
+        placement: ``swap`` keeps the weights in host memory while the model is not in use, ``resident`` on the device;
+            ``auto``: see `choose_placement`.
+    """
+
+    def __init__(self, model: MegatronModel, placement: Placement) -> None:
+        self._model = model
+        self._weights: WeightOffload | None = None
+        if (choose_placement(model) if placement == "auto" else placement) == "swap":
+            self._weights = WeightOffload(model.module, is_frozen=True)
+            self._weights.offload()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[MegatronModel]:
+        """The model, on the device until the end of the context."""
+        if self._weights is not None:
+            self._weights.bring_back()
+        yield self._model
+        if self._weights is not None:
+            self._weights.offload()
 
 
 @torch.no_grad()

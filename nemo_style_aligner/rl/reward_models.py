@@ -12,10 +12,8 @@ from megatron.core import parallel_state
 
 from nemo_style_aligner.config.schema import Placement
 from nemo_style_aligner.models.critic import RewardModel
-from nemo_style_aligner.models.frozen import choose_placement
-from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.frozen import FrozenModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.offload import WeightOffload
 from nemo_style_aligner.models.packing import MicroBatching, shares
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import all_gather_rows, current_layout, device, exchange_rows
@@ -40,16 +38,13 @@ class ModelRewards(RewardSource):
         self._head = head
         self._batching = batching
         self.placement = placement
-        self._model: MegatronModel | None = None
-        self._weights: WeightOffload | None = None  # with `swap`
+        self._frozen: FrozenModel | None = None
         self._waiting: list[tuple[Sequence[Sample], Rewards]] = []
 
     def load(self) -> None:
         """Load the weights. Collective. For the errors see `BaseModel.load`."""
-        self._model = model = self.base.load(head=self._head, trainable=False, needs_head=True)
-        if (choose_placement(model) if self.placement == "auto" else self.placement) == "swap":
-            self._weights = WeightOffload(model.module, is_frozen=True)
-            self._weights.offload()
+        model = self.base.load(head=self._head, trainable=False, needs_head=True)
+        self._frozen = FrozenModel(model, self.placement)
 
     def score(self, responses: Sequence[Sample]) -> Rewards:
         """See `RewardSource.score`: done after the next `score_together`."""
@@ -88,14 +83,10 @@ class ModelRewards(RewardSource):
 
     def _own_rewards(self, rows: Sequence[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
         """The rewards fp32 [n] of sequences that the ranks of a model-parallel group share."""
-        assert self._model is not None, "`load` comes first"
+        assert self._frozen is not None, "`load` comes first"
         padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True).long()
-        if self._weights is not None:
-            self._weights.bring_back()
-        rewards = RewardModel(self._model, self._head, self._batching).rewards(padded, lengths, is_whole=False)[:, 0]
-        if self._weights is not None:
-            self._weights.offload()
-        return rewards
+        with self._frozen.active() as model:
+            return RewardModel(model, self._head, self._batching).rewards(padded, lengths, is_whole=False)[:, 0]
 
     def _reward(self, value: float, sample: Sample) -> Reward:
         if math.isfinite(value):
