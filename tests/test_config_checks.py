@@ -329,9 +329,9 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     ),
     "learning rates": ("gpt_sft", 1, "model.optim.lr=1e-8", ("model.optim.sched.min_lr=9e-07 is above",)),
     "critic": (
-        "gpt_ppo_actor", 1, "trainer.ppo.kl_in=losss model.max_tokens_per_micro_batch=0",
+        "gpt_ppo_actor", 1, "remote_critic_rm.trained_critic=keeep model.max_tokens_per_micro_batch=0",
         (
-            "trainer.ppo.kl_in=losss: choose reward or loss", "model.max_tokens_per_micro_batch=0: must",
+            "remote_critic_rm.trained_critic=keeep: choose refuse or keep", "model.max_tokens_per_micro_batch=0: must",
             "model.ppo.forward_max_tokens_per_micro_batch=0: must be 1",
         ),
     ),

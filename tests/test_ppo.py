@@ -333,7 +333,7 @@ def test_policy_and_critic_are_trained_on_what_is_theirs() -> None:
     sent: list[torch.Tensor] = []
     client: Any = SimpleNamespace(train_async=lambda *tensors: sent.extend(tensors))
     journal: Any = object()
-    RemoteCritic(client, journal).start_training(experience)
+    RemoteCritic(client, journal, "refuse").start_training(experience)
     tokens, returns, values, mask = sent
     assert mask.sum(1).tolist() == lengths  # also of the response that was cut off
     of_samples = rollouts.tokens.split(rollouts.lengths.tolist())

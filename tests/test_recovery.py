@@ -214,7 +214,7 @@ def actor(
     client = CriticClient(
         client_config(job.port), infer_limits=limits, train_limits=limits, on_lost=options.get("on_lost")
     )
-    critic = RemoteCritic(client, CriticJournal(folder))
+    critic = RemoteCritic(client, CriticJournal(folder), options.get("trained_critic", "refuse"))
     try:
         client.wait_until_ready(20)
         if state is not None:
@@ -601,18 +601,24 @@ def test_an_actor_without_a_checkpoint_begins_again_with_the_initial_critic(job:
         assert value(critic) == weights(7)[-1]
 
 
-def test_a_new_run_refuses_a_trained_critic(job: CriticJob, tmp_path: Path) -> None:
+def test_a_new_run_refuses_a_trained_critic_unless_told_to_keep_it(job: CriticJob, tmp_path: Path) -> None:
     with actor(job, tmp_path / "a") as critic:
         train(critic, 1)
-        save(critic)
-    with (
-        pytest.raises(SequenceConflictError, match="start the critic in a new log directory") as refused,
-        actor(job, tmp_path / "b"),
-    ):
+        of_a = save(critic)
+    with pytest.raises(SequenceConflictError, match="trained_critic=keep") as refused, actor(job, tmp_path / "b"):
         pass
     assert "in which it was trained" not in str(refused.value)  # advice for a run that is not new
     job.restart()
     assert not (tmp_path / "b" / "run.json").exists()
+    job.checkpoints.stored.clear()  # a's training is in the critic's memory alone: b has it saved
+    with actor(job, tmp_path / "b", trained_critic="keep") as critic:
+        job.restart()
+        assert train(critic, 2) == weights(1, 2)[-1:]
+    with actor(job, tmp_path / "b") as critic:  # the same run again, before any save: from a's critic, not from scratch
+        assert value(critic) == weights(1)[-1]
+        train(critic, 2)
+    with pytest.raises(SequenceConflictError, match="cannot continue this run"), actor(job, tmp_path / "a", of_a):
+        pass  # it would take back what b trained
 
 
 def test_two_actors_with_one_critic_are_told_of_each_other(job: CriticJob, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ DistillationLoss = Literal["fwd_kl", "bwd_kl"]
 PreferenceLoss = Literal["dpo", "ipo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
 Strategy = Literal["interleave", "flatten", "colocated", "colocate_all", "separate", "disaggregated"]
 StepChoice = Literal["auto", "native", "torch"]
+TrainedCritic = Literal["refuse", "keep"]
 TruncationMethod = Literal["left", "right"]
 
 # ---- ranks, logs, checkpoints -------------------------------------------------------------------
@@ -880,6 +881,9 @@ class RemoteCritic(Section):
     combine_rm_and_critic_server: bool = True
     reward_model: RewardAddress  # where the reward model's service is, if not combined with the critic
     critic: CriticAddress
+    # What a new run (no checkpoint and no critic_journal in the log directory) does if its critic has already been
+    # trained: refuse it (an error), or keep its weights.
+    trained_critic: TrainedCritic = "refuse"
     # Shared secret of the services and of the work queue; must match the services'. auto: $NEMO_STYLE_ALIGNER_TOKEN,
     # the file $NEMO_STYLE_ALIGNER_TOKEN_FILE, or this user's own in ~/.nemo_style_aligner; none: no authentication; any
     # other word is the secret itself.
@@ -1003,7 +1007,7 @@ _WITHOUT_CRITIC = (
     "trainer.ppo.critic_warmup_steps",
     "trainer.ppo.gae_lambda",
     "critic",
-    "remote_critic_rm.critic",
+    *(f"remote_critic_rm.{name}" for name in ("critic", "trained_critic")),
     "remote_critic_rm.combine_rm_and_critic_server",
     "remote_critic_rm.timeouts.training_seconds",
 )

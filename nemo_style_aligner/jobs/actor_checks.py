@@ -359,7 +359,7 @@ def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
     if not has_remote_critic(view):
         of_critic = ("critic.*", "combine_rm_and_critic_server")
         if not has_critic_apart(view.cfg):
-            of_critic += ("journal_*", "timeouts.training_*")
+            of_critic += ("trained_critic", "journal_*", "timeouts.training_*")
         key = PLACEMENT if needs_critic(view) else _ESTIMATOR
         yield key, tuple(f"{service}.{name}" for name in of_critic)
     if not needs_critic(view):

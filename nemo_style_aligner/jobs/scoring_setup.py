@@ -182,7 +182,7 @@ def build_remote_critic(cfg: DictConfig, remote: DictConfig, run: Run) -> Remote
     """The critic in its own job or on ranks of its own, as ``remote`` says."""
     journal = CriticJournal(run.log_dir / "critic_journal")
     client = build_critic_client(cfg, remote)
-    return RemoteCritic(client, journal if dist.get_rank() == 0 else None)
+    return RemoteCritic(client, journal if dist.get_rank() == 0 else None, remote.trained_critic)
 
 
 def _as_placed(cfg: DictConfig) -> DictConfig:

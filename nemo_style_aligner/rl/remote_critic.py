@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nemo_style_aligner.config.schema import TrainedCritic
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
@@ -64,11 +65,14 @@ class RemoteCritic(ValueSource, RewardSource):
     Args:
         client: this rank's client.
         journal: rank 0's journal; None on the other ranks.
+        trained_critic: what a new run does with a critic that has been trained before
+            (``remote_critic_rm.trained_critic``): refuse it, or keep its weights.
     """
 
-    def __init__(self, client: CriticClient, journal: CriticJournal | None) -> None:
+    def __init__(self, client: CriticClient, journal: CriticJournal | None, trained_critic: TrainedCritic) -> None:
         self.client = client
         self._journal = journal
+        self._trained_critic = trained_critic
         self._resumed: CriticPosition | None = None
         self._saved_numbers: list[int] = []  # next_number at the last saves of both jobs
         self._published_history: str | None = None  # the critic's, at this job's newest checkpoint
@@ -146,18 +150,23 @@ class RemoteCritic(ValueSource, RewardSource):
         try:
             self.client.begin(journal, position)
         except SequenceConflictError as conflict:
-            advice = what_to_do(
-                "start the critic in a new log directory (its exp_manager.explicit_log_dir)",
-                "to begin with its weights, start it there from an archive of its checkpoint (nsa convert)",
-                "to continue an earlier run, start this job in that run's log directory",
-            )
-            # The conflict's own advice is left out: it is for runs that are not new.
-            raise SequenceConflictError(
-                f"this run is new, but the critic has been trained before. {advice}\n"
-                f"The critic's answer: {conflict.__cause__}",
-                conflict.expected,
-                conflict.history,
-            ) from None
+            if conflict.history is None or self._trained_critic == "refuse":
+                advice = what_to_do(
+                    "start the critic in a new log directory (its exp_manager.explicit_log_dir)",
+                    "keep the critic's weights: remote_critic_rm.trained_critic=keep",
+                    "to continue an earlier run, start this job in that run's log directory",
+                )
+                # The conflict's own advice is left out: it is for runs that are not new.
+                raise SequenceConflictError(
+                    f"this run is new, but the critic has been trained before. {advice}\n"
+                    f"The critic's answer: {conflict.__cause__}",
+                    conflict.expected,
+                    conflict.history,
+                ) from None
+            position = CriticPosition(position.run_id, 1, conflict.history)
+            self.client.begin(journal, position)
+            # The state that the run begins with may be in the critic's memory alone.
+            self.client.save_async(position.history).result()
         journal.begin_run(position)
         self._published_history = position.history
 
