@@ -30,8 +30,8 @@ from nemo_style_aligner.checkpoints import manifest
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.rl.remote_critic import CriticTraining, RemoteCritic
-from nemo_style_aligner.rl.values import ValueBatch
+from nemo_style_aligner.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.rl.values import Training, ValueBatch
 from nemo_style_aligner.services import http_client
 from nemo_style_aligner.services.client import CriticClient, SequenceConflictError
 from nemo_style_aligner.services.critic_service import CriticService
@@ -230,7 +230,7 @@ def train(critic: RemoteCritic, *values: float) -> list[float]:
     return [start_training(critic, value).result()["critic_loss"] for value in values]
 
 
-def start_training(critic: RemoteCritic, value: float) -> CriticTraining:
+def start_training(critic: RemoteCritic, value: float) -> Training:
     full = torch.full((2, 3), float(value))
     tokens = torch.ones(2, 4, dtype=torch.int64)
     return critic.start_training_on(ValueBatch(tokens, full, full, torch.ones(2, 3)))
@@ -436,7 +436,8 @@ def test_a_wait_for_the_critic_is_progress_only_while_all_ranks_take_part(monkey
     monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
     monkeypatch.setattr(agreement, "broadcast_object", meet)
     client = SimpleNamespace(position=CriticPosition("run", 1), follow=lambda _: None)
-    assert CriticTraining(SimpleNamespace(client=client), concurrent.futures.Future()).result() == {"critic_loss": 0.5}
+    critic: Any = SimpleNamespace(client=client)
+    assert RemoteCritic.trained(critic, concurrent.futures.Future()) == {"critic_loss": 0.5}
     assert [now.bound for now in seen] == [0.0, 0.0, 0.0]
     assert seen[0].progress < seen[1].progress < seen[2].progress
 

@@ -6,6 +6,7 @@ Therefore it does not matter which process does so.
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import logging
 import os
@@ -153,7 +154,10 @@ def encode_files(paths: Sequence[str | Path], encoder: TextEncoder) -> Samples:
         made[0].extend(samples) if made else made.append(samples)
         tell(sum(len(raw) for _, raw in lines.lines))
 
-    started = [HelperProcess(__name__, encoder) for _ in range(processes)] if processes > 1 else []
+    started: list[HelperProcess] = []
+    if processes > 1:
+        with concurrent.futures.ThreadPoolExecutor(processes) as pool:  # each takes its encoder once it has started
+            started += pool.map(lambda _: HelperProcess(__name__, encoder), range(processes))
     try:
         for lines, process in zip(_batches(paths), itertools.cycle(started or [None])):
             if len(pending) == max(1, len(started)):

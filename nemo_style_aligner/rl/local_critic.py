@@ -5,7 +5,6 @@ Its weights and optimizer are saved in this job's checkpoints, so there is only 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +18,7 @@ from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.rl.experience import Experience
 from nemo_style_aligner.rl.rollouts.collector import deal
 from nemo_style_aligner.rl.sample import Rollouts
-from nemo_style_aligner.rl.values import ValueSource
-
-
-@dataclasses.dataclass(frozen=True)
-class _Trained:
-    metrics: dict[str, float]
-
-    def result(self) -> dict[str, float]:
-        """See `values.Training.result`."""
-        return self.metrics
+from nemo_style_aligner.rl.values import Training, ValueSource
 
 
 class LocalCritic(ValueSource):
@@ -62,7 +52,7 @@ class LocalCritic(ValueSource):
         self._take_turn()
         return self.critic.response_values(share.batch(share.counts, {}))
 
-    def start_training(self, experience: Experience) -> _Trained:
+    def start_training(self, experience: Experience) -> Training:
         """See `ValueSource.start_training`: done when this returns, as the policy is next on the same ranks."""
         self._take_turn()
         samples, size = range(len(experience)), self.critic.global_batch_size
@@ -78,7 +68,7 @@ class LocalCritic(ValueSource):
         self.give_back_memory()
         loss, _ = applied_updates(reports)
         last = {name: value for name, value in reports[-1].items() if name != "loss"}
-        return _Trained(last | {"critic_loss": loss})
+        return Training(lambda: last | {"critic_loss": loss})
 
     def _take_turn(self) -> None:
         if self._weights is not None:

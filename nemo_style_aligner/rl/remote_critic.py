@@ -6,7 +6,7 @@ Training, saves and what recovers from a loss of either job are rank 0's; scores
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
+import functools
 import logging
 import uuid
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rl.experience import Experience
 from nemo_style_aligner.rl.rewards import Reward, RewardSource, when_all
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.rl.values import ValueBatch, ValueSource
+from nemo_style_aligner.rl.values import Save, Training, ValueBatch, ValueSource
 from nemo_style_aligner.services.client import CriticClient, Scores, SequenceConflictError
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
 from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
@@ -37,49 +37,22 @@ T = TypeVar("T")
 _KEPT_SAVES = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class CriticSave:
-    """A save of the critic that is under way.
+def _is_saved(future: concurrent.futures.Future[None] | None, seconds: float) -> bool:
+    """Wait at most ``seconds`` for a save; whether it is on disk. Only rank 0 knows: True on all others.
 
-    Attributes:
-        position: the critic's position that is saved.
+    Raises:
+        Exception: the error of a save that failed.
     """
-
-    position: CriticPosition
-    _future: concurrent.futures.Future[None] | None
-
-    def wait(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` for the save; whether it is on disk. Only rank 0 knows: True on all others.
-
-        Raises:
-            Exception: the error of a save that failed.
-        """
-        if self._future is None:
-            return True
-        is_done = not concurrent.futures.wait([self._future], seconds).not_done
-        if is_done:
-            self._future.result()
-        return is_done
+    if future is None or concurrent.futures.wait([future], seconds).not_done:
+        return future is None
+    future.result()
+    return True
 
 
 def _wait_for(future: concurrent.futures.Future[T] | None) -> T:
     """Collective: the result of what rank 0 has asked of the critic, which the client's limits end (None elsewhere)."""
     # For the watchdog the wait is progress, but only for as long as all ranks take part in it.
     return result_on_every_rank(future, met=activity.progress)
-
-
-class CriticTraining:
-    """A training request that is under way in the critic job."""
-
-    def __init__(self, critic: RemoteCritic, future: concurrent.futures.Future[float] | None) -> None:
-        self._critic = critic
-        self._future = future
-
-    def result(self) -> dict[str, float]:
-        """Collective: wait for the training; return its mean loss, the same on every rank."""
-        loss = _wait_for(self._future)
-        self._critic.client.follow(broadcast_object(self._critic.client.position))
-        return {"critic_loss": loss}
 
 
 class RemoteCritic(ValueSource, RewardSource):
@@ -197,27 +170,34 @@ class RemoteCritic(ValueSource, RewardSource):
         journal.begin_run(position)
         self._published_history = position.history
 
-    def start_training(self, experience: Experience) -> CriticTraining:
+    def start_training(self, experience: Experience) -> Training:
         """Send the critic its training batch, and return at once. Collective."""
         return self.start_training_on(experience.value_batch())
 
-    def start_training_on(self, batch: ValueBatch | None) -> CriticTraining:
+    def start_training_on(self, batch: ValueBatch | None) -> Training:
         """Send the critic this batch, which rank 0 has, and return at once."""
-        if self._journal is None:
-            return CriticTraining(self, None)
-        assert batch is not None
-        return CriticTraining(self, self.client.train_async(batch.tokens, batch.returns, batch.values, batch.mask))
+        future = None
+        if self._journal is not None:
+            assert batch is not None
+            future = self.client.train_async(batch.tokens, batch.returns, batch.values, batch.mask)
+        return Training(functools.partial(self.trained, future))
 
-    def start_save(self) -> CriticSave:
+    def trained(self, future: concurrent.futures.Future[float] | None) -> dict[str, float]:
+        """Wait for a training whose loss rank 0 gets; its mean loss, the same on every rank. Collective."""
+        loss = _wait_for(future)
+        self.client.follow(broadcast_object(self.client.position))
+        return {"critic_loss": loss}
+
+    def start_save(self) -> Save:
         """Have the critic write a checkpoint of its present state, and return at once. No training may be under way.
 
         The critic keeps its checkpoint that belongs to this job's newest one. Training that is started meanwhile waits
         until the critic's checkpoint is on disk; scoring does not.
         """
         future = None if self._journal is None else self.client.save_async(self._published_history)
-        return CriticSave(self.client.position, future)
+        return Save(self.client.position, functools.partial(_is_saved, future))
 
-    def confirm_save(self, save: CriticSave) -> None:
+    def confirm_save(self, save: Save) -> None:
         """Note that both jobs' checkpoints are on disk; delete the batches that no kept critic checkpoint needs."""
         self._saved_numbers = [*self._saved_numbers, save.position.next_number][-_KEPT_SAVES:]
         self._published_history = save.position.history

@@ -6,8 +6,8 @@ import abc
 import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,21 +35,28 @@ class ValueBatch:
     mask: torch.Tensor
 
 
-class Training(Protocol):
-    """Training that is under way, or done."""
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Training that is under way, or done.
 
-    def result(self) -> dict[str, float]:
-        """Collective: wait for it; metrics, the same on every rank: ``critic_loss``, the mean over its updates."""
-        ...
+    Attributes:
+        result: collective: waits for it; metrics, the same on every rank: ``critic_loss``, the mean over its updates.
+    """
+
+    result: Callable[[], dict[str, float]]
 
 
-class Save(Protocol):
-    """A save that is under way."""
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """A save that is under way.
 
-    @property
-    def wait(self) -> MayPublish:
-        """Waits some seconds for the save; returns whether it is on disk."""
-        ...
+    Attributes:
+        position: what is saved, for `ValueSource.confirm_save`.
+        wait: waits some seconds for the save; returns whether it is on disk.
+    """
+
+    position: Any
+    wait: MayPublish
 
 
 class ValueSource(abc.ABC):
@@ -88,7 +95,7 @@ class ValueSource(abc.ABC):
         """
         return None
 
-    def confirm_save(self, save: Any) -> None:  # noqa: B027  (only of what `start_save` returned)
+    def confirm_save(self, save: Save) -> None:  # noqa: B027  (only of what `start_save` returned)
         """Note that its checkpoint and this job's, which belong together, are on disk."""
 
     def state_dict(self) -> dict[str, Any]:
