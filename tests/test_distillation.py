@@ -145,7 +145,8 @@ def read(folder: Path, files: Path, *lines: dict[str, Any], top_k: int | None = 
 
 
 def test_lines_are_read_up_to_what_is_learnt_and_the_most_likely_tokens_first(files: Path, tmp_path: Path) -> None:
-    long = GOOD | {name: GOOD[name] * 2 for name in GOOD} | {"tokens": [3] * 8, "labels": [3] * 8, "loss_mask": [1] * 8}
+    long = {"tokens": [3] * 8, "labels": [3] * 8, "loss_mask": [1] * 8}
+    long |= {"topk_token_ids": [[5, 6]] * 8, "topk_logits": [[0, -1]] * 8}
     nothing = GOOD | {"loss_mask": [0] * 4}
     (item,) = read(tmp_path, files, GOOD, long, nothing)
     assert item == DistillationItem([3, 4, 5, 6], [0, 0, 1, 1], [6, 5, 7, 6], [0.0, -1.5, 0.0, -2.0])
