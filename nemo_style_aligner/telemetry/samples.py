@@ -171,8 +171,7 @@ def trained(tables: Sequence[Mapping[str, Any]]) -> list[Shown]:
 
 
 def _logged(table: Mapping[str, Any], row: Sequence[Any]) -> Answer:
-    note = "validation" if table["key"].endswith("val_rollouts") else ""
-    return Answer(f"step {table['step']}", str(row[1]), note, _number(row[2]))
+    return Answer(f"step {table['step']}", str(row[1]), reward=_number(row[2]))
 
 
 def recorded(log_dir: Path) -> list[Shown]:
@@ -246,16 +245,8 @@ def find_samples(
 ) -> tuple[list[Shown], int | None]:
     """Samples of the whole run, the newest first: all, if the job keeps them (``save_samples``), or those in tables.
 
-    A call reads some 16 MiB at most.
-
-    Args:
-        text: in prompt or response, in any case.
-        step: of the samples; None: any.
-        low, high: bounds of the reward.
-        before: what the call before returned: where to go on.
-
-    Returns:
-        What was found, and the ``before`` of the next call; None if nothing is left.
+    Those with ``text`` in prompt or response, of ``step``, and with a reward from ``low`` to ``high``. A call reads
+    some 16 MiB at most, and also returns the ``before`` with which the next call goes on; None if nothing is left.
     """
     path = log_dir / SAMPLES_FILE
     found: list[Shown] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from nemo_style_aligner.telemetry.metric_table import phase_title
 FOLDER = "timeline"
 _LOGGED_LAST = ("timers/step", "train/train_step_time")  # of a step
 _STEPS = ("step", "train_step_time")
+_LINES = 256  # of each rank's file, for the last steps
 
 
 class NoTimelineError(UserError):
@@ -51,15 +51,12 @@ def record(log_dir: Path, rank: int) -> None:
 def last_phases(log_dir: Path, steps: int = 3) -> dict[int, list[tuple[str, float, float]]]:
     """The innermost phases since the last steps began, by rank: name in words, and when it began and ended."""
     paths = sorted((log_dir / FOLDER).glob("rank_*.jsonl"), key=_rank)
-    of_first = (group[-1][1] for _, group in newest_lines(log_dir / FOLDER / "rank_0.jsonl") if group[-1][0] in _STEPS)
-    since = min(itertools.islice(of_first, steps), default=math.inf)
-    return {_rank(path): _leaves_since(path, since) for path in paths}
-
-
-def _leaves_since(path: Path, since: float) -> list[tuple[str, float, float]]:
-    of_rank = (group for _, group in newest_lines(path))
-    groups = list(itertools.takewhile(lambda group: sum(group[-1][1:]) >= since, of_rank))[::-1]
-    return [event for group in groups for event in _leaves(group) if event[1] >= since]
+    groups = {_rank(path): [line for _, line in itertools.islice(newest_lines(path), _LINES)][::-1] for path in paths}
+    began = [group[-1][1] for group in groups.get(0, []) if group[-1][0] in _STEPS][-steps:]
+    return {
+        rank: [event for group in of_rank for event in _leaves(group) if began and event[1] >= began[0]]
+        for rank, of_rank in groups.items()
+    }
 
 
 def _leaves(group: list[Any]) -> Iterator[tuple[str, float, float]]:

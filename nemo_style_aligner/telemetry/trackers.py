@@ -84,11 +84,7 @@ class Tracker:
 
 
 def start_trackers(exp_manager: DictConfig, log_dir: Path) -> list[Tracker]:
-    """Those that ``exp_manager`` asks for.
-
-    Raises:
-        TrackerError: one does not start.
-    """
+    """Those that ``exp_manager`` asks for. Raises `TrackerError` if one does not start."""
     services: list[Service] = []
     if exp_manager.create_wandb_logger:
         services.append(Wandb(log_dir, _arguments(exp_manager.wandb_logger_kwargs)))
