@@ -25,7 +25,7 @@ from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.report import find_runs, write_report
 from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
 from nemo_style_aligner.telemetry.samples import ComparisonError
-from nemo_style_aligner.telemetry.timeline import NoTimelineError, write_trace
+from nemo_style_aligner.telemetry.timeline import write_trace
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 ROOT = Path(__file__).parents[1]
@@ -181,7 +181,7 @@ def chromium() -> Iterator[str]:
 
 def test_phases_of_each_rank_become_a_trace(run: Path, tmp_path: Path) -> None:
     log_dir = shutil.copytree(run, tmp_path / "actor")
-    with pytest.raises(NoTimelineError, match=r"exp_manager\.timeline=True"):
+    with pytest.raises(NoRunError, match=r"exp_manager\.timeline=True"):
         write_trace(log_dir, tmp_path / "trace.json", 1, 3)
     (log_dir / timeline.FOLDER).mkdir()
     (log_dir / timeline.FOLDER / "rank_0.jsonl").write_text('[["step", 1')  # a run that was killed

@@ -162,14 +162,6 @@ def validated(tables: Sequence[Mapping[str, Any]]) -> list[Shown]:
     ]
 
 
-def trained(tables: Sequence[Mapping[str, Any]]) -> list[Shown]:
-    """Training samples of the first and of the last step: other prompts, but what the model answers."""
-    logged = [table for table in tables if table["key"] == "table/train_rollouts"]
-    steps = {table["step"]: table for table in logged}  # the last of a step counts
-    shown = [steps[step] for step in sorted(steps)]
-    return [Shown(row[0], [_logged(table, row)]) for table in spread(shown, 2) for row in table["rows"][: _SHOWN // 3]]
-
-
 def _logged(table: Mapping[str, Any], row: Sequence[Any]) -> Answer:
     return Answer(f"step {table['step']}", str(row[1]), reward=_number(row[2]))
 
@@ -288,4 +280,4 @@ def samples_of(run: RunView, comparison: Sequence[Shown]) -> Iterator[Section]:
     if not comparison:
         yield "Side by side", "The same prompts in the first and in the last validation.", side_by_side
     if not side_by_side and not tokens:
-        yield "Samples", "Of the first and of the last step.", trained(run.tables)
+        yield "Samples", "The newest.", find_samples(run.log_dir)[0][:_SHOWN]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_files import (
     METRICS_FILE,
@@ -18,15 +17,12 @@ from nemo_style_aligner.telemetry.log_files import (
     write_line,
 )
 from nemo_style_aligner.telemetry.metric_table import phase_title
+from nemo_style_aligner.telemetry.run_view import NoRunError
 
 FOLDER = "timeline"
 _LOGGED_LAST = ("timers/step", "train/train_step_time")  # of a step
 _STEPS = ("step", "train_step_time")
 _LINES = 256  # of each rank's file, for the last steps
-
-
-class NoTimelineError(UserError):
-    """A run has no phases to show."""
 
 
 def record(log_dir: Path, rank: int) -> None:
@@ -77,7 +73,7 @@ def write_trace(log_dir: Path, output: Path, first: int, last: int) -> int:
         first, last: steps, as they are logged.
 
     Raises:
-        NoTimelineError: the job has noted no phases, or none in these steps.
+        NoRunError: the job has noted no phases, or none in these steps.
     """
     ends = [r for r in read_json_lines(log_dir / METRICS_FILE) if any(name in r for name in _LOGGED_LAST)]
     before = max((record["time"] for record in ends if record["step"] < first), default=0.0)
@@ -97,7 +93,7 @@ def write_trace(log_dir: Path, output: Path, first: int, last: int) -> int:
         ]  # fmt: skip
     phases = sum(event["ph"] == "X" for event in events)
     if not phases:
-        raise NoTimelineError(
+        raise NoRunError(
             f"{log_dir} has no phases of these steps in {FOLDER}/: start the job with exp_manager.timeline=True"
         )
     output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -18,7 +18,7 @@ function html(name, className, text) {
   return made;
 }
 
-function colour(index) { return `var(--c${index % 8})`; }
+function colour(index) { return `var(--c${index % 10})`; }
 
 function format(value) {
   if (value === null) return "not finite";
