@@ -169,7 +169,8 @@ def _logged(table: Mapping[str, Any], row: Sequence[Any]) -> Answer:
 def recorded(log_dir: Path) -> list[Shown]:
     """Of a run with ``save_samples``: the best and the worst samples of the last step, token by token."""
     newest: dict[int, dict[str, Any]] = {}
-    path, step = log_dir / SAMPLES_FILE, None
+    path = log_dir / SAMPLES_FILE
+    step: int | None = None
     for start, record in newest_lines(path):
         step = record["step"] if step is None else step
         if record["step"] != step or start < path.stat().st_size - _READ_BYTES:
