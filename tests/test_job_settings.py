@@ -217,6 +217,7 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
     for name, stand_in in replaced.items():
         monkeypatch.setattr(job_setup, name, stand_in)
     monkeypatch.setattr(MetricsLogger, "__init__", lambda self, *arguments: made.__dict__.update(logger=arguments))
+    monkeypatch.setattr("nemo_style_aligner.telemetry.metrics.start_trackers", lambda section, _: section.copy())
     cfg = load_defaults(job)
     checkpoints = {
         "monitor": "val_x", "mode": "min" if cfg.exp_manager.checkpoint_callback_params.mode == "max" else "max",
@@ -226,9 +227,12 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
     if job != "gpt_ppo_critic":  # which does not know the best
         checkpoints["save_best_model"] = True
     wandb = {"project": "p", "name": "n"}
+    mlflow = {"experiment_name": "e", "run_name": "r", "tracking_uri": "u", "save_dir": "s", "artifact_location": "a"}
+    mlflow |= {"run_id": "i", "tags": {"t": 1}}
     resuming = {"resume_if_exists": False, "resume_ignore_no_checkpoint": False, "resume_from_checkpoint": "/old"}
     manager = {
         "explicit_log_dir": str(tmp_path), "name": "other", "create_wandb_logger": True, "wandb_logger_kwargs": wandb,
+        "create_mlflow_logger": True, "mlflow_logger_kwargs": mlflow,
         "max_time_per_run": "00:00:01:30", "watchdog_minutes": 5, "checkpoint_callback_params": checkpoints, **resuming,
     }  # fmt: skip
     # exp_dir: below. The log's keys are read as the job is launched, before there is a run. The page: `test_report`.
@@ -245,7 +249,7 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
         cfg.model.data.data_prefix = {"train": [str(data)]}
     run = start_run(cfg)
     assert run.layout == (2, 3, 7, 9) and run.log_dir == tmp_path
-    assert made.held == (tmp_path, "other") and made.logger == (tmp_path, 0, wandb)
+    assert made.held == (tmp_path, "other") and made.logger == (tmp_path, 0, cfg.exp_manager)
     assert (run.control, run.watchdog) == (90.0, (5, tmp_path))
     assert run.checkpoints.settings == CheckpointSettings(**checkpoints, **resuming, nemo_name="other")
     digests = {} if job == "gpt_ppo_critic" else {f"SHA-256 of {data}": hashlib.sha256(b"{}").hexdigest()[:16]}

@@ -368,6 +368,8 @@ def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) 
     assert [step for step, _ in curves["val_rollouts/rewards"]] == [2]
     assert "TensorRT-LLM is not installed" in output and "the embedded engine is used" in output
     assert "timers/step/rollout_time/unload" in curves
+    (progress,) = re.findall(r"^PPO: 2/2 after .*$", output, re.MULTILINE)  # of one rank of two
+    assert re.search(r"s each, loss \S+, train_rewards \S+, .*val_rewards \S+$", progress)
     first, second = (value for _, value in curves["train_rollouts/init_policy_kl"])
     assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-5
     check_converted_checkpoint(actor_log, tmp_path)  # by one process what two tensor-parallel ranks have written

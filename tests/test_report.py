@@ -24,8 +24,8 @@ from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.report import find_runs, write_report
 from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
-from nemo_style_aligner.telemetry.samples import ComparisonError
-from nemo_style_aligner.telemetry.timeline import NoTimelineError, write_trace
+from nemo_style_aligner.telemetry.samples import ComparisonError, find_samples
+from nemo_style_aligner.telemetry.timeline import write_trace
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 ROOT = Path(__file__).parents[1]
@@ -153,6 +153,23 @@ def test_samples_are_shown_token_by_token(run: Path, tmp_path: Path, per_prompt:
     assert 'class="a+ k+" style="--a:35%;--k:18%">1</i>' in text and "advantage \N{MINUS SIGN}1, KL" in text
 
 
+def test_every_rollout_is_found_page_by_page(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path)
+    of_token = {"pieces": ["a", "b"], "old_logprobs": [-1.0, -2.0], "advantages": [1.0, -1.0]}
+    for step in range(1, 36):
+        of_sample = {"step": step, "group": 0, "prompt": f"p{step}", "ended": True, **of_token}
+        logger.log_samples([{**of_sample, "sample": n, "response": "ab", "reward": n} for n in (0, 1)])
+    logger.close()
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"step": 36, "samp')  # being written
+    before, pages = None, []
+    while not pages or before is not None:
+        found, before = find_samples(tmp_path, low=0.5, before=before)
+        pages.append([shown.prompt for shown in found])
+    assert len(pages) == 2 and [*pages[0], *pages[1]] == [f"p{step}" for step in range(35, 0, -1)]
+    assert [shown.prompt for shown in find_samples(tmp_path, "P7")[0]] == ["p7", "p7"]
+
+
 def test_what_is_no_run_is_named(run: Path, tmp_path: Path) -> None:
     assert list(find_runs(run)) == ["actor"] and find_runs(run.parent) == {"actor": run}
     with pytest.raises(NoRunError, match=r"holds none: give the job's exp_manager\.explicit_log_dir"):
@@ -181,7 +198,7 @@ def chromium() -> Iterator[str]:
 
 def test_phases_of_each_rank_become_a_trace(run: Path, tmp_path: Path) -> None:
     log_dir = shutil.copytree(run, tmp_path / "actor")
-    with pytest.raises(NoTimelineError, match=r"exp_manager\.timeline=True"):
+    with pytest.raises(NoRunError, match=r"exp_manager\.timeline=True"):
         write_trace(log_dir, tmp_path / "trace.json", 1, 3)
     (log_dir / timeline.FOLDER).mkdir()
     (log_dir / timeline.FOLDER / "rank_0.jsonl").write_text('[["step", 1')  # a run that was killed

@@ -163,8 +163,7 @@ def _sft_format(view: JobView) -> Iterator[str]:
 def _trackers(view: JobView) -> Iterator[str]:
     for package in ("wandb", "mlflow"):
         key = f"exp_manager.create_{package}_logger"
-        is_there = package in sys.modules or importlib.util.find_spec(package) is not None
-        if view.get(key) and not is_there:
+        if view.get(key) and package not in sys.modules and importlib.util.find_spec(package) is None:
             yield f"{view.show(key)}: {package} is not installed; pip install -e '.[{package}]', or set {key}=False"
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO, get_args
+from typing import Any, get_args
 
 from nemo_style_aligner.config.schema import LogFormat, LogLevel
 from nemo_style_aligner.config.section_names import translated
@@ -15,8 +15,6 @@ from nemo_style_aligner.config.section_names import translated
 LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
 LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
 
-CLEAR_LINE = "\r\x1b[K"
-"""Moves a terminal's cursor to the beginning of its line, and empties it: a progress line makes room."""
 _TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
 _PACKAGE = __name__.split(".")[0]
 # Attributes of records, see `with_fields` and `warn_for_all_ranks`.
@@ -29,7 +27,7 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     Rank 0 logs from ``level`` on, the others only warnings and worse: what all ranks would say alike is
     said once. Below INFO only this package logs. Calling it again replaces the earlier set-up.
     """
-    handler = _Handler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     text = TextFormatter(_TEXT.format(rank=rank), datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(rank) if log_format == "json" else text)
     handler.addFilter(lambda record: rank == 0 or not hasattr(record, _OF_ALL_RANKS))
@@ -53,16 +51,6 @@ def warn_for_all_ranks(logger: logging.Logger, message: str, *args: object) -> N
 def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The ``extra`` argument that adds ``fields`` to a record's JSON line. Text lines do not show them."""
     return {_FIELDS: dict(fields)}
-
-
-class _Handler(logging.StreamHandler[TextIO]):
-    """Writes records where a progress line may be."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line in its place; the next progress line comes below."""
-        if self.stream.isatty():
-            self.stream.write(CLEAR_LINE)
-        super().emit(record)
 
 
 class TextFormatter(logging.Formatter):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -60,9 +60,7 @@ class MetricsLogger:
         # Flushed every 10 seconds, not 120: the last steps before a crash are those of interest.
         with self._to_tensorboard():
             self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
-        self._metrics_file = open_for_append(self.log_dir / METRICS_FILE)
-        self._tables_file = open_for_append(self.log_dir / TABLES_FILE)
-        self._samples_file: TextIO | None = None  # most runs keep none
+        self._files = {name: open_for_append(self.log_dir / name) for name in (METRICS_FILE, TABLES_FILE)}
 
     @classmethod
     def from_config(cls, exp_manager: DictConfig, log_dir: Path, rank: int) -> MetricsLogger:
@@ -80,27 +78,23 @@ class MetricsLogger:
             return
         scalars = {prefix + name: _to_float(prefix + name, value) for name, value in metrics.items()}
         numbers = {name: json_number(value) for name, value in scalars.items()}
-        write_line(self._metrics_file, {"step": int(step), "time": time.time(), **numbers})
+        write_line(self._files[METRICS_FILE], {"step": int(step), "time": time.time(), **numbers})
         with self._to_tensorboard():
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(name, value, step)
         self._tell(lambda service: service.metrics(scalars, step))
 
     def log_table(self, key: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Log a table, such as prompts with their responses and rewards.
+        """Log a table of texts and numbers, such as prompts with their responses and rewards.
 
         Raises:
-            ValueError: a row has more or fewer cells than there are columns.
             OSError: it cannot be written.
         """
         if not self._enabled:
             return
-        for row in rows:
-            if len(row) != len(columns):
-                raise ValueError(f"table {key!r}: a row has {len(row)} cells for the {len(columns)} columns {columns}")
-        plain_rows = [[_plain_cell(cell) for cell in row] for row in rows]
+        plain_rows = [[json_number(cell) if isinstance(cell, float) else cell for cell in row] for row in rows]
         write_line(
-            self._tables_file,
+            self._files[TABLES_FILE],
             {"step": int(step), "time": time.time(), "key": key, "columns": list(columns), "rows": plain_rows},
         )
         with self._to_tensorboard():
@@ -115,10 +109,10 @@ class MetricsLogger:
         """
         if not self._enabled or not records:
             return
-        if self._samples_file is None:
-            self._samples_file = open_for_append(self.log_dir / SAMPLES_FILE)
+        if SAMPLES_FILE not in self._files:  # most runs keep none
+            self._files[SAMPLES_FILE] = open_for_append(self.log_dir / SAMPLES_FILE)
         for record in records:
-            write_line(self._samples_file, record)
+            write_line(self._files[SAMPLES_FILE], record)
 
     def log_hyperparameters(self, config: DictConfig) -> None:
         """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard.
@@ -158,10 +152,8 @@ class MetricsLogger:
         self._enabled = False
         with self._to_tensorboard():
             self._tensorboard.close()
-        self._metrics_file.close()
-        self._tables_file.close()
-        if self._samples_file is not None:
-            self._samples_file.close()
+        for file in self._files.values():
+            file.close()
         until = time.monotonic() + seconds
         for tracker in self._trackers:
             tracker.finish()
@@ -196,12 +188,6 @@ def _to_float(name: str, value: Any) -> float:
         return float(value.item())
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise TypeError(f"metric {name!r} is a {type(value).__name__}{shape}, not a number or a one-element tensor")
-
-
-def _plain_cell(cell: Any) -> str | float | int | bool | None:
-    if cell is None or isinstance(cell, (str, bool, int)):
-        return cell
-    return json_number(float(cell)) if isinstance(cell, Real) else str(cell)
 
 
 def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

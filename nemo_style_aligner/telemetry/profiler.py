@@ -12,18 +12,10 @@ from omegaconf import DictConfig
 
 @contextlib.contextmanager
 def profiled(section: DictConfig | None, log_dir: Path, rank: int, done: int) -> Iterator[Callable[[], None]]:
-    """Profile the steps of ``trainer.profile`` in the body, into ``profile/rank_N_from_step_A.json.gz``.
+    """Profile the steps of ``section``, ``trainer.profile``, into ``profile/rank_N_from_step_A.json.gz``.
 
-    If the body ends within the range, what there is is written.
-
-    Args:
-        section: ``trainer.profile``.
-        log_dir: of the job.
-        rank: this process's.
-        done: steps made before.
-
-    Yields:
-        What the body calls at the end of each step.
+    The body calls what it is given at the end of each step; ``done`` were made before. If it ends within the range,
+    what there is is written.
     """
     first = last = 0
     if section is not None and section.start_step is not None and rank in section.ranks:

@@ -1,27 +1,20 @@
-"""Progress of a loop: a line that is rewritten on a terminal, and elsewhere now and then a plain one."""
+"""Progress of a loop: now and then a plain line."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TextIO
 
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.log_lines import CLEAR_LINE
 from nemo_style_aligner.wording import duration
-
-_PLAIN_SECONDS, _TERMINAL_SECONDS = 30.0, 0.5  # between two lines
 
 
 class Progress:
     """Shows how far a loop is: one line per ``interval`` seconds, and one at the end. Silent on other ranks than 0.
-
-    On a terminal each line takes the place of the one before.
 
     Within a ``with`` statement it also says how far a unit is that takes longer: its phase, what of it is done, and how
     long the rest will take (`activity`)::
@@ -35,7 +28,7 @@ class Progress:
         description: what is going on, in one or two words.
         rank: this process's rank.
         initial: units done before this run (after resuming).
-        interval: seconds between lines; None: half a second on a terminal, elsewhere 30.
+        interval: seconds between lines; None: 5 on a terminal, elsewhere 30.
         stream: where it is shown; None: standard error.
         clock: seconds, monotonic.
     """
@@ -57,9 +50,7 @@ class Progress:
         self._done = initial
         self._initial = initial
         self._metrics: dict[str, float] = {}
-        self._on_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._interval = (_TERMINAL_SECONDS if self._on_terminal else _PLAIN_SECONDS) if interval is None else interval
-        self._lock = threading.Lock()
+        self._interval = (5.0 if self._stream.isatty() else 30.0) if interval is None else interval
         self._clock = clock
         self._started = self._last_line = self._counted = clock()
         self._shown_done: int | None = None
@@ -82,20 +73,18 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         activity.listen(None)
-        if self._enabled and (self._on_terminal or self._shown_done != self._done):
-            self._print_line(end="\n")
+        if self._enabled and self._shown_done != self._done:
+            self._print_line()
 
     def _note_activity(self) -> None:
-        with self._lock:  # any thread may report activity
-            if self._clock() - self._last_line < self._interval:
-                return
-            self._last_line = self._clock()
+        if self._clock() - self._last_line < self._interval:
+            return
         phase, far = activity.current().phase, how_far(activity.counts())
         where = "" if phase == activity.STARTING else f"in {phase}"
         where = ": ".join(filter(None, (where, far)))
         self._print_line(where and f", {where}")
 
-    def _print_line(self, where: str = "", end: str = "") -> None:
+    def _print_line(self, where: str = "") -> None:
         now = self._clock()
         self._last_line = now
         if not where:
@@ -111,11 +100,7 @@ class Progress:
             f"{self._description}: {self._done}/{self._total} after {now - self._started:.0f} s{rate}{metrics}{where}"
         )
         with contextlib.suppress(OSError, ValueError):  # a reader that is gone, a full disk: the loop goes on
-            if self._on_terminal:
-                width = os.get_terminal_size(self._stream.fileno()).columns or 80
-                print(f"{CLEAR_LINE}{line[: width - 1]}", end=end, file=self._stream, flush=True)
-            else:
-                print(line, file=self._stream, flush=True)
+            print(line, file=self._stream, flush=True)
 
 
 def how_far(counts: Sequence[activity.Count]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -179,7 +179,7 @@ class RunView:
             "Ranks": ranks if self.config else None,
             "Precision": self.get("trainer.precision"),
             "Took": duration(self.times[-1] - self.times[0]) if self.times else None,
-            "Last logged": _date(self.times[-1]) if self.times else None,
+            "Last logged": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.times[-1])) if self.times else None,
         }
         return [(label, str(value)) for label, value in known.items() if value not in (None, "")]
 
@@ -300,10 +300,6 @@ def number(value: float) -> str:
         return f"{value:.3g}"
     text = f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return text.replace("-", "\N{MINUS SIGN}")
-
-
-def _date(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _place(name: str) -> int:

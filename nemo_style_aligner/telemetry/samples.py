@@ -162,23 +162,15 @@ def validated(tables: Sequence[Mapping[str, Any]]) -> list[Shown]:
     ]
 
 
-def trained(tables: Sequence[Mapping[str, Any]]) -> list[Shown]:
-    """Training samples of the first and of the last step: other prompts, but what the model answers."""
-    logged = [table for table in tables if table["key"] == "table/train_rollouts"]
-    steps = {table["step"]: table for table in logged}  # the last of a step counts
-    shown = [steps[step] for step in sorted(steps)]
-    return [Shown(row[0], [_logged(table, row)]) for table in spread(shown, 2) for row in table["rows"][: _SHOWN // 3]]
-
-
 def _logged(table: Mapping[str, Any], row: Sequence[Any]) -> Answer:
-    note = "validation" if table["key"].endswith("val_rollouts") else ""
-    return Answer(f"step {table['step']}", str(row[1]), note, _number(row[2]))
+    return Answer(f"step {table['step']}", str(row[1]), reward=_number(row[2]))
 
 
 def recorded(log_dir: Path) -> list[Shown]:
     """Of a run with ``save_samples``: the best and the worst samples of the last step, token by token."""
     newest: dict[int, dict[str, Any]] = {}
-    path, step = log_dir / SAMPLES_FILE, None
+    path = log_dir / SAMPLES_FILE
+    step: int | None = None
     for start, record in newest_lines(path):
         step = record["step"] if step is None else step
         if record["step"] != step or start < path.stat().st_size - _READ_BYTES:
@@ -246,16 +238,8 @@ def find_samples(
 ) -> tuple[list[Shown], int | None]:
     """Samples of the whole run, the newest first: all, if the job keeps them (``save_samples``), or those in tables.
 
-    A call reads some 16 MiB at most.
-
-    Args:
-        text: in prompt or response, in any case.
-        step: of the samples; None: any.
-        low, high: bounds of the reward.
-        before: what the call before returned: where to go on.
-
-    Returns:
-        What was found, and the ``before`` of the next call; None if nothing is left.
+    Those with ``text`` in prompt or response, of ``step``, and with a reward from ``low`` to ``high``. A call reads
+    some 16 MiB at most, and also returns the ``before`` with which the next call goes on; None if nothing is left.
     """
     path = log_dir / SAMPLES_FILE
     found: list[Shown] = []
@@ -297,4 +281,4 @@ def samples_of(run: RunView, comparison: Sequence[Shown]) -> Iterator[Section]:
     if not comparison:
         yield "Side by side", "The same prompts in the first and in the last validation.", side_by_side
     if not side_by_side and not tokens:
-        yield "Samples", "Of the first and of the last step.", trained(run.tables)
+        yield "Samples", "The newest.", find_samples(run.log_dir)[0][:_SHOWN]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_files import (
     METRICS_FILE,
@@ -19,14 +17,12 @@ from nemo_style_aligner.telemetry.log_files import (
     write_line,
 )
 from nemo_style_aligner.telemetry.metric_table import phase_title
+from nemo_style_aligner.telemetry.run_view import NoRunError
 
 FOLDER = "timeline"
 _LOGGED_LAST = ("timers/step", "train/train_step_time")  # of a step
 _STEPS = ("step", "train_step_time")
-
-
-class NoTimelineError(UserError):
-    """A run has no phases to show."""
+_LINES = 256  # of each rank's file, for the last steps
 
 
 def record(log_dir: Path, rank: int) -> None:
@@ -51,15 +47,12 @@ def record(log_dir: Path, rank: int) -> None:
 def last_phases(log_dir: Path, steps: int = 3) -> dict[int, list[tuple[str, float, float]]]:
     """The innermost phases since the last steps began, by rank: name in words, and when it began and ended."""
     paths = sorted((log_dir / FOLDER).glob("rank_*.jsonl"), key=_rank)
-    of_first = (group[-1][1] for _, group in newest_lines(log_dir / FOLDER / "rank_0.jsonl") if group[-1][0] in _STEPS)
-    since = min(itertools.islice(of_first, steps), default=math.inf)
-    return {_rank(path): _leaves_since(path, since) for path in paths}
-
-
-def _leaves_since(path: Path, since: float) -> list[tuple[str, float, float]]:
-    of_rank = (group for _, group in newest_lines(path))
-    groups = list(itertools.takewhile(lambda group: sum(group[-1][1:]) >= since, of_rank))[::-1]
-    return [event for group in groups for event in _leaves(group) if event[1] >= since]
+    groups = {_rank(path): [line for _, line in itertools.islice(newest_lines(path), _LINES)][::-1] for path in paths}
+    began = [group[-1][1] for group in groups.get(0, []) if group[-1][0] in _STEPS][-steps:]
+    return {
+        rank: [event for group in of_rank for event in _leaves(group) if began and event[1] >= began[0]]
+        for rank, of_rank in groups.items()
+    }
 
 
 def _leaves(group: list[Any]) -> Iterator[tuple[str, float, float]]:
@@ -80,7 +73,7 @@ def write_trace(log_dir: Path, output: Path, first: int, last: int) -> int:
         first, last: steps, as they are logged.
 
     Raises:
-        NoTimelineError: the job has noted no phases, or none in these steps.
+        NoRunError: the job has noted no phases, or none in these steps.
     """
     ends = [r for r in read_json_lines(log_dir / METRICS_FILE) if any(name in r for name in _LOGGED_LAST)]
     before = max((record["time"] for record in ends if record["step"] < first), default=0.0)
@@ -100,7 +93,7 @@ def write_trace(log_dir: Path, output: Path, first: int, last: int) -> int:
         ]  # fmt: skip
     phases = sum(event["ph"] == "X" for event in events)
     if not phases:
-        raise NoTimelineError(
+        raise NoRunError(
             f"{log_dir} has no phases of these steps in {FOLDER}/: start the job with exp_manager.timeline=True"
         )
     output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

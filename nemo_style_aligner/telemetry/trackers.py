@@ -21,9 +21,6 @@ from nemo_style_aligner.telemetry.log_files import replace_text
 
 logger = logging.getLogger(__name__)
 
-WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb_run_id", "mlflow_run_id"
-"""Which run there is this one's, so that its next start goes on with it."""
-
 _OF_LIGHTNING = {"save_dir": "dir", "version": "id"}  # its names of wandb's arguments
 _MOST_PARAMS = 100  # that MLflow takes at once
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)  # of MLflow's metrics
@@ -84,11 +81,7 @@ class Tracker:
 
 
 def start_trackers(exp_manager: DictConfig, log_dir: Path) -> list[Tracker]:
-    """Those that ``exp_manager`` asks for.
-
-    Raises:
-        TrackerError: one does not start.
-    """
+    """Those that ``exp_manager`` asks for. Raises `TrackerError` if one does not start."""
     services: list[Service] = []
     if exp_manager.create_wandb_logger:
         services.append(Wandb(log_dir, _arguments(exp_manager.wandb_logger_kwargs)))
@@ -123,7 +116,7 @@ class Wandb:
 
     def __init__(self, log_dir: Path, kwargs: Mapping[str, Any]) -> None:
         settings = {"dir": str(log_dir), **_wandb_settings(kwargs)}
-        known = _known_run(log_dir / WANDB_ID_FILE)
+        known = _known_run(log_dir / "wandb_run_id")
         if known and not settings.keys() & {"id", "resume"}:
             settings |= {"id": known, "resume": "allow"}
         on_disk = "keep the run on disk for `wandb sync` (WANDB_MODE=offline in the environment)"
@@ -132,7 +125,7 @@ class Wandb:
 
             self._run = wandb.init(**settings)
         if self._run.id != known:
-            replace_text(log_dir / WANDB_ID_FILE, f"{self._run.id}\n")
+            replace_text(log_dir / "wandb_run_id", f"{self._run.id}\n")
         self._run.define_metric("*", step_metric="step")
         self.remedy = f"To send what there is: wandb sync {Path(self._run.dir).parent}"
 
@@ -183,7 +176,7 @@ class MLflow:
         if not uri:
             folder.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", str(folder / "mlflow_artifacts")
-        known = _known_run(log_dir / MLFLOW_ID_FILE)
+        known = _known_run(log_dir / "mlflow_run_id")
         with _starting(self.name, "mlflow", "log to a file (no tracking_uri in exp_manager.mlflow_logger_kwargs)"):
             import mlflow
 
@@ -191,7 +184,7 @@ class MLflow:
             self._id = str(kwargs.get("run_id", known)) or self._new_run(kwargs, artifacts)
             self._client.update_run(self._id, status="RUNNING")
         if self._id != known:
-            replace_text(log_dir / MLFLOW_ID_FILE, f"{self._id}\n")
+            replace_text(log_dir / "mlflow_run_id", f"{self._id}\n")
 
     def _new_run(self, kwargs: Mapping[str, Any], artifacts: str | None) -> str:
         name = kwargs["experiment_name"]
@@ -233,4 +226,5 @@ Service: TypeAlias = Wandb | MLflow
 
 
 def _known_run(path: Path) -> str:
+    """The run that an earlier start began, with which this one goes on."""
     return path.read_text(encoding="utf-8").strip() if path.exists() else ""

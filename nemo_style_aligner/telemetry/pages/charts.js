@@ -18,7 +18,7 @@ function html(name, className, text) {
   return made;
 }
 
-function colour(index) { return `var(--c${index % 8})`; }
+function colour(index) { return `var(--c${index % 10})`; }
 
 function format(value) {
   if (value === null) return "not finite";
@@ -71,9 +71,9 @@ function range(chart, shown) {
   return [Math.floor(low / step + 1e-6) * step, Math.ceil(high / step - 1e-6) * step];
 }
 
-function draw(box, chart) {
+function draw(box, chart, width = box.clientWidth) {
   const shown = chart.kind === "stack" ? stacked(chart.series) : chart.series;
-  const width = box.clientWidth, [low, high] = range(chart, shown);
+  const [low, high] = range(chart, shown);
   const steps = shown.flatMap(one => one[1]), first = Math.min(...steps), last = Math.max(...steps);
   const marks = ticks(low, high, 4), labels = marks.map(format);
   const left = 12 + 7 * Math.max(...labels.map(label => label.length), 2), right = 14;
@@ -185,8 +185,13 @@ function start(figure) {
     width = box.clientWidth;
     state.drawn = draw(box, chart);
   }).observe(box);
+  box.redraw = width => { state.drawn = draw(box, chart, width); };
   follow(box, chart, state);
 }
+
+const redraw = width => document.querySelectorAll("figure .chart").forEach(box => box.redraw(width));
+addEventListener("beforeprint", () => redraw(300));  // two beside each other on a page of paper
+addEventListener("afterprint", () => redraw());
 
 function startAll() { document.querySelectorAll("figure").forEach(start); }
 startAll();
