@@ -13,6 +13,8 @@ import pytest
 from job_processes import ROOT
 from transformers import AutoModelForCausalLM
 
+from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
+
 PAGE = ROOT / "docs" / "tutorial.md"
 LIMIT_SECONDS = 3000
 
@@ -29,6 +31,7 @@ def test_the_tutorial_leads_to_a_better_served_model(tmp_path: Path) -> None:
     script = "set -eu\n" + "\n".join(f"echo '== block {i}'\n{block}" for i, block in enumerate(commands()))
     cache = os.environ.get("NEMO_STYLE_ALIGNER_CACHE", str(Path.home() / ".cache"))
     environment = {**os.environ, "HOME": str(tmp_path), "NEMO_STYLE_ALIGNER_CACHE": cache}
+    del environment[TOKEN_FILE_VARIABLE]  # the tests' own; a new user gets one in the home directory
     log = tmp_path / "log"
     with log.open("w") as output:
         shell = subprocess.run(
@@ -47,7 +50,7 @@ def test_the_tutorial_leads_to_a_better_served_model(tmp_path: Path) -> None:
         r"^    (\S.*)$", PAGE.read_text(encoding="utf-8").split("nsa data show")[1].split("##")[0], re.M
     ):
         assert line in shown
-    assert len(re.findall(r"Is 1234 even or odd.*?\beven\b|^even$", shown, re.M)) >= 1  # nsa chat
+    assert len(re.findall(r"Is 346 even or odd.*?\beven\b|^even$", shown, re.M)) >= 1  # nsa chat
     assert re.search(r'"content": ?"even"', shown)  # nsa serve
     results = json.loads((folder / "evaluation.json").read_text())
     assert results["summary"]["accuracy"] > 0.8
