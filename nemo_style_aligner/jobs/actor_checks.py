@@ -357,7 +357,7 @@ def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Keys, each with patterns of those that have no effect with its present value."""
     loss, service = view.get(_LOSS), "remote_critic_rm"
     if not has_remote_critic(view):
-        of_critic = ("critic.*", "combine_rm_and_critic_server")
+        of_critic: tuple[str, ...] = ("critic.*", "combine_rm_and_critic_server")
         if not has_critic_apart(view.cfg):
             of_critic += ("trained_critic", "journal_*", "timeouts.training_*")
         key = PLACEMENT if needs_critic(view) else _ESTIMATOR
