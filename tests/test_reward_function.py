@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import runpy
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +14,11 @@ import numpy as np
 import pytest
 import requests
 import torch
-from job_processes import ROOT, SCRIPTS, Job, script, wait_until_ready
+from job_processes import SCRIPTS, Job, script, wait_until_ready
 from served_critic import infer_body, outputs, reward_client, tensor
 
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError
@@ -135,18 +133,6 @@ def test_a_function_scores_with_the_prompts_own_answers_and_its_errors_reach_the
         assert job.stop() == 0
     log = job.output()
     assert "Traceback" in log and "return 1 / int(response)" in log
-
-
-def test_the_function_in_the_documentation_works(folder: Path) -> None:
-    documentation = (ROOT / "docs" / "service.md").read_text()
-    (source,) = re.findall(r"```python\n(# my_rewards.py\n.*?)```", documentation, re.DOTALL)
-    (folder / "my_rewards.py").write_text(source)
-    started = command(folder, "--token", "none", function="my_rewards.py:reward")
-    two = {"text": "2+2=", "answer": "4"}
-    with serving(started, folder / "docs.log") as (job, port):
-        rewards = outputs(ask(port, load_tokenizer(folder / "tokenizer"), [(two, "4"), (two, "55")]))["rewards"]
-        assert job.stop(number=signal.SIGINT) == 0
-    assert all(math.isclose(*pair, abs_tol=1e-6) for pair in zip(rewards[:, 0], [0.999, -0.002], strict=True))
 
 
 @pytest.mark.parametrize(
