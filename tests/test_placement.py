@@ -164,17 +164,19 @@ def test_the_picture_has_a_column_for_each_rank_and_a_row_for_each_role() -> Non
     assert max(map(len, wide)) < 120 and "every 128th rank" in wide[0]
 
 
-def test_weights_that_leave_the_device_come_back_with_all_views_of_them() -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_weights_that_leave_the_device_come_back_with_all_views_of_them(is_frozen: bool) -> None:
     buffer = torch.randn(100)
     layer = torch.nn.Linear(3, 4)
     layer.weight.data = buffer[:12].view(4, 3)
     before = [parameter.detach().clone() for parameter in layer.parameters()]
-    weights = WeightOffload(layer)
-    weights.offload()
-    assert buffer.untyped_storage().size() == layer.bias.untyped_storage().size() == 0
-    weights.bring_back()
-    weights.bring_back()
-    assert all(map(torch.equal, before, layer.parameters())) and torch.equal(buffer[:12].view(4, 3), layer.weight)
+    weights = WeightOffload(layer, is_frozen=is_frozen)
+    for _ in range(2):
+        weights.offload()
+        assert buffer.untyped_storage().size() == layer.bias.untyped_storage().size() == 0
+        weights.bring_back()
+        weights.bring_back()
+        assert all(map(torch.equal, before, layer.parameters())) and torch.equal(buffer[:12].view(4, 3), layer.weight)
 
 
 # ---- one run ------------------------------------------------------------------------------------
