@@ -340,7 +340,7 @@ def on_policy_distillation(step: StepRewards) -> Estimate:
 
     The loop adds the teacher's part to any estimator's advantages (`experience.toward_teacher`).
     """
-    return -step.token_kl, None
+    return functional.zero_where_masked(-step.token_kl, step.spread(step.counts)), None
 
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
