@@ -570,6 +570,7 @@ class TeacherModel(Model):
 
 
 class TeacherLogits(Section):
+    name: Free[str] = "megatron_gpt_infer_topk_logits"  # see exp_manager.name
     # JSONL, for model.data.data_prefix of the student; examples that it has already are not computed again.
     output_path: Given[str] = of(None)
     top_k: Count = 100  # tokens at each position, the most likely ones
@@ -1090,7 +1091,7 @@ JOBS: Mapping[str, Job] = {
         TeacherLogits,
         {
             "exp_manager.explicit_log_dir": None,
-            "exp_manager.name": "megatron_gpt_infer_topk_logits",
+            "exp_manager.name": "${name}",
             "data.data.file_path": None,
         },
         without=(
