@@ -18,7 +18,7 @@ from typing import Any
 from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.services.http_server import WsgiServer
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.log_files import METRICS_FILE
+from nemo_style_aligner.telemetry.log_files import METRICS_FILE, DamagedLogError
 from nemo_style_aligner.telemetry.metric_table import phase_title
 from nemo_style_aligner.telemetry.progress import how_far
 from nemo_style_aligner.telemetry.report import render, render_samples
@@ -73,7 +73,9 @@ class Dashboard:
         body = b""
         try:
             body = made() if made is not None and status == 200 else b""
-        except ValueError:  # what is asked for is no number, or what was logged is damaged
+        except DamagedLogError:
+            raise
+        except ValueError:  # what is asked for is no number
             status = 400
         kind = "text/html; charset=utf-8" if path == _PAGE else "application/json"
         fields = [("Content-Type", kind), ("Cache-Control", "no-store"), ("X-Frame-Options", "DENY")]
