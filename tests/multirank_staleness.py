@@ -40,7 +40,6 @@ from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rl.experience import Experience
 from nemo_style_aligner.rl.loop import RLTrainer
-from nemo_style_aligner.rl.remote_critic import CriticSave
 from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.prompts import build_prompt_sources
@@ -48,6 +47,7 @@ from nemo_style_aligner.rl.rollouts.setup import build_generator, build_rollout_
 from nemo_style_aligner.rl.sample import Rollouts, Sample
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.rl.settings import RLSettings
+from nemo_style_aligner.rl.values import Save
 from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -195,10 +195,10 @@ class Critic:
     def result(self) -> dict[str, float]:
         return {"critic_loss": 0.0}
 
-    def start_save(self) -> CriticSave:
-        return CriticSave(CriticPosition("run", 1, INITIAL_HISTORY), None)
+    def start_save(self) -> Save:
+        return Save(CriticPosition("run", 1, INITIAL_HISTORY), lambda seconds: True)
 
-    def confirm_save(self, save: CriticSave) -> None:
+    def confirm_save(self, save: Save) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:

@@ -200,9 +200,9 @@ def uses_reward_service(view: JobView) -> bool:
 
 def shares_secret(view: JobView) -> bool:
     """Whether the actor job serves anybody, or asks a service."""
-    is_asking = has_remote_critic(view) or uses_reward_service(view) or {*view.apart} - {ROLLOUT}
-    is_asking = bool(is_asking) or any(spec.kind == "url" for spec in _specs(view))
-    return is_asking or bool(view.get("trainer.ppo.batch_iterator.use_flask"))
+    is_asking = has_remote_critic(view) or uses_reward_service(view) or any(s.kind == "url" for s in _specs(view))
+    serves = bool({*view.apart} - {ROLLOUT}) or bool(view.get("trainer.ppo.batch_iterator.use_flask"))
+    return is_asking or serves
 
 
 def _specs(view: JobView) -> list[RewardSpec]:

@@ -103,7 +103,7 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
         directory = _checkpoint_directory(exp_manager)
         own = filter(None, map(_manifest, directory.iterdir()))
         newest = max(own, key=lambda manifest: manifest.sequence, default=None)
-        if newest is not None and had_resumed_from(newest, origin_in(directory, path), directory):
+        if newest is not None and had_resumed_from(newest, origin_in(directory, path)):
             return
     if may_not_read(wanted):
         yield f"exp_manager.resume_from_checkpoint={named}: this user may not read it"

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -88,7 +89,8 @@ def serve_in_job(cfg: DictConfig, channel: Channel) -> int:
         critic = critic_config(cfg)
         critic.trainer.ppo.host = LOOPBACK if is_on_one_machine() else None
         return run_critic(critic, channel)
-    specs = reward_specs(OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True))
+    listed: Any = OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True)
+    specs = reward_specs(listed)
     (spec,) = (spec for place, spec in enumerate(specs) if f"{REWARDS}[{place}]" == channel.role)
     served = reward_model_config(cfg, spec)
     served.inference.host = LOOPBACK if is_on_one_machine() else None
