@@ -98,8 +98,8 @@ def store_teacher_logits(cfg: DictConfig) -> int:
     Raises:
         DataError: the file lacks examples that are asked for, or the lines that are there are of something else.
     """
-    layout = (cfg.model[f"{part}_model_parallel_size"] for part in ("tensor", "pipeline"))
-    initialize_model_parallel(*layout, cfg.model.seed, cfg.trainer.distributed_timeout_minutes)
+    tp_size, pp_size = cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size
+    initialize_model_parallel(tp_size, pp_size, cfg.model.seed, cfg.trainer.distributed_timeout_minutes)
     control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
     watchdog = start_service_watchdog(cfg.exp_manager)
     base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
