@@ -168,8 +168,6 @@ def _trackers(view: JobView) -> Iterator[str]:
 
 
 def _profile(view: JobView) -> Iterator[str]:
-    if not view.has("trainer.profile"):
-        return
     first, last = (view.get(f"trainer.profile.{name}_step") for name in ("start", "end"))
     if last is not None and (first is None or last < first):
         yield f"trainer.profile.end_step={last}: needs a trainer.profile.start_step that is not behind it, not {first}"

@@ -89,16 +89,14 @@ class Progress:
         self._last_line = now
         if not where:
             self._shown_done = self._done
-        rate = ""
+        rate, elapsed = "", now - self._started
         if done_here := self._done - self._initial:
             # Of units so far or, if the present one takes longer, with it.
-            each = max((self._counted - self._started) / done_here, (now - self._started) / (done_here + 1))
+            each = max((self._counted - self._started) / done_here, elapsed / (done_here + 1))
             rate = f", {each:.3g} s each"
             rate += f", {duration(each * (self._total - self._done))} left" if self._done < self._total else ""
         metrics = "".join(f", {k} {v:.4g}" for k, v in self._metrics.items())
-        line = (
-            f"{self._description}: {self._done}/{self._total} after {now - self._started:.0f} s{rate}{metrics}{where}"
-        )
+        line = f"{self._description}: {self._done}/{self._total} after {elapsed:.0f} s{rate}{metrics}{where}"
         with contextlib.suppress(OSError, ValueError):  # a reader that is gone, a full disk: the loop goes on
             print(line, file=self._stream, flush=True)
 

@@ -187,11 +187,11 @@ class MLflow:
             replace_text(log_dir / "mlflow_run_id", f"{self._id}\n")
 
     def _new_run(self, kwargs: Mapping[str, Any], artifacts: str | None) -> str:
-        name = kwargs["experiment_name"]
-        found = self._client.get_experiment_by_name(name)
+        found = self._client.get_experiment_by_name(kwargs["experiment_name"])
         experiment = found.experiment_id if found else None
         if experiment is None:
-            experiment = self._client.create_experiment(name, kwargs.get("artifact_location", artifacts))
+            location = kwargs.get("artifact_location", artifacts)
+            experiment = self._client.create_experiment(kwargs["experiment_name"], location)
         run = self._client.create_run(experiment, tags=kwargs.get("tags"), run_name=kwargs.get("run_name"))
         return str(run.info.run_id)
 
