@@ -50,8 +50,8 @@ def test_the_tutorial_leads_to_a_better_served_model(tmp_path: Path) -> None:
         r"^    (\S.*)$", PAGE.read_text(encoding="utf-8").split("nsa data show")[1].split("##")[0], re.M
     ):
         assert line in shown
-    assert len(re.findall(r"Is 346 even or odd.*?\beven\b|^even$", shown, re.M)) >= 1  # nsa chat
-    assert re.search(r'"content": ?"even"', shown)  # nsa serve
+    assert re.search(r"^even$", shown, re.M)  # nsa chat
+    assert re.search(r'"content": ?"even', shown)  # nsa serve
     results = json.loads((folder / "evaluation.json").read_text())
     assert results["summary"]["accuracy"] > 0.8
     assert "html" in (folder / "results" / "report.html").read_text()[:200]
