@@ -976,8 +976,8 @@ class PPOActor(Section):
     model: ActorModel
 
     # Which role is on which ranks (docs/placement.md). interleave: the critic in a job of its own or, with
-    # trainer.ppo.critic_devices, on ranks of its own; flatten (colocated, colocate_all): all roles on all ranks of this
-    # job; separate (disaggregated): rollout_devices ranks only generate. null: separate with rollout_devices, else
+    # critic_devices, on ranks of its own; flatten (colocated, colocate_all): all roles on all ranks of this job;
+    # separate (disaggregated): rollout_devices ranks only generate. null: separate with rollout_devices, else
     # interleave.
     placement: Free[Strategy | None] = None
     # The critic in this job, by the keys of conf/gpt_ppo_critic.yaml. It needs pretrained_checkpoint.restore_from_path,

@@ -209,6 +209,8 @@ METRICS = (
     Metric("*generation/preemptions", "Preemptions", "responses", "Responses computed again for want of KV memory: a "
            "larger generation.kv_cache_tokens, or fewer slots, avoids them.", TIME, goal="down"),
     Metric("*generation/passes", "Forward passes", "", "Of all engines in a step.", TIME),
+    Metric("*generation/seconds", "Round of generation", "s", "On ranks that only generate.", TIME, goal="down"),
+    Metric("*generation/idle_seconds", "Wait for a round", "s", "Of ranks that only generate.", TIME, goal="down"),
     Metric("*generation/compilations", "Compilations", "", "Of engines since the start; a growing number costs time.",
            TIME),
     Metric("*/padding_efficiency", "Real tokens", "share", "Tokens over positions computed in training.", TIME,
