@@ -790,7 +790,7 @@ def test_help_says_what_the_script_is(script: Path) -> None:
     assert result.stdout.endswith(f"{file}:\n\n{file.read_text()}\n")  # with the comments
     unread = f"'{sys.executable}' '{script}' -h | true; exit ${{PIPESTATUS[0]}}"  # as with `| head`
     result = subprocess.run(["bash", "-c", unread], env=CLEAN, text=True, capture_output=True, check=False)
-    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    assert result.returncode in (0, 128 + signal.SIGPIPE) and not result.stderr, result.stderr  # as other programs end
 
 
 def _ranks_of(supervisor: int) -> list[int]:
@@ -1047,7 +1047,8 @@ TOOLS: dict[str, list[str]] = {
 
 def test_a_script_outside_its_environment_says_what_to_do() -> None:
     root = Path(__file__).parents[1]
-    for script in sorted(root.glob("examples/nlp/*/*.py")):
+    scripts = [path for path in sorted(root.glob("examples/nlp/*/*.py")) if "__main__" in path.read_text()]
+    for script in scripts:
         done = subprocess.run(
             [sys.executable, "-IS", script], capture_output=True, text=True, timeout=60
         )  # no packages
