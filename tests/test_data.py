@@ -183,7 +183,7 @@ def reward_batch(tokenizer: Tokenizer, path: Path, seq_length: int, present: lis
     """The batch that the reward model's job makes of a file's first examples, filled up where ``present`` is 0."""
     cfg = load_defaults("training_rm")
     cfg.model.data.update(data_prefix={"train": [str(path)]}, seq_length=seq_length)
-    cfg.model.merge_with(model)
+    cfg.model.merge_with({"global_batch_size": 1, **model})
     task = reward_task(cfg, tokenizer, RewardHeadConfig.from_model_config(cfg.model))
     return batch_of(task, present)
 
@@ -349,6 +349,7 @@ def test_the_reward_model_job_ends_texts_and_orders_them_as_its_config_says(
     labelled = jsonl(tmp_path / "l.jsonl", {"text": "good", "label": 1})
     ids = tokenizer.text_to_ids("good")
     cfg = load_defaults("training_rm")
+    cfg.model.global_batch_size = 1
     for append_eod, shuffles in ((False, (True, False)), (True, (False, True))):
         cfg.model.data.update(seq_length=9, append_eod=append_eod)
         cfg.trainer.rm.update(train_random_sampler=shuffles[0], val_random_sampler=shuffles[1])

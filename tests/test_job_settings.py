@@ -96,9 +96,7 @@ def test_a_service_listens_as_its_config_says(
     monkeypatch.setattr(
         service_setup,
         "ModelServer",
-        lambda endpoints, http, dispatch, device: made.__dict__.update(
-            endpoints=endpoints, http=http, dispatch=dispatch
-        ),
+        lambda endpoints, http, dispatch: made.__dict__.update(endpoints=endpoints, http=http, dispatch=dispatch),
     )
     cfg = load_defaults(job)
     section = OmegaConf.select(cfg, name)
@@ -199,7 +197,7 @@ def test_an_actor_waits_for_its_critic_as_its_config_says(monkeypatch: pytest.Mo
     assert section.timeouts.keys() == {*timeouts, "ready_seconds"}  # the latter is of the start alone
     change(section, {"token": "s3cret"})
     change(section.timeouts, timeouts)
-    scoring_setup.build_critic_client(OmegaConf.create({"remote_critic_rm": section}))
+    scoring_setup.build_critic_client(OmegaConf.create({"remote_critic_rm": section}), section)
     assert made.token == "s3cret" and made.config == section
     for limits, read, total in ((made.infer_limits, 2.0, 3.0), (made.train_limits, 4.0, 8.0)):
         assert (limits.connect_s, limits.read_s, limits.total_s, limits.away_s) == (1.0, read, total, 5.0)

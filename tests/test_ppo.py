@@ -51,6 +51,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.use_absolute_kl": (False, {"advantages.kl_estimator": "k1", "loss.kl_estimator": "k1"}),
     "trainer.ppo.kl_estimator": ("k3", {"advantages.kl_estimator": "k3", "loss.kl_estimator": "k3"}),
     "trainer.ppo.kl_clamp": (3.0, {"advantages.kl_clamp": 3.0, "loss.kl_clamp": 3.0}),
+    "trainer.ppo.teacher.weight": (0.5, {"advantages.teacher_weight": 0.5}),
     "trainer.ppo.discount_factor": (0.9, {"advantages.discount_factor": 0.9}),
     "trainer.ppo.gae_lambda": (0.8, {"advantages.gae_lambda": 0.8}),
     "trainer.ppo.estimator": (
@@ -123,6 +124,8 @@ ELSEWHERE = (
     "trainer.ppo.reward_functions.",
     "trainer.ppo.dynamic_sampling.max_rounds",
     "trainer.ppo.rollout_devices",
+    "trainer.ppo.critic_devices",
+    "trainer.ppo.teacher.restore_from_path",
     "trainer.ppo.generation.",
     "trainer.ppo.trt_llm.",
     "trainer.ppo.batch_iterator.",

@@ -429,7 +429,7 @@ def test_a_wait_for_the_critic_is_progress_only_while_all_ranks_take_part(monkey
     """The critic's limits are hours: a rank that is stopped meanwhile is missed after the watchdog's."""
     seen: list[activity.Activity] = []
 
-    def meet(answer: Any, *_: Any) -> Any:  # the next one, or never
+    def meet(answer: Any, **_: Any) -> Any:  # the next one, or never
         seen.append(activity.current())
         return answer if len(seen) < 3 else (0.5, None)
 

@@ -119,7 +119,8 @@ def data_source(entry: Any, key: str) -> DataSource:
     """
     is_list = isinstance(entry, Sequence) and not isinstance(entry, str)
     if not is_list and not isinstance(entry, str | Path):
-        raise DataError(f"{key}={entry}: give a file, or a list of files")
+        given = f"{key} is not set" if entry is None else f"{key}={entry}"
+        raise DataError(f"{given}: give a file, or a list of files")
     entries = list(entry) if is_list else [entry]
     numbers = [_as_number(item) for item in entries]
     weights: tuple[float, ...] | None = None
