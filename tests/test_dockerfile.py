@@ -102,7 +102,10 @@ class Container:
             "TORCH_INDEX": "https://pypi.org/simple",
         }
         python = Path(sys.base_prefix, "bin", "python3")
-        self.run(f"ln -sf {python} /usr/local/bin/python3 && chmod a+x /root && cp /etc/resolv.conf /tmp")
+        # No link: environments that a linked python makes look for its library beside the link.
+        start = f'#!/bin/sh\nexec {python} "$@"\n'
+        self.run(f"rm -f /usr/local/bin/python3 && printf '%s' '{start}' > /usr/local/bin/python3")
+        self.run("chmod a+x /usr/local/bin/python3 /root && cp /etc/resolv.conf /tmp")
 
     def close(self) -> None:
         subprocess.run(["umount", "-R", "-l", str(self.root)], check=True)
