@@ -88,7 +88,7 @@ class Container:
         self.root = folder / "root"
         mount = f"lowerdir=/,upperdir={folder / 'changes'},workdir={folder / 'work'}"
         subprocess.run(["mount", "-t", "overlay", "overlay", "-o", mount, str(self.root)], check=True)
-        for name in ("proc", "dev"):
+        for name in ("proc", "dev", "sys"):
             subprocess.run(["mount", "--rbind", "--make-rslave", f"/{name}", str(self.root / name)], check=True)
         self.user, self.folder = 0, "/"
         kept = {
