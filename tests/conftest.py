@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -114,6 +115,13 @@ def _folder_for_compiled_code(tmp_path_factory: pytest.TempPathFactory) -> None:
         folder = _of_all_workers(tmp_path_factory) / "compiled"
         folder.mkdir(0o700, exist_ok=True)
         os.environ["NEMO_STYLE_ALIGNER_CACHE"] = str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _same_log_levels() -> None:
+    """What is logged, whatever test of a job's start ran before in this process."""
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("nemo_style_aligner").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
