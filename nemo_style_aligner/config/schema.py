@@ -1031,18 +1031,21 @@ _WITHOUT_CRITIC = (
     "remote_critic_rm.timeouts.training_seconds",
 )
 
+_AS_SFT: Mapping[str, Any] = {
+    "exp_manager.explicit_log_dir": None,
+    "exp_manager.name": "${name}",
+    f"{_PARAMS}.save_top_k": 5,
+    f"{_PARAMS}.filename": "megatron_gpt_sft--{${.monitor}:.3f}-{step}-{consumed_samples}-{epoch}",
+    "model.optim.lr": 3e-5,
+    "model.optim.weight_decay": 0.01,
+}
+"""What NeMo-Aligner's files of SFT and of distillation say alike."""
+
 JOBS: Mapping[str, Job] = {
     "gpt_sft": Job(
         "Supervised fine-tuning: examples/nlp/gpt/train_gpt_sft.py",
         SFT,
-        {
-            "exp_manager.explicit_log_dir": None,
-            "exp_manager.name": "${name}",
-            f"{_PARAMS}.save_top_k": 5,
-            f"{_PARAMS}.filename": "megatron_gpt_sft--{${.monitor}:.3f}-{step}-{consumed_samples}-{epoch}",
-            "model.optim.lr": 3e-5,
-            "model.optim.weight_decay": 0.01,
-        },
+        _AS_SFT,
     ),
     "training_rm": Job(
         "Reward model training: examples/nlp/gpt/train_reward_model.py",
@@ -1077,14 +1080,7 @@ JOBS: Mapping[str, Job] = {
     "gpt_knowledge_distillation": Job(
         "Knowledge distillation: examples/nlp/gpt/train_gpt_knowledge_distillation.py",
         DistillationTraining,
-        {
-            "exp_manager.explicit_log_dir": None,
-            "exp_manager.name": "${name}",
-            f"{_PARAMS}.save_top_k": 5,
-            f"{_PARAMS}.filename": "megatron_gpt_sft--{${.monitor}:.3f}-{step}-{consumed_samples}-{epoch}",
-            "model.optim.lr": 3e-5,
-            "model.optim.weight_decay": 0.01,
-        },
+        _AS_SFT,
     ),
     "compute_topk_logits": Job(
         "A teacher's logits, for distillation: examples/nlp/synthetic_data_gen/compute_topk_logits.py",
