@@ -11,6 +11,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -96,8 +97,8 @@ class _Watch:
                 self._dismiss_services()
             return status
         finally:
-            for job in self._running.values():
-                job.end()
+            with ThreadPoolExecutor() as at_once:  # their limits do not add up
+                list(at_once.map(lambda job: job.end(), self._running.values()))
             self._is_waiting = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
