@@ -128,7 +128,7 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
             prompts, 1, functools.partial(collector.generator.generate, prompts, SEED + step)
         )
         rollouts = collected.dealt([range(NUM_SAMPLES)], lambda length, _: length)
-        scores, values = collected.wait_for_rewards(), collected.values_of(rollouts)
+        scores, values = collected.wait_for_rewards(), collected.column("values", rollouts)
     responses = rollouts.response_lengths
     flat = {
         "tokens": rollouts.on_first_rank(rollouts.tokens, rollouts.lengths),

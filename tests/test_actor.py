@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
+from served_critic import TEST_LIMITS, serve
 from trained_models import ARCHITECTURES, OPTIM, logprobs, make_actor, policy_batch, score, tokens
 
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import build_model
+from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring
 from nemo_style_aligner.models.policy_losses import LossSettings
+from nemo_style_aligner.rl.remote_logprobs import RemoteLogprobs
+from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.services.critic_service import LogprobService
+from nemo_style_aligner.services.endpoints import LOGPROBS, InferEndpoint, ModelLimits
+from nemo_style_aligner.services.reward_client import RewardClient, SequencesToScore, UnfitServiceError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
@@ -55,6 +63,30 @@ def test_log_probs_and_ratios_are_of_the_distribution_sampled_from() -> None:
         own = batch.columns["old_logprobs"] = actor.logprobs(batch)
         torch.testing.assert_close(own, logprobs(model, ids, 0.5).flatten())
         assert actor.update(batch)["ppo_ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_log_probs_are_the_same_from_a_model_elsewhere() -> None:
+    """Of responses of several lengths, several to a request, several requests to a pass."""
+    model, rows = build_model(ARCHITECTURES["llama"], {}, torch.float32, trainable=False), tokens(6).tolist()
+    lengths, prompts = (12, 5, 2, 9, 12, 7), (3, 4, 1, 2, 11, 6)
+    samples = [
+        Sample(n, n, {}, row[:length], prompt, True, str)
+        for n, (row, length, prompt) in enumerate(zip(rows, lengths, prompts, strict=True))
+    ]
+    service: Any = LogprobService(model, 0.5, MicroBatching(2))
+    service.gate = threading.Event()
+    endpoints = [InferEndpoint("reference", [LOGPROBS], ModelLimits(max_sequence_length=12))]
+    with serve(service, endpoints=endpoints, delay_us=200_000) as server:
+        source = RemoteLogprobs(RewardClient(server.url, "reference", limits=TEST_LIMITS, output="logprobs"))
+        source.wait_until_ready(20, SequencesToScore(12, 1, ""))
+        with pytest.raises(UnfitServiceError, match="at most 12 tokens"):
+            source.wait_until_ready(20, SequencesToScore(13, 1, ""))
+        asked = [source.of(samples[:4]), source.of(samples[4:])]
+        found = [row for answer in asked for row in answer.result(20)]
+        source.close()
+    for sample, logprobs_of_response in zip(samples, found, strict=True):
+        alone = logprobs(model, torch.tensor([sample.token_ids]), 0.5)[0, sample.prompt_length - 1 :]
+        torch.testing.assert_close(logprobs_of_response, alone)
 
 
 def test_an_entropy_bonus_flattens_the_distribution() -> None:

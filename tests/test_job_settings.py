@@ -26,7 +26,7 @@ from nemo_style_aligner.jobs.service_setup import (
     build_critic_service,
     build_reward_service,
     listen_as_critic,
-    listen_as_reward_model,
+    listen_as_frozen_model,
 )
 from nemo_style_aligner.jobs.supervised_setup import reward_objective
 from nemo_style_aligner.models.gpt import build_model
@@ -36,6 +36,7 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.supervised_losses import LabelledBatch
 from nemo_style_aligner.parallel.groups import current_layout
+from nemo_style_aligner.services.endpoints import rewards_spec
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.services.http_server import ConnectionLimits
 from nemo_style_aligner.services.model_server import DispatchSettings
@@ -112,7 +113,7 @@ def test_a_service_listens_as_its_config_says(
     if is_critic:
         listen_as_critic(cfg, run, base)
     else:
-        listen_as_reward_model(cfg, layout, base)
+        listen_as_frozen_model(cfg, layout, base, rewards_spec(2))
     assert made.http == HttpSettings(
         port=1234, host="10.0.0.7", section=name, token="s3cret", known_as=("10.0.0.8:1234",), max_body_bytes=5000,
         max_outstanding_requests=7,

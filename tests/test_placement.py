@@ -133,6 +133,36 @@ def test_ranks_of_their_own_have_layouts_of_their_own(archive: Path) -> None:
     ], found  # fmt: skip
 
 
+def test_frozen_models_have_ranks_of_their_own_where_something_asks_for_them(archive: Path) -> None:
+    path, two = str(archive), {"devices": 2, "tensor_parallel_size": 2}
+    reference, teacher = "trainer.ppo.reference", "trainer.ppo.teacher"
+    own = {reference: two, teacher: two | {"restore_from_path": path}}
+    assert problems(archive, "gpt_reinforce_actor", ranks=5, **own) == []
+    lora = {"peft_scheme": "lora", "lora_tuning": {"target_modules": ["all"], "adapter_dim": 4}}
+    assert problems(archive, "gpt_reinforce_actor", ranks=5, **own, **{"model.peft": lora}) == []
+    (line,) = problems(archive, "gpt_reinforce_actor", ranks=5, **own, placement="flatten")[:-1]
+    assert f"{reference} has 2 for itself" in line
+    begun = {"model.peft": lora | {"lora_tuning": lora["lora_tuning"] | {"row_init_method": "normal"}}}
+    wrong = {reference: {"devices": 3, "tensor_parallel_size": 3}, teacher: {"devices": 1, "pipeline_parallel_size": 2}}
+    found = problems(archive, "gpt_reinforce_actor", ranks=4, **wrong, **begun)
+    said = "\n".join(found)
+    for words in (
+        f"{reference}.devices=3, {teacher}.devices=1: none of the 4 ranks is left to train",
+        f"{reference}.tensor_parallel_size=3: the model's num_attention_heads=",
+        f"{reference}.devices=3, model.peft.restore_from_path=None, model.peft.lora_tuning.row_init_method=normal: a",
+        f"{teacher}.devices=1, {teacher}.restore_from_path=None: there is no teacher; set {teacher}.devices=0",
+    ):
+        assert words in said, said
+    idle = {reference: two | {"devices": 3}, "trainer.ppo.initial_policy_kl_penalty": 0}
+    idle |= {teacher: {"restore_from_path": path, "tensor_parallel_size": 2}}
+    found = problems(archive, "gpt_reinforce_actor", ranks=4, **idle)
+    assert [line.partition(":")[0] for line in found] == [
+        f"{reference}.devices=3, trainer.ppo.initial_policy_kl_penalty=0",
+        f"{reference}.devices=3",
+        f"{teacher}.tensor_parallel_size=2",
+    ], found
+
+
 def test_names_of_openrlhf_are_understood_or_answered() -> None:
     cfg = load_defaults("gpt_ppo_actor")
     names = ("colocate_all_models", "colocate_actor_ref", "colocate_critic_reward", "ref_reward_offload")
@@ -203,7 +233,8 @@ def flags(artefacts: Artefacts, folder: Path, *others: str) -> list[str]:
         *("trainer.ppo.save_interval=1", "trainer.ppo.critic_warmup_steps=1", "model.encoder_seq_length=64"),
         *("model.global_batch_size=4", "model.micro_batch_size=2", "model.ppo.num_rollout_samples=8"),
         *("model.ppo.rollout_micro_batch_size=4", "model.ppo.length_params.max_length=8"),
-        *("model.optim.lr=1e-3", "model.optim.sched.warmup_steps=2"),
+        *("model.optim.lr=1e-3", "model.optim.sched.warmup_steps=2", "model.ppo.sampling_params.temperature=0.8"),
+        *("trainer.ppo.initial_policy_kl_penalty=0.1", f"trainer.ppo.teacher.restore_from_path={artefacts.sft}"),
         *others,
     ]
 
@@ -234,9 +265,12 @@ def service(artefacts: Artefacts, tmp_path: Path) -> Iterator[str]:
 
 
 def interleaved(artefacts: Artefacts, folder: Path, *others: str) -> list[str]:
-    """The policy on rank 0, the critic with its reward model on rank 1, the second reward model on rank 2."""
-    own = ("placement=interleave", "trainer.devices=3", "trainer.ppo.critic_devices=1", "exp_manager.timeline=True")
+    """Policy and teacher on rank 0, the critic with its reward model on rank 1, the reference on rank 2, the second
+    reward model on rank 3.
+    """
+    own = ("placement=interleave", "trainer.devices=4", "trainer.ppo.critic_devices=1", "exp_manager.timeline=True")
     own += ("critic.model.forward_micro_batch_size=1", "critic.model.keep_activations=never")
+    own += ("trainer.ppo.reference.devices=1", "model.ppo.forward_micro_batch_size=1")
     keys = flags(artefacts, folder, *own, *of_critic(artefacts, "critic."), *others)
     return script("train_gpt_ppo_actor.py", *(key.replace("weight: 0.5", "weight: 0.5, devices: 1") for key in keys))
 
@@ -254,20 +288,26 @@ def require_overlap(some: Sequence[tuple[float, float]], others: Sequence[tuple[
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_roles_on_ranks_of_their_own_overlap_and_change_no_number(artefacts: Artefacts, tmp_path: Path) -> None:
+def test_roles_on_ranks_of_their_own_overlap_and_change_no_number(
+    artefacts: Artefacts, tmp_path: Path, service: str
+) -> None:
     """One rank each; in layouts that differ; with a rank that generates; ranks that are killed, a stop, new starts."""
-    one, beside, wide, separate, killed = (tmp_path / name for name in ("one", "beside", "wide", "separate", "killed"))
-    run(flattened(artefacts, one), tmp_path / "one.log", TIMEOUT)
+    jobs, beside, wide, separate, killed = (
+        tmp_path / name for name in ("jobs", "beside", "wide", "separate", "killed")
+    )
+    run(script("train_gpt_ppo_actor.py", *flags(artefacts, jobs, service)), tmp_path / "jobs.log", TIMEOUT)
     told = run(interleaved(artefacts, beside), tmp_path / "beside.log", TIMEOUT)
-    for row in ("policy            0 . .", "critic            . 0 .", "reward second     . . 0"):
-        assert row in told, told
-    layout = ("trainer.devices=5", "trainer.ppo.critic_devices=2", "critic.model.tensor_model_parallel_size=2")
-    run(interleaved(artefacts, wide, *layout), tmp_path / "wide.log", TIMEOUT)
-    apart = ("placement=separate", "trainer.devices=4", "trainer.ppo.rollout_devices=1")
+    for row in ("policy      0 . . .", "critic      . 0 . .", "reference   . . 0 .", "reward second   . . . 0"):
+        assert row.replace(" ", "") in told.replace(" ", ""), told
+    layout = ("trainer.devices=8", "trainer.ppo.critic_devices=2", "critic.model.tensor_model_parallel_size=2")
+    layout += ("trainer.ppo.reference.devices=2", "trainer.ppo.reference.tensor_parallel_size=2")
+    run(interleaved(artefacts, wide, *layout, "trainer.ppo.teacher.devices=1"), tmp_path / "wide.log", TIMEOUT)
+    apart = ("placement=separate", "trainer.ppo.rollout_devices=1", "trainer.ppo.reference.devices=0")
     run(interleaved(artefacts, separate, *apart), tmp_path / "separate.log", TIMEOUT)
-    require_same_numbers(one, [beside, wide, separate])
+    require_same_numbers(jobs, [beside, wide, separate])
     require_overlap(phases(beside, 0, "train_time"), phases(beside, 1, "train"))
-    for rank in (1, 2):
+    assert phases(separate, 0, "init_logprobs") and not phases(beside, 0, "init_logprobs")
+    for rank in (1, 2, 3):
         require_overlap(phases(beside, 0, "rollout_time"), phases(beside, rank, "infer"))
     command = interleaved(artefacts, killed)
     (killed / "kill_at").write_text("12")  # in the first step, whose critic may be ahead then
@@ -306,8 +346,11 @@ def require_same_numbers(expected: Path, folders: Sequence[Path]) -> None:
     assert {"train_rollouts/rewards/rm", "train_rollouts/rewards/second"} < wanted.keys()
     for folder in folders:
         found = curves(folder)
-        for name in ("train_rollouts/rewards", "train_rollouts/values_mean", "train_critic/critic_loss"):
-            assert [value for _, value in found[name]] == pytest.approx([value for _, value in wanted[name]], rel=1e-3)
+        of_rollouts = [f"train_rollouts/{name}" for name in ("rewards", "values_mean", "init_policy_kl", "teacher_kl")]
+        for name in (*of_rollouts, "train_critic/critic_loss"):
+            there = pytest.approx([value for _, value in wanted[name]], rel=1e-3, abs=1e-5)
+            assert [value for _, value in found[name]] == there, name
+        assert max(value for _, value in wanted["train_rollouts/init_policy_kl"]) > 1e-2
         ours, theirs = (stored_weights(next(f.glob("log/checkpoints/*actor.nemo"))) for f in (folder, expected))
         assert max((_first(ours[key], x) - x).abs().max().item() for key, x in theirs.items()) < 2e-5
 

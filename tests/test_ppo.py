@@ -25,6 +25,7 @@ from nemo_style_aligner.rl.estimators import ESTIMATORS
 from nemo_style_aligner.rl.experience import make_experience
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.rl.reward_config import LAYOUT
 from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
 from nemo_style_aligner.rl.rollouts.generator import generation_metrics
 from nemo_style_aligner.rl.rollouts.prompts import PromptSource
@@ -125,7 +126,8 @@ ELSEWHERE = (
     "trainer.ppo.dynamic_sampling.max_rounds",
     "trainer.ppo.rollout_devices",
     "trainer.ppo.critic_devices",
-    "trainer.ppo.teacher.restore_from_path",
+    *(f"trainer.ppo.reference.{name}" for name in LAYOUT),
+    *(f"trainer.ppo.teacher.{name}" for name in (*LAYOUT, "restore_from_path")),
     "trainer.ppo.generation.",
     "trainer.ppo.trt_llm.",
     "trainer.ppo.batch_iterator.",

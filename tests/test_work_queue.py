@@ -437,9 +437,7 @@ def test_scores_are_given_up_when_none_comes_for_long(monkeypatch: pytest.Monkey
         responses.are_scored(0.0)
     critic.answers[2].set_result(values[2])
     assert responses.are_scored(5.0)
-    found = [
-        (sample_id, reward.value, float(value)) for sample_id, reward, value in responses.scores() if value is not None
-    ]
+    found = [(sample_id, reward.value, float(columns["values"])) for sample_id, reward, columns in responses.scores()]
     assert found == [(i, 7.0, float(i)) for i in range(5)]
 
 

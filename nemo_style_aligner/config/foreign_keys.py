@@ -75,7 +75,7 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ),
     # OpenRLHF
     ForeignKey("*colocate_all_models", moved_to="placement", means=((True, "flatten"),)),
-    ForeignKey("*colocate_actor_ref", "has no effect: the initial policy is always on the policy's ranks"),
+    ForeignKey("*colocate_actor_ref", "has no effect: see trainer.ppo.reference.devices"),
     ForeignKey(
         "*colocate_critic_reward",
         "has no effect: the reward model is with the critic, see remote_critic_rm.combine_rm_and_critic_server",

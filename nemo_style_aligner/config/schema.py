@@ -681,7 +681,15 @@ class RewardFunctions(Section):
     seconds: Seconds = 60  # longest time of one call; then it has failed, as with an error (on_nonfinite)
 
 
-class Teacher(Section):
+class FrozenModel(Section):
+    # How many of the job's ranks the model has for itself, where it gives log-probs of responses while others are
+    # generated (docs/placement.md). 0: it is on the ranks that train, in their layout.
+    devices: Free[CountFrom0] = 0
+    tensor_parallel_size: Free[Count] = 1  # of its own ranks, those that share each layer
+    pipeline_parallel_size: Free[Count] = 1  # of its own ranks, stages that the layers are divided into
+
+
+class Teacher(FrozenModel):
     # On-policy distillation (docs/distillation.md): a model (.nemo) with the policy's tokenizer; null: none.
     restore_from_path: str | None = None
     # The advantage of each token gains this times (its log-prob by the teacher - that by the policy).
@@ -800,6 +808,7 @@ class ActorLoop(Updates):
     reward_functions: Free[RewardFunctions]  # those of rewards: FILE.py:NAME
     overlong: Overlong
 
+    reference: FrozenModel  # the initial policy, from which the KL penalty keeps the policy
     teacher: Teacher
 
     # KL divergence and advantages
@@ -829,7 +838,7 @@ class ActorLoop(Updates):
     # outside give no policy gradient; null: off.
     importance_sequence_bounds: list[float] | None = None
 
-    # How many of the job's ranks (the last of trainer.devices x trainer.num_nodes, but for those of critic and reward
+    # How many of the job's ranks (the last of trainer.devices x trainer.num_nodes, but for those of critic and frozen
     # models) only generate, with the embedded engine; the others only train. 0: every rank does both.
     rollout_devices: Free[CountFrom0] = 0
     # How many of the job's ranks (after those that train and those that generate) have the critic of the section

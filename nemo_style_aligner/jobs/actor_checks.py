@@ -20,22 +20,32 @@ from nemo_style_aligner.jobs.job_view import (
     BEST,
     GLOBAL_BATCH,
     GROUP,
+    KL_PENALTY,
     LENGTH,
+    PP,
     PROMPTS,
     ROLLOUT_RANKS,
-    TEACHER,
+    TEACHER_ARCHIVE,
+    TP,
     JobView,
     as_served,
     base_config,
 )
-from nemo_style_aligner.jobs.placement import PLACEMENT, has_critic_apart, has_critic_here, has_reward_model_here
-from nemo_style_aligner.launch.roles import ROLLOUT
+from nemo_style_aligner.jobs.placement import (
+    PLACEMENT,
+    frozen_spec,
+    has_critic_apart,
+    has_critic_here,
+    has_reward_model_here,
+)
+from nemo_style_aligner.launch.roles import REFERENCE, ROLLOUT, TEACHER
 from nemo_style_aligner.models.heads import RewardHeadConfig
+from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.policy_losses import LOSSES, find_policy_loss
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.rl.estimators import ESTIMATORS, Estimator, find_estimator
 from nemo_style_aligner.rl.math_verifier import MathVerifier
-from nemo_style_aligner.rl.reward_config import REWARDS, RewardSpec, reward_specs
+from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, FrozenSpec, RewardSpec, reward_specs
 from nemo_style_aligner.rl.reward_functions import load_reward_function
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 
@@ -250,9 +260,9 @@ def _policy_loss(view: JobView) -> Iterator[str]:
     constant, aggregation = "trainer.ppo.loss_constant_length", "trainer.ppo.loss_aggregation"
     if view.get(constant) is not None and view.get(aggregation) != "sequence_sum":
         yield f"{view.show(constant, aggregation)}: only sequence_sum divides by it; set {constant}=null"
-    kl_in, weight = "trainer.ppo.kl_in", "trainer.ppo.initial_policy_kl_penalty"
-    if view.get(kl_in) == "loss" and view.get(weight) == 0:
-        yield f"{view.show(kl_in, weight)}: there is no penalty to put there; give it a weight, or set {kl_in}=reward"
+    kl_in = "trainer.ppo.kl_in"
+    if view.get(kl_in) == "loss" and view.get(KL_PENALTY) == 0:
+        yield f"{view.show(kl_in, KL_PENALTY)}: there is no penalty to put there; give it one, or set {kl_in}=reward"
 
 
 def _best_of_n(view: JobView) -> Iterator[str]:
@@ -293,40 +303,74 @@ def _rewards(view: JobView) -> Iterator[str]:
         return
     if view.is_apart:
         return
-    if not specs and not view.get(TEACHER):
+    if not specs and not view.get(TEACHER_ARCHIVE):
         yield f"{REWARDS}=[]: nothing would be rewarded; list a source, or give null for the service"
     for place, spec in enumerate(specs):
-        key = f"{REWARDS}[{place}].source"
-        yield from _misfits(view, spec, key) if spec.kind == "archive" else _missing(spec, key)
+        entry = f"{REWARDS}[{place}]"
+        yield from (
+            _misfits(view, spec, entry, "source") if spec.kind == "archive" else _missing(spec, f"{entry}.source")
+        )
 
 
 def _teacher(view: JobView) -> Iterator[str]:
-    path, weight = view.get(TEACHER), "trainer.ppo.teacher.weight"
+    path, weight = view.get(TEACHER_ARCHIVE), f"{TEACHER}.weight"
+    yield from _own_ranks(view, TEACHER, TEACHER_ARCHIVE, "there is no teacher")
     if path and not view.is_apart:
-        yield from _misfits(view, RewardSpec("teacher", path), TEACHER)
+        yield from _misfits(view, frozen_spec(view.cfg, TEACHER), TEACHER, "restore_from_path")
     if path and not view.get(weight):
-        yield f"{view.show(TEACHER, weight)}: nothing would be learnt from it; give it a weight, or leave it out"
+        yield f"{view.show(TEACHER_ARCHIVE, weight)}: nothing would be learnt from it; give a weight, or leave it out"
     if not path and view.get(_ESTIMATOR) == "on_policy_distillation":
-        yield f"{view.show(_ESTIMATOR, TEACHER)}: there is nobody to learn from; give a teacher"
+        yield f"{view.show(_ESTIMATOR, TEACHER_ARCHIVE)}: there is nobody to learn from; give a teacher"
 
 
-def _misfits(view: JobView, spec: RewardSpec, key: str) -> Iterator[str]:
-    """Problems of a frozen model in this job, as far as its config tells."""
-    path, tp, pp = spec.source, view.tp_size, view.pp_size
-    if spec.devices:
-        tp, pp = spec.tensor_parallel_size, spec.pipeline_parallel_size
-        if spec.devices % (tp * pp):
-            devices = f"{key.removesuffix('source')}devices"
-            yield f"{devices}={spec.devices}: not a multiple of its parallel sizes, {tp} x {pp}"
+def _reference(view: JobView) -> Iterator[str]:
+    devices, start = f"{REFERENCE}.devices", "model.peft.restore_from_path"
+    yield from _own_ranks(view, REFERENCE, KL_PENALTY, "nothing asks for the initial policy")
+    if not view.get(devices):
+        return
+    if view.architecture is not None:
+        yield from _layout_problems(view, frozen_spec(view.cfg, REFERENCE), REFERENCE, view.architecture)
+    lora, init = LoraSettings.from_config(view.cfg.model), "model.peft.lora_tuning.row_init_method"
+    if lora is not None and (view.get(start) or "zero" not in (lora.init_a, lora.init_b)):
+        yield (
+            f"{view.show(devices, start, init)}: a reference there has no adapters, and the policy begins with some "
+            f"that are not 0; merge them into its archive (nsa convert), or set {devices}=0"
+        )
+
+
+def _own_ranks(view: JobView, role: str, needed: str, why_not: str) -> Iterator[str]:
+    """Problems of keys that say which ranks a model has, which there is with the key ``needed``."""
+    devices, *sizes = (f"{role}.{name}" for name in LAYOUT)
+    if view.get(devices) and not view.get(needed):
+        yield f"{view.show(devices, needed)}: {why_not}; set {devices}=0"
+    if not view.get(devices) and (given := [size for size in sizes if view.get(size) != 1]):
+        yield f"{view.show(*given)}: it is of ranks that this model has for itself: give {devices}"
+
+
+def _misfits(view: JobView, spec: FrozenSpec, role: str, source: str) -> Iterator[str]:
+    """Problems of a frozen model in this job, as far as its config tells; the key ``source`` names its archive."""
+    key = f"{role}.{source}"
     try:
         given = OmegaConf.to_container(as_served(view.cfg).model, resolve=True)
-        config = lay_over(base_config(path, key), given)
-        problems = ModelArchitecture.from_nemo_config(config).layout_problems(tp, pp)
+        config = lay_over(base_config(spec.source, key), given)
         RewardHeadConfig.from_model_config(config)
+        problems = [*_layout_problems(view, spec, role, ModelArchitecture.from_nemo_config(config))]
     except (ValueError, KeyError) as error:
         problems = [str(error.args[0])]
     for problem in problems:
-        yield problem if problem.startswith(key) else f"{key}={path}: {problem}"
+        yield problem if problem.startswith(role) else f"{key}={spec.source}: {problem}"
+
+
+def _layout_problems(view: JobView, spec: FrozenSpec, role: str, architecture: ModelArchitecture) -> Iterator[str]:
+    """Why a frozen model cannot be divided among the ranks that train, or its own."""
+    if not spec.devices:
+        yield from architecture.layout_problems(view.tp_size, view.pp_size)
+        return
+    tp, pp = spec.tensor_parallel_size, spec.pipeline_parallel_size
+    if spec.devices % (tp * pp):
+        yield f"{role}.devices={spec.devices}: not a multiple of its parallel sizes, {tp} x {pp}"
+    for problem in architecture.layout_problems(tp, pp):
+        yield problem.replace(TP, f"{role}.tensor_parallel_size").replace(PP, f"{role}.pipeline_parallel_size")
 
 
 def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
@@ -374,8 +418,8 @@ def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield _LOSS, ("model.ppo.cispo_ratio_max",)
     if not view.get("trainer.ppo.dynamic_sampling.enable"):
         yield "trainer.ppo.dynamic_sampling.enable", ("trainer.ppo.dynamic_sampling.max_rounds",)
-    if not view.get(TEACHER):
-        yield TEACHER, ("trainer.ppo.teacher.weight",)
+    if not view.get(TEACHER_ARCHIVE):
+        yield TEACHER_ARCHIVE, (f"{TEACHER}.weight",)
     if view.get("trainer.ppo.overlong.buffer_tokens") == 0:
         yield "trainer.ppo.overlong.buffer_tokens", ("trainer.ppo.overlong.penalty",)
     if view.get(REWARDS) is None:
@@ -387,6 +431,6 @@ def actor_problems(view: JobView) -> Iterator[str]:
     for check in (
         *(_rollout_batches, _rollout_lengths, _generation, _trtllm, _rollout_ranks, _importance, _policy_logprobs),
         *(_kl_estimator, _estimator, _policy_loss, _best_of_n, _dynamic_sampling, _overlong, _rewards, _services),
-        *(_teacher,),
+        *(_reference, _teacher),
     ):
         yield from check(view) if view.is_actor else ()

@@ -33,13 +33,11 @@ from nemo_style_aligner.data.datasets import data_source
 from nemo_style_aligner.data.sft import SFTFormat
 from nemo_style_aligner.jobs.actor_checks import actor_problems, needs_critic, settings_in_vain, shares_secret
 from nemo_style_aligner.jobs.job_view import (
-    CRITIC_RANKS,
     GLOBAL_BATCH,
     LENGTH,
     MICRO_BATCH,
     POSITIONS,
     PP,
-    ROLLOUT_RANKS,
     TP,
     Check,
     JobView,
@@ -57,11 +55,12 @@ from nemo_style_aligner.jobs.placement import (
     critic_config,
     has_critic_apart,
     has_critic_here,
+    has_reference_here,
     has_reward_model_here,
     of_critic,
     placement_problems,
 )
-from nemo_style_aligner.launch.roles import CRITIC, ROLLOUT
+from nemo_style_aligner.launch.roles import devices_key
 from nemo_style_aligner.models.adapter_files import adapter_kind
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
 from nemo_style_aligner.models.heads import RewardHeadConfig
@@ -222,12 +221,10 @@ def _doubts(view: JobView) -> Iterator[str]:
 
 # ---- layout -------------------------------------------------------------------------------------
 
-_SET_APART = {ROLLOUT: ROLLOUT_RANKS, CRITIC: CRITIC_RANKS}
-
 
 def _ranks(view: JobView) -> Iterator[str]:
     parts = view.tp_size * view.pp_size
-    apart = ", ".join(f"{_SET_APART.get(role, f'{role}.devices')}={count}" for role, count in view.apart.items())
+    apart = ", ".join(f"{devices_key(role)}={count}" for role, count in view.apart.items())
     if view.training_ranks < 1:
         yield f"{apart}: none of the {view.world_size} ranks is left to train; lower it or start more ranks"
     elif view.training_ranks % parts:
@@ -312,7 +309,7 @@ def _keep_activations(view: JobView) -> Iterator[str]:
     """With placement ``auto`` only `keep_passes` can tell, once the model is built, whether weights are swapped."""
     if view.is_actor:
         key, placement = "model.ppo.keep_activations", "trainer.ppo.reference_policy_placement"
-        has_second = (view.get("trainer.ppo.initial_policy_kl_penalty") or 0) > 0
+        has_second = has_reference_here(view.cfg)
     else:
         key, placement = "model.keep_activations", "model.rm_placement"
         has_second = bool(view.get("trainer.ppo.combine_rm_and_critic_server"))

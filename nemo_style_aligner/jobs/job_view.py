@@ -11,14 +11,14 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.config.schema import fields_of_job
-from nemo_style_aligner.launch.roles import ROLLOUT, ranks_apart
+from nemo_style_aligner.launch.roles import CRITIC, ROLLOUT, TEACHER, devices_key, ranks_apart
 from nemo_style_aligner.models.restore import read_base_config
 
 TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
 GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
 LENGTH, POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
-ROLLOUT_RANKS, CRITIC_RANKS = "trainer.ppo.rollout_devices", "trainer.ppo.critic_devices"
-TEACHER = "trainer.ppo.teacher.restore_from_path"
+ROLLOUT_RANKS, CRITIC_RANKS = devices_key(ROLLOUT), devices_key(CRITIC)
+KL_PENALTY, TEACHER_ARCHIVE = "trainer.ppo.initial_policy_kl_penalty", f"{TEACHER}.restore_from_path"
 PROMPTS, GROUP, BEST = (
     *("model.ppo.num_rollout_samples", "trainer.ppo.num_rollouts_per_prompt", "trainer.ppo.top_n_rollouts"),
 )

@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config.fields import values
 from nemo_style_aligner.config.loading import ConfigError, check_config, load_defaults, log_directory
 from nemo_style_aligner.jobs.job_view import CRITIC_RANKS, LENGTH, PP, ROLLOUT_RANKS, TP, JobView, as_served
-from nemo_style_aligner.launch.roles import ROLLOUT
-from nemo_style_aligner.rl.reward_config import RewardSpec
+from nemo_style_aligner.launch.roles import REFERENCE, ROLLOUT, TEACHER
+from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, FrozenSpec, reward_specs
 
 Strategy = Literal["interleave", "flatten", "separate"]
 
@@ -103,10 +103,28 @@ def critic_config(cfg: DictConfig) -> DictConfig:
     return complete
 
 
-def reward_model_config(cfg: DictConfig, spec: RewardSpec) -> DictConfig:
-    """The config of a reward model on ranks of its own, as that of a job of its own (``inference_rm``)."""
-    served, ppo = as_served(cfg), cfg.model.ppo
+def has_reference_here(cfg: DictConfig) -> bool:
+    """Whether the ranks that train have the initial policy."""
+    return float(cfg.trainer.ppo.initial_policy_kl_penalty) > 0 and not cfg.trainer.ppo.reference.devices
+
+
+def frozen_spec(cfg: DictConfig, role: str) -> FrozenSpec:
+    """The frozen model of a role: the reference, the teacher, or one of the reward models."""
+    if role not in (REFERENCE, TEACHER):
+        listed: Any = OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True)
+        return next(spec for place, spec in enumerate(reward_specs(listed)) if f"{REWARDS}[{place}]" == role)
+    section = OmegaConf.select(cfg, role)
+    archive = (cfg.pretrained_checkpoint if role == REFERENCE else section).restore_from_path
+    return FrozenSpec(role.rpartition(".")[2], archive, **{key: section[key] for key in LAYOUT})
+
+
+def frozen_config(cfg: DictConfig, role: str) -> DictConfig:
+    """The config of a frozen model on ranks of its own, as that of a job of its own (``inference_rm``)."""
+    served, spec, ppo = as_served(cfg), frozen_spec(cfg, role), cfg.model.ppo
     served.rm_model_file = spec.source
+    OmegaConf.set_struct(served, False)
+    if role == REFERENCE:  # what the job says about its policy holds for this one, too
+        served.model = OmegaConf.to_container(cfg.model, resolve=True)
     served.model.tensor_model_parallel_size = spec.tensor_parallel_size
     served.model.pipeline_model_parallel_size = spec.pipeline_parallel_size
     served.model.sequence_parallel = False
@@ -115,7 +133,7 @@ def reward_model_config(cfg: DictConfig, spec: RewardSpec) -> DictConfig:
     served.trainer.devices = spec.devices
     served.inference.model_name = spec.name
     served.inference.port, served.inference.token = 0, cfg.remote_critic_rm.token
-    _be_part(served, cfg, f"reward_{spec.name}")
+    _be_part(served, cfg, spec.name if role in (REFERENCE, TEACHER) else f"reward_{spec.name}")
     return served
 
 

@@ -21,12 +21,13 @@ from nemo_style_aligner.config.schema import Placement
 from nemo_style_aligner.jobs.placement import (
     CRITIC_ARCHIVE,
     critic_config,
+    frozen_config,
+    frozen_spec,
     has_critic_apart,
     has_reward_model_here,
-    reward_model_config,
     strategy_of,
 )
-from nemo_style_aligner.launch.roles import CRITIC, ROLLOUT, channel, ranks_apart
+from nemo_style_aligner.launch.roles import CRITIC, REFERENCE, ROLLOUT, TEACHER, channel, ranks_apart
 from nemo_style_aligner.models.activation_memory import activation_bytes
 from nemo_style_aligner.models.frozen import placement_of
 from nemo_style_aligner.models.gpt import uses_distributed_optimizer
@@ -159,19 +160,22 @@ def _roles(cfg: DictConfig, policy: BaseModel, scorer: Scorer, teacher: BaseMode
     ppo, itemsize, layout = cfg.trainer.ppo, policy.dtype.itemsize, current_layout()
     here = _Place(range(dist.get_world_size()), Layout(layout.tp_size, layout.pp_size, layout.dp_size))
     yield _trained("policy", cfg, policy.architecture, itemsize, here)
-    if float(ppo.initial_policy_kl_penalty) > 0:
+    if ppo.reference.devices:
+        yield _apart("reference", cfg, REFERENCE, policy.architecture, itemsize)
+    elif float(ppo.initial_policy_kl_penalty) > 0:
         yield _reference(cfg, policy.architecture, itemsize, here)
-    if teacher is not None:
+    if teacher is not None and ppo.teacher.devices:
+        yield _apart("teacher", cfg, TEACHER, teacher.architecture, itemsize)
+    elif teacher is not None:
         swaps = _swaps(ppo.reference_policy_placement, teacher.architecture, itemsize, here)
         yield _frozen("teacher", teacher.architecture, itemsize, here, swaps=swaps)
     yield from _critic(cfg, scorer, itemsize, here)
     specs: Any = None if ppo.rewards is None else OmegaConf.to_container(ppo.rewards, resolve=True)
     for number, (spec, source) in enumerate(zip(reward_specs(specs), _reward_sources(scorer), strict=True)):
-        name = f"reward {spec.name}" if specs else "reward"
+        name, entry = f"reward {spec.name}" if specs else "reward", f"{REWARDS}[{number}]"
         if spec.devices:
-            place = _Place.apart(f"{REWARDS}[{number}]", spec.tensor_parallel_size, spec.pipeline_parallel_size)
-            base = open_base_model(spec.source, reward_model_config(cfg, spec), key=f"{REWARDS}[{number}].source")
-            yield _frozen(name, base.architecture, itemsize, place)
+            base = open_base_model(spec.source, frozen_config(cfg, entry), key=f"{entry}.source")
+            yield _apart(name, cfg, entry, base.architecture, itemsize)
         else:
             yield _reward(name, source, itemsize, here)
     yield _engine(cfg, policy.architecture, itemsize, here)
@@ -260,6 +264,13 @@ def _frozen(name: str, architecture: ModelArchitecture, itemsize: int, place: _P
     if swaps:
         return Role(name, place.ranks, place.copies, 0, weights, note="in host memory between turns")
     return Role(name, place.ranks, place.copies, weights, 0, weights)
+
+
+def _apart(name: str, cfg: DictConfig, role: str, architecture: ModelArchitecture, itemsize: int) -> Role:
+    """A frozen model on ranks of its own."""
+    spec = frozen_spec(cfg, role)
+    place = _Place.apart(role, spec.tensor_parallel_size, spec.pipeline_parallel_size)
+    return _frozen(name, architecture, itemsize, place)
 
 
 def _engine(cfg: DictConfig, architecture: ModelArchitecture, itemsize: int, here: _Place) -> Role:

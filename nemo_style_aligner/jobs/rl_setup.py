@@ -19,6 +19,7 @@ from nemo_style_aligner.jobs.job_setup import (
     start_watchdog,
     training_batching,
 )
+from nemo_style_aligner.jobs.placement import has_reference_here
 from nemo_style_aligner.jobs.placement_picture import announce_placement
 from nemo_style_aligner.jobs.run_settings import critic_of_run
 from nemo_style_aligner.jobs.scoring_setup import build_scorer, open_teacher
@@ -173,9 +174,9 @@ def response_text(cfg: DictConfig, tokenizer: Tokenizer) -> Callable[[Sequence[i
 def build_actor(
     cfg: DictConfig, base: BaseModel, model: MegatronModel, settings: RLSettings, teacher: BaseModel | None = None
 ) -> Actor:
-    """Build the policy, its optimizer, the initial policy if there is a KL penalty, and the teacher if there is one."""
+    """Build the policy, its optimizer, and if they are on these ranks, the initial policy and the teacher."""
     reference, placement = None, cfg.trainer.ppo.reference_policy_placement
-    if float(cfg.trainer.ppo.initial_policy_kl_penalty) > 0:
+    if has_reference_here(cfg):
         # Frozen before a checkpoint is loaded: the penalty refers to the model that the run started from.
         reference = frozen_policy(model, base, placement)
     per_prompt = settings.top_n_rollouts or cfg.trainer.ppo.num_rollouts_per_prompt
@@ -183,6 +184,8 @@ def build_actor(
     updates_per_step = samples // settings.global_batch_size * settings.num_ppo_epochs
     schedule = Schedule.from_config(cfg.model.optim, settings.max_steps * updates_per_step)
     clip, offload = float(cfg.trainer.ppo.gradient_clip_val or 0.0), bool(cfg.model.ppo.offload_adam_states)
+    if cfg.trainer.ppo.teacher.devices:
+        teacher = None
     optimizer = Optimizer(model, cfg.model.optim, schedule, clip, settings.nonfinite, offload=offload)
     keep_passes(model, reference, cfg.model.ppo.keep_activations, settings.global_batch_size)
     return Actor(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -14,23 +14,25 @@ from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head, req
 from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.jobs.critic_setup import make_critic
 from nemo_style_aligner.jobs.job_setup import Run, forward_batching
-from nemo_style_aligner.jobs.job_view import TEACHER, as_served
+from nemo_style_aligner.jobs.job_view import TEACHER_ARCHIVE, as_served
 from nemo_style_aligner.jobs.placement import (
     CRITIC_ARCHIVE,
     critic_config,
+    frozen_spec,
     has_critic_apart,
     has_critic_here,
     has_reward_model_here,
 )
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.ending import fail_job
-from nemo_style_aligner.launch.roles import CRITIC
+from nemo_style_aligner.launch.roles import CRITIC, REFERENCE, TEACHER
 from nemo_style_aligner.models.critic import Critic
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.rl.estimators import Estimator
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.rl.remote_logprobs import RemoteLogprobs
 from nemo_style_aligner.rl.reward_config import RewardSpec, build_reward_source, reward_specs
 from nemo_style_aligner.rl.reward_models import ModelRewards
 from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource
@@ -47,7 +49,8 @@ _INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 b
 def build_scorer(
     cfg: DictConfig, run: Run, estimator: Estimator, policy: BaseModel, sequences: SequencesToScore
 ) -> Scorer:
-    """The reward source of the job, and its critic if the estimator needs values; no weights are read.
+    """What scores the job's samples: rewards, a critic if the estimator needs values, frozen models on ranks of their
+    own; no weights are read.
 
     Args:
         policy: whose responses are scored.
@@ -75,9 +78,7 @@ def build_scorer(
 
     def reward_model(spec: RewardSpec, entry: str) -> RewardSource:
         if spec.devices:
-            host, port = _address(entry)
-            client = RewardClient(server_url(host, port), spec.name, limits=_limits(cfg), token=shared_token(cfg))
-            return RemoteRewards(client)
+            return RemoteRewards(_client(cfg, entry, "rewards"))
         models.append(_reward_model(cfg, policy, sequences, spec.source, f"{entry}.source"))
         return models[-1]
 
@@ -85,7 +86,24 @@ def build_scorer(
     timeouts = cfg.remote_critic_rm.timeouts
     silence = 2 * sum(float(timeouts[key]) for key in ("total_seconds", "restart_seconds"))
     described = "the critic and the rewards" if isinstance(critic, RemoteCritic) else "the rewards"
-    return Scorer(rewards, critic, silence, described, models)
+    return Scorer(rewards, critic, silence, described, models, _logprobs_from_apart(cfg))
+
+
+def _logprobs_from_apart(cfg: DictConfig) -> dict[str, RemoteLogprobs]:
+    """The frozen language models on ranks of their own, by the column that they give."""
+    channel = roles.channel()
+    apart = {} if channel is None else channel.apart
+    return {
+        f"{frozen_spec(cfg, role).name}_logprobs": RemoteLogprobs(_client(cfg, role, "logprobs"))
+        for role in (REFERENCE, TEACHER)
+        if role in apart
+    }
+
+
+def _client(cfg: DictConfig, role: str, output: Literal["rewards", "logprobs"]) -> RewardClient:
+    """Of a frozen model on ranks of its own."""
+    url, name = server_url(*_address(role)), frozen_spec(cfg, role).name
+    return RewardClient(url, name, limits=_limits(cfg), token=shared_token(cfg), output=output)
 
 
 def _listed_rewards(
@@ -118,8 +136,8 @@ def open_teacher(cfg: DictConfig, policy: BaseModel, sequences: SequencesToScore
     """The teacher of on-policy distillation, if there is one and it fits the policy; no weights are read."""
     if not (path := cfg.trainer.ppo.teacher.restore_from_path):
         return None
-    base = open_base_model(path, as_served(cfg), key=TEACHER)
-    _require_fit(policy, base, sequences, f"{TEACHER}={path}", "a teacher")
+    base = open_base_model(path, as_served(cfg), key=TEACHER_ARCHIVE)
+    _require_fit(policy, base, sequences, f"{TEACHER_ARCHIVE}={path}", "a teacher")
     return base
 
 

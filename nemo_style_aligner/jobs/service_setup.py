@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
 from nemo_style_aligner.checkpoints.random_states import random_states, set_random_states
@@ -23,10 +23,10 @@ from nemo_style_aligner.jobs.job_setup import (
     start_service_watchdog,
     start_timeline,
 )
-from nemo_style_aligner.jobs.placement import critic_config, reward_model_config
+from nemo_style_aligner.jobs.placement import critic_config, frozen_config
 from nemo_style_aligner.launch.ending import abort_job
 from nemo_style_aligner.launch.initialization import bind_address
-from nemo_style_aligner.launch.roles import CRITIC, Channel
+from nemo_style_aligner.launch.roles import CRITIC, REFERENCE, TEACHER, Channel
 from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.models.critic import RewardModel
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -35,9 +35,16 @@ from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.detection import LOOPBACK
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
-from nemo_style_aligner.rl.reward_config import REWARDS, reward_specs
-from nemo_style_aligner.services.critic_service import CriticService, RewardService
-from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints, reward_endpoint
+from nemo_style_aligner.rl.rollouts.setup import sampling_params
+from nemo_style_aligner.services.critic_service import CriticService, LogprobService, RewardService
+from nemo_style_aligner.services.endpoints import (
+    LOGPROBS,
+    InferEndpoint,
+    ModelLimits,
+    TensorSpec,
+    critic_endpoints,
+    rewards_spec,
+)
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.services.http_server import ConnectionLimits
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer, ScoringBackend
@@ -64,8 +71,12 @@ def run_critic(cfg: DictConfig, channel: Channel | None = None) -> int:
     return status
 
 
-def run_reward_model(cfg: DictConfig, channel: Channel | None = None) -> int:
-    """Serve a reward model until the job ends; see `run_critic`."""
+def run_frozen_model(cfg: DictConfig, channel: Channel | None = None, temperature: float | None = None) -> int:
+    """Serve a model that is never trained until the job ends; see `run_critic`.
+
+    Args:
+        temperature: of the log-probs that it gives; None: it is a reward model.
+    """
     layout = initialize_model_parallel(
         cfg.model.tensor_model_parallel_size,
         cfg.model.pipeline_model_parallel_size,
@@ -75,8 +86,12 @@ def run_reward_model(cfg: DictConfig, channel: Channel | None = None) -> int:
     control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
     watchdog = start_service_watchdog(cfg.exp_manager)
     base = open_base_model(cfg.rm_model_file, cfg, key="rm_model_file")
-    server = listen_as_reward_model(cfg, layout, base)
-    status = serve(server, lambda: build_reward_service(cfg, base), control, channel)
+    if temperature is None:
+        output, build = rewards_spec(RewardHeadConfig.from_model_config(cfg.model).num_rewards), build_reward_service
+    else:
+        output, build = LOGPROBS, functools.partial(build_logprob_service, temperature)
+    server = listen_as_frozen_model(cfg, layout, base, output)
+    status = serve(server, lambda: build(cfg, base), control, channel)
     if watchdog is not None:
         watchdog.stop()
     return status
@@ -89,12 +104,10 @@ def serve_in_job(cfg: DictConfig, channel: Channel) -> int:
         critic = critic_config(cfg)
         critic.trainer.ppo.host = LOOPBACK if is_on_one_machine() else None
         return run_critic(critic, channel)
-    listed: Any = OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True)
-    specs = reward_specs(listed)
-    (spec,) = (spec for place, spec in enumerate(specs) if f"{REWARDS}[{place}]" == channel.role)
-    served = reward_model_config(cfg, spec)
+    served = frozen_config(cfg, channel.role)
     served.inference.host = LOOPBACK if is_on_one_machine() else None
-    return run_reward_model(served, channel)
+    gives_logprobs = channel.role in (REFERENCE, TEACHER)
+    return run_frozen_model(served, channel, sampling_params(cfg).logprob_temperature if gives_logprobs else None)
 
 
 def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
@@ -107,18 +120,12 @@ def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
     return ModelServer(endpoints, http, _dispatch(ppo, run.layout, limits))
 
 
-def listen_as_reward_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel) -> ModelServer:
-    """Open a reward model's port; see `listen_as_critic`."""
-    head = RewardHeadConfig.from_model_config(cfg.model)
+def listen_as_frozen_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel, output: TensorSpec) -> ModelServer:
+    """Open the port of a model that is never trained and gives ``output``; see `listen_as_critic`."""
     limits = _limits(base)
-    endpoints = reward_endpoint(
-        limits,
-        name=cfg.inference.model_name,
-        num_attributes=head.num_rewards,
-        tokenize=base.tokenizer.text_as_trained,
-    )
+    endpoint = InferEndpoint(cfg.inference.model_name, [output], limits, base.tokenizer.text_as_trained)
     http = _http_settings(cfg.inference, "inference")
-    return ModelServer(endpoints, http, _dispatch(cfg.inference, layout, limits))
+    return ModelServer([endpoint], http, _dispatch(cfg.inference, layout, limits))
 
 
 def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:
@@ -159,6 +166,11 @@ def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
     head = RewardHeadConfig.from_model_config(cfg.model)
     model = base.load(head=head, trainable=False, needs_head=True)
     return RewardService(RewardModel(model, head, forward_batching(cfg.model)))
+
+
+def build_logprob_service(temperature: float, cfg: DictConfig, base: BaseModel) -> LogprobService:
+    """Build the service of a language model that is never trained."""
+    return LogprobService(base.load(trainable=False), temperature, forward_batching(cfg.model))
 
 
 def serve(

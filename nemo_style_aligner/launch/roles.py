@@ -30,18 +30,24 @@ _PROGRESS_SECONDS = 1.0
 _LEAVING_SECONDS = 30.0
 
 TRAINING, ROLLOUT, CRITIC = "training", "rollout", "critic"
-"""Roles; a reward model's is the key that names it, ``trainer.ppo.rewards[N]``."""
+REFERENCE, TEACHER = "trainer.ppo.reference", "trainer.ppo.teacher"
+"""Roles; a frozen model's is the key of its section, a reward model's ``trainer.ppo.rewards[N]``."""
+
+_DEVICES = {ROLLOUT: "trainer.ppo.rollout_devices", CRITIC: "trainer.ppo.critic_devices"}
+
+
+def devices_key(role: str) -> str:
+    """The config key that says how many ranks a role has for itself."""
+    return _DEVICES.get(role, f"{role}.devices")
 
 
 def ranks_apart(cfg: DictConfig) -> dict[str, int]:
     """The roles that have ranks of their own in an actor's job, and how many, in the ranks' order."""
     rewards = OmegaConf.select(cfg, "trainer.ppo.rewards")
-    found = {
-        ROLLOUT: OmegaConf.select(cfg, "trainer.ppo.rollout_devices"),
-        CRITIC: OmegaConf.select(cfg, "trainer.ppo.critic_devices"),
-    }
-    for place, reward in enumerate(rewards if isinstance(rewards, ListConfig) else ()):
-        found[f"trainer.ppo.rewards[{place}]"] = reward.get("devices") if isinstance(reward, DictConfig) else None
+    listed = enumerate(rewards if isinstance(rewards, ListConfig) else ())
+    of_rewards = [f"trainer.ppo.rewards[{place}]" for place, reward in listed if isinstance(reward, DictConfig)]
+    roles = (ROLLOUT, CRITIC, REFERENCE, TEACHER, *of_rewards)
+    found = {role: OmegaConf.select(cfg, devices_key(role)) for role in roles}
     return {role: count for role, count in found.items() if isinstance(count, int) and count > 0}
 
 

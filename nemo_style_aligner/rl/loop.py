@@ -134,6 +134,7 @@ class RLTrainer(TrainingLoop):
             columns = self.logprobs(rollouts, is_trained=stream == TRAINING)
             with self.timer("critic_wait"):
                 scores = collected.wait_for_rewards()
+            columns |= {name: collected.column(name, rollouts) for name in self.collector.scorer.logprobs}
             columns |= self.values(collected, rollouts)
         self.run_control.check(ahead="training")
         self.train_prompts.observe(rollouts)  # changes the state, so after the last point that can abandon the step
@@ -238,8 +239,8 @@ class RLTrainer(TrainingLoop):
         return self.actor.model.architecture.forward_operations(length - 1, response_length)
 
     def logprobs(self, rollouts: Rollouts, *, is_trained: bool) -> dict[str, torch.Tensor]:
-        """Log-probs of the share's response tokens, fp32 [R] each: ``old_logprobs``, and where there are such models,
-        ``reference_logprobs`` and ``teacher_logprobs``.
+        """Log-probs of the share's response tokens, fp32 [R] each: ``old_logprobs``, and where these ranks have such
+        models, ``reference_logprobs`` and ``teacher_logprobs``.
 
         Rewards and values are computed elsewhere meanwhile.
         """
@@ -294,7 +295,7 @@ class RLTrainer(TrainingLoop):
             return {}
         with self.timer("values"):
             values = self.critic.values_of(rollouts)
-        return {"values": collected.values_of(rollouts) if values is None else values}
+        return {"values": collected.column("values", rollouts) if values is None else values}
 
     def start_critic(self, experience: Experience) -> Training | None:
         """Have the critic learn the returns, if there is one; one in another job does while the policy is trained."""

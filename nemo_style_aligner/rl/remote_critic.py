@@ -20,7 +20,7 @@ from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rl.experience import Experience
 from nemo_style_aligner.rl.rewards import Reward, RewardSource, when_all
-from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.sample import Sample, of_responses
 from nemo_style_aligner.rl.values import Save, Training, ValueBatch, ValueSource
 from nemo_style_aligner.services.client import CriticClient, Scores, SequenceConflictError
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
@@ -87,14 +87,8 @@ class RemoteCritic(ValueSource, RewardSource):
 
     def values(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]]:
         """See `ValueSource.values`."""
-
-        def of_responses(scores: Scores) -> list[torch.Tensor]:
-            # Position t of an answer belongs to the step that chooses token t + 1.
-            places = ((sample.prompt_length - 1, len(sample.token_ids) - 1) for sample in samples)
-            return [row[begin:end] for row, (begin, end) in zip(scores.values, places, strict=True)]
-
         answer = self._ask(samples)
-        return when_all([answer], lambda: of_responses(answer.result()))
+        return when_all([answer], lambda: of_responses(answer.result().values, samples))
 
     def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
         """See `RewardSource.score`."""

@@ -25,32 +25,41 @@ _PATTERNS: Mapping[str, str] = {
     "function": r".+\.py:\w+",
 }
 _KINDS: tuple[SourceKind, ...] = ("exact_match", "math_verify", "service", "url", "archive", "function")
-_LAYOUT: Mapping[str, int] = {"devices": 0, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-# And their defaults.
-_KEYS: Mapping[str, Any] = {"name": None, "source": None, "weight": 1.0, "only": {}, **_LAYOUT}
+LAYOUT: Mapping[str, int] = {"devices": 0, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+"""Keys of a frozen model's ranks, and their defaults."""
+_KEYS: Mapping[str, Any] = {"name": None, "source": None, "weight": 1.0, "only": {}, **LAYOUT}
 _CHOICES = "exact_match, math_verify, service, http://HOST:PORT/NAME, FILE.py:NAME or MODEL.nemo"
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardSpec:
-    """One of the sources.
+class FrozenSpec:
+    """A model that is never trained, and where it is.
 
     Attributes:
-        name: of its part in the log.
-        source: as in the config; see `kind`.
-        weight: of its rewards in the sum.
-        only: fields of a prompt's line, and the values, any of several, that they must have for it to count.
-        devices: ranks of the job that a reward model has for itself; 0: those that train.
+        name: of the model in the log and on the wire.
+        source: its archive.
+        devices: ranks of the job that it has for itself; 0: those that train.
         tensor_parallel_size, pipeline_parallel_size: its layout there.
     """
 
     name: str
     source: str
-    weight: float = 1.0
-    only: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     devices: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSpec(FrozenSpec):
+    """One of the sources of rewards, a frozen model or anything else; ``source`` is as in the config, see `kind`.
+
+    Attributes:
+        weight: of its rewards in the sum.
+        only: fields of a prompt's line, and the values, any of several, that they must have for it to count.
+    """
+
+    weight: float = 1.0
+    only: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def kind(self) -> SourceKind:
@@ -76,7 +85,7 @@ def reward_specs(rewards: Sequence[Any] | None) -> list[RewardSpec]:
             source=reward["source"],
             weight=float(reward.get("weight", 1.0)),
             only={field: _as_list(value) for field, value in reward.get("only", {}).items()},
-            **{key: reward[key] for key in _LAYOUT if key in reward},
+            **{key: reward[key] for key in LAYOUT if key in reward},
         )
         for reward in rewards
     ]
@@ -169,7 +178,7 @@ def _problems_of_one(reward: Mapping[str, Any], key: str) -> Iterator[str]:
         yield f"{key}.name={name}: give a plain word, by which it is logged"
     if not isinstance(source, str) or _kind_of(source) is None:
         yield f"{key}.source={source}: choose {_CHOICES}"
-    for field, default in _LAYOUT.items():
+    for field, default in LAYOUT.items():
         count = reward.get(field, default)
         if not isinstance(count, int) or isinstance(count, bool) or count < default:
             yield f"{key}.{field}={count}: give a whole number of {default} or more"

@@ -78,6 +78,12 @@ class Sample:
         return f"{prompt} with the response {_excerpt(self.response)}"
 
 
+def of_responses(x: torch.Tensor, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """The response tokens' part of the samples' rows of ``x`` [n, s-1], whose column t is of token t + 1."""
+    places = ((sample.prompt_length - 1, len(sample.token_ids) - 1) for sample in samples)
+    return [row[begin:end] for row, (begin, end) in zip(x, places, strict=True)]
+
+
 def _excerpt(text: str) -> str:
     return repr(text if len(text) <= _EXCERPT else text[: _EXCERPT - 3] + "...")
 

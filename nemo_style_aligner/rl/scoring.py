@@ -1,17 +1,18 @@
-"""Rewards and values of finished samples: asked for on the rank that generated them, known on every rank."""
+"""Rewards, values and log-probs of finished samples: asked for on the rank that generated them, known on every rank."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
+from nemo_style_aligner.rl.remote_logprobs import RemoteLogprobs
 from nemo_style_aligner.rl.reward_models import ModelRewards
 from nemo_style_aligner.rl.rewards import Reward, RewardSource
 from nemo_style_aligner.rl.sample import Sample
@@ -25,11 +26,15 @@ _TOLD = 3  # failed rewards of a step whose reasons are passed on
 
 @dataclasses.dataclass(frozen=True)
 class ScoredBatch:
-    """Samples whose scores are on their way."""
+    """Samples whose scores are on their way.
+
+    Attributes:
+        columns: what is per response token, by name: ``values``, ``reference_logprobs``, ``teacher_logprobs``.
+    """
 
     samples: Sequence[Sample]
     rewards: concurrent.futures.Future[list[Reward]]
-    values: concurrent.futures.Future[list[torch.Tensor]] | None
+    columns: Mapping[str, concurrent.futures.Future[list[torch.Tensor]]]
 
     @property
     def sample_ids(self) -> list[int]:
@@ -39,21 +44,21 @@ class ScoredBatch:
     @property
     def futures(self) -> list[concurrent.futures.Future[Any]]:
         """What is waited for."""
-        return [self.rewards] if self.values is None else [self.rewards, self.values]
+        return [self.rewards, *self.columns.values()]
 
     def done(self) -> bool:
         """Whether all scores are there."""
         return all(future.done() for future in self.futures)
 
-    def result(self) -> Iterator[tuple[int, Reward, torch.Tensor | None]]:
-        """Each sample's id, its reward and its values fp32 [response tokens]."""
-        rewards = self.rewards.result()
-        values = [None] * len(self.samples) if self.values is None else self.values.result()
-        yield from zip(self.sample_ids, rewards, values, strict=True)
+    def result(self) -> Iterator[tuple[int, Reward, dict[str, torch.Tensor]]]:
+        """Each sample's id, its reward and its columns, fp32 [response tokens] each."""
+        columns = {name: column.result() for name, column in self.columns.items()}
+        for row, (sample_id, reward) in enumerate(zip(self.sample_ids, self.rewards.result(), strict=True)):
+            yield sample_id, reward, {name: column[row] for name, column in columns.items()}
 
 
 class Scorer:
-    """The reward source and, if the estimator needs values, the value source of a job.
+    """The reward source of a job and, if the estimator needs values, its value source; frozen models apart.
 
     Args:
         rewards: gives rewards.
@@ -61,6 +66,7 @@ class Scorer:
         silence_seconds: after so long without any score a rank gives up.
         described: names what to check then.
         models: the reward models of this job, which are among ``rewards``.
+        logprobs: frozen models on ranks of their own, by the column that they give.
     """
 
     def __init__(
@@ -70,22 +76,26 @@ class Scorer:
         silence_seconds: float,
         described: str,
         models: Sequence[ModelRewards] = (),
+        logprobs: Mapping[str, RemoteLogprobs] | None = None,
     ) -> None:
         self.rewards = rewards
         self.values = values
         self.silence_seconds = silence_seconds
         self.described = described
         self.models = models
+        self.logprobs = logprobs or {}
 
     @property
     def last_progress(self) -> float:
         """When a source that is being brought up to date was last seen to have moved, by `time.monotonic()`."""
         return -math.inf if self.values is None else self.values.last_progress
 
-    def score(self, samples: Sequence[Sample]) -> ScoredBatch:
-        """Have samples scored; returns at once."""
-        values = None if self.values is None else self.values.values(samples)
-        return ScoredBatch(samples, self.rewards.score(samples), values)
+    def score(self, samples: Sequence[Sample], *, are_trained: bool = True) -> ScoredBatch:
+        """Have samples scored; returns at once. Log-probs are asked for of those alone that ``are_trained`` on."""
+        columns = {name: model.of(samples) for name, model in self.logprobs.items() if are_trained}
+        if self.values is not None and (values := self.values.values(samples)) is not None:
+            columns["values"] = values
+        return ScoredBatch(samples, self.rewards.score(samples), columns)
 
     def load_models(self) -> None:
         """Load the weights of this job's reward models. Collective."""
@@ -104,7 +114,7 @@ class Scorer:
             ServerUnavailableError: one is not there after ``timeout_s``.
             UnfitServiceError: one does not fit.
         """
-        for source in dict.fromkeys((self.rewards, self.values)):
+        for source in dict.fromkeys((self.rewards, self.values, *self.logprobs.values())):
             if source is not None:
                 source.wait_until_ready(timeout_s, sequences)
 
@@ -113,6 +123,8 @@ class Scorer:
         self.rewards.close()
         if self.values is not None:
             self.values.close()
+        for model in self.logprobs.values():
+            model.close()
 
 
 @dataclasses.dataclass

@@ -12,6 +12,9 @@ import torch
 
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch, applied_updates
+from nemo_style_aligner.models.gpt import MegatronModel
+from nemo_style_aligner.models.packing import MicroBatching
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
 from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, TrainingLedger
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
@@ -180,3 +183,26 @@ class RewardService:
     def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rewards; see `ScoringBackend.infer`."""
         return {"rewards": self.reward_model.rewards(tokens, lengths)}
+
+
+class LogprobService:
+    """A `services.model_server.ScoringBackend`: nothing but a frozen language model, a reference or a teacher.
+
+    Args:
+        temperature: divides the logits.
+        batching: micro batches of its passes.
+    """
+
+    def __init__(self, model: MegatronModel, temperature: float, batching: MicroBatching) -> None:
+        self._model = model
+        self._scoring = Scoring(temperature)
+        self._batching = batching
+
+    def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Log-probs [b, s-1], of token t + 1 at t; see `ScoringBackend.infer`."""
+        width = tokens.shape[1] - 1
+        wanted = torch.arange(width) < lengths[:, None] - 1
+        logprobs = forward(
+            self._model, Tokens(tokens), wanted, self._batching, lambda x, _: x, (width,), scoring=self._scoring
+        )
+        return {"logprobs": logprobs}

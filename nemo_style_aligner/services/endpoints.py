@@ -174,7 +174,7 @@ class Endpoint(abc.ABC):
 
 
 class InferEndpoint(Endpoint):
-    """Values, rewards or both for a batch of sequences, given as token ids or as text.
+    """Values, rewards, both, or log-probs for a batch of sequences, given as token ids or as text.
 
     With ``takes_prompts`` a request must also say what each sequence is a response to.
     """
@@ -332,6 +332,7 @@ class RestoreEndpoint(Endpoint):
 
 
 VALUES = TensorSpec("values", "FP32", (-1,))
+LOGPROBS = TensorSpec("logprobs", "FP32", (-1,))
 LINES = TensorSpec("lines", "BYTES", (1,))
 PROMPT_LENGTHS = TensorSpec("prompt_lengths", "INT64", (1,))
 
@@ -358,13 +359,7 @@ def critic_endpoints(
 
 
 def reward_endpoint(
-    limits: ModelLimits,
-    *,
-    name: str = "reward_model",
-    num_attributes: int = 1,
-    tokenize: Callable[[str], Sequence[int]] | None = None,
-    takes_prompts: bool = False,
+    limits: ModelLimits, *, name: str = "reward_model", num_attributes: int = 1, takes_prompts: bool = False
 ) -> list[Endpoint]:
     """The endpoint of a separate reward service."""
-    outputs = [rewards_spec(num_attributes)]
-    return [InferEndpoint(name, outputs, limits, tokenize, takes_prompts=takes_prompts)]
+    return [InferEndpoint(name, [rewards_spec(num_attributes)], limits, takes_prompts=takes_prompts)]

@@ -22,6 +22,8 @@ from nemo_style_aligner.services.protocol import ProtocolError
 
 logger = logging.getLogger(__name__)
 
+_PER_TOKEN = {"values", "logprobs"}
+
 ResultFuture = concurrent.futures.Future[dict[str, np.ndarray]]
 """Of the outputs by name."""
 
@@ -230,7 +232,7 @@ def split(
 ) -> list[dict[str, np.ndarray]]:
     """The outputs for a batch of shape [rows, width], split into those of each job, as float32.
 
-    ``values`` [rows, width-1] come back as [b, s-1] for the caller's own s, zero from position
+    ``values`` and ``logprobs`` [rows, width-1] come back as [b, s-1] for the caller's own s, zero from position
     (true length - 1) on: column t belongs to the step that chooses token t+1, and the last true token
     is followed by none. So the answer does not depend on what the request was merged with. Other
     outputs keep their columns. Raises ValueError when an output has another shape.
@@ -238,17 +240,17 @@ def split(
     arrays = {name: tensor.detach().to("cpu", torch.float32).numpy() for name, tensor in outputs.items()}
     rows, width = batch_shape
     for name, array in arrays.items():
-        expected = f"[{rows}, {width - 1}]" if name == "values" else f"[{rows}, n]"
-        fits = array.ndim == 2 and len(array) == rows and (name != "values" or array.shape[1] == width - 1)
+        expected = f"[{rows}, {width - 1}]" if name in _PER_TOKEN else f"[{rows}, n]"
+        fits = array.ndim == 2 and len(array) == rows and (name not in _PER_TOKEN or array.shape[1] == width - 1)
         if not fits:
             raise ValueError(f"the model returned '{name}' of shape {list(array.shape)}, expected {expected}")
     results: list[dict[str, np.ndarray]] = []
     row = 0
     for job in jobs:
         part = {name: array[row : row + job.rows] for name, array in arrays.items()}
-        if "values" in part:
-            part["values"] = _with_width(part["values"], job.tokens.shape[1] - 1)
-            part["values"][np.arange(job.tokens.shape[1] - 1) >= job.lengths[:, None] - 1] = 0.0
+        for name in _PER_TOKEN & part.keys():
+            part[name] = _with_width(part[name], job.tokens.shape[1] - 1)
+            part[name][np.arange(job.tokens.shape[1] - 1) >= job.lengths[:, None] - 1] = 0.0
         results.append(part)
         row += job.rows
     return results

@@ -52,7 +52,7 @@ class ScoringBackend(Protocol):
         """Score a batch.
 
         ``tokens`` int64 [b, s] and ``lengths`` int64 [b] are on the CPU. Returns ``values`` [b, s-1], ``rewards``
-        [b, n] or both; only rank 0's answer is used.
+        [b, n] or both, or ``logprobs`` [b, s-1]; only rank 0's answer is used.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The actor job's client of a service that gives rewards, and what it has in common with the critic's client."""
+"""The actor job's client of a service of one frozen model, and what it has in common with the critic's client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ class PromptsOfSequences:
 
 
 class RewardClient:
-    """Client of a model that gives one reward per sequence: a reward model's service, a function's, anybody's.
+    """Client of a model that gives one reward per sequence, or log-probs: a model's service, a function's, anybody's.
 
     Args:
         url: of the service, without a path.
@@ -91,6 +91,7 @@ class RewardClient:
         max_parallel: requests that are under way at once.
         pad_to_length: shorter sequences are padded to this many tokens; None: to the longest of a request.
         setting: config key that says where the service is, for messages.
+        output: what the model gives: ``rewards`` or ``logprobs``.
     """
 
     def __init__(
@@ -103,12 +104,14 @@ class RewardClient:
         max_parallel: int = 8,
         pad_to_length: int | None = None,
         setting: str = "remote_critic_rm.reward_model.port",
+        output: Literal["rewards", "logprobs"] = "rewards",
     ) -> None:
         self._http = HttpClient(url, token=token)
         self._model = model
         self._limits = limits
         self._pad_to_length = pad_to_length
         self._setting = setting
+        self._output = output
         self._takes_prompts = False
         self._threads = concurrent.futures.ThreadPoolExecutor(max_parallel, "reward-infer")
 
@@ -118,7 +121,7 @@ class RewardClient:
         return self._http.base_url
 
     def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore | None = None) -> None:
-        """Wait until the service is ready, and check that it gives rewards, and takes ``sequences``.
+        """Wait until the service is ready, and check that it gives what is wanted, and takes ``sequences``.
 
         Raises:
             ServerUnavailableError: after ``timeout_s``.
@@ -126,7 +129,7 @@ class RewardClient:
         """
         deadline = time.monotonic() + timeout_s
         wait_for_server(self._http, timeout_s, self._setting)
-        metadata = model_metadata(self._http, self._model, {"rewards"}, max(deadline - time.monotonic(), 5.0))
+        metadata = model_metadata(self._http, self._model, {self._output}, max(deadline - time.monotonic(), 5.0))
         if sequences is not None:
             check_limits(self._http, self._model, metadata.get("parameters", {}), sequences)
         described = metadata.get("inputs")
@@ -136,19 +139,22 @@ class RewardClient:
     def infer_async(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompts: PromptsOfSequences | None = None
     ) -> concurrent.futures.Future[torch.Tensor]:
-        """Rewards, fp32 [b]. tokens: int64 [b, s]; lengths: int64 [b], prompt and response together.
+        """Rewards, fp32 [b], or log-probs, fp32 [b, s-1]: of token t + 1 at t, zero where there is none.
 
-        ``prompts`` are sent to services that announce the inputs for them, once `wait_until_ready` has been called.
-        The future raises `ProtocolError` when an answer is malformed, or does not have one reward per sequence.
+        tokens: int64 [b, s]; lengths: int64 [b], prompt and response together. ``prompts`` are sent to services that
+        announce the inputs for them, once `wait_until_ready` has been called. The future raises `ProtocolError` when
+        an answer is malformed, or does not have these shapes.
         """
         inputs = scoring_inputs(tokens, lengths, self._pad_to_length)
         if prompts is not None and self._takes_prompts:
             inputs |= prompts.inputs()
-        return self._threads.submit(self._infer, inputs, len(tokens))
+        rows, width = tokens.shape
+        return self._threads.submit(self._infer, inputs, (rows, 1 if self._output == "rewards" else width - 1))
 
-    def _infer(self, inputs: Mapping[str, np.ndarray], rows: int) -> torch.Tensor:
-        answer = call_model(self._http, self._model, inputs, self._limits, needed={"rewards": (rows, 1)})
-        return torch.tensor(answer["rewards"][:, 0], dtype=torch.float32)
+    def _infer(self, inputs: Mapping[str, np.ndarray], shape: tuple[int, int]) -> torch.Tensor:
+        answer = call_model(self._http, self._model, inputs, self._limits, needed={self._output: shape})
+        scores = torch.tensor(answer[self._output][:, : shape[1]], dtype=torch.float32)
+        return scores[:, 0] if self._output == "rewards" else scores
 
     def close(self) -> None:
         """Abandon pending requests and close the connections."""

@@ -13,9 +13,9 @@ from nemo_style_aligner.launch.start import job
 @job("inference_rm", check="nemo_style_aligner.jobs.config_checks.check_job", is_service=True)
 def main(cfg: DictConfig) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.jobs.service_setup import run_reward_model
+    from nemo_style_aligner.jobs.service_setup import run_frozen_model
 
-    return run_reward_model(cfg)
+    return run_frozen_model(cfg)
 
 
 if __name__ == "__main__":

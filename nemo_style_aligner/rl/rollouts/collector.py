@@ -76,14 +76,23 @@ class ScoredResponses:
         scorer: scores them.
         batch_size: responses that are scored together, at most.
         as_sample: what the scorer gets of a response.
+        are_trained: whether the responses are trained on.
 
     Attributes:
         results: the responses, in the order in which they were added.
     """
 
-    def __init__(self, scorer: Scorer, batch_size: int, as_sample: Callable[[GenerationResult], Sample]) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        batch_size: int,
+        as_sample: Callable[[GenerationResult], Sample],
+        *,
+        are_trained: bool = True,
+    ) -> None:
         self.results: list[GenerationResult] = []
         self._scorer = scorer
+        self._are_trained = are_trained
         self._batch_size = batch_size
         self._as_sample = as_sample
         self._unsent: list[Sample] = []
@@ -101,7 +110,7 @@ class ScoredResponses:
     def flush(self) -> None:
         """Send the unsent responses, a full batch or not."""
         if self._unsent:
-            self._batches.append(self._scorer.score(self._unsent))
+            self._batches.append(self._scorer.score(self._unsent, are_trained=self._are_trained))
             self._unsent = []
             self._last_heard = time.monotonic()
 
@@ -139,8 +148,8 @@ class ScoredResponses:
         """How many responses are scored, and of how many."""
         return sum(len(batch.sample_ids) for batch in self._batches if batch.done()), len(self.results)
 
-    def scores(self) -> Iterator[tuple[int, Reward, torch.Tensor | None]]:
-        """Each response's id, its reward and its values fp32 [response tokens]; once all `are_scored`."""
+    def scores(self) -> Iterator[tuple[int, Reward, dict[str, torch.Tensor]]]:
+        """Each response's id, its reward and its columns (`ScoredBatch`); once all `are_scored`."""
         for batch in self._batches:
             yield from batch.result()
 
@@ -216,15 +225,15 @@ class Collected:
         ]
         return Scores.gathered(len(self), own)
 
-    def values_of(self, samples: Rollouts) -> torch.Tensor:
-        """The values of a share's response tokens, fp32 [R]; once the scores are there. Collective."""
+    def column(self, name: str, samples: Rollouts) -> torch.Tensor:
+        """A column (`ScoredBatch`) of a share's response tokens, fp32 [R]; once the scores are there. Collective."""
         own = [
-            (part.places[id_], values)
+            (part.places[id_], columns[name])
             for part in self._parts
-            for id_, _, values in part.responses.scores()
-            if id_ in part.places and values is not None
+            for id_, _, columns in part.responses.scores()
+            if id_ in part.places
         ]
-        return _exchanged([place for place, _ in own], [values for _, values in own], torch.float32, samples.own)
+        return _exchanged([place for place, _ in own], [row for _, row in own], torch.float32, samples.own)
 
     # ---- shares -----------------------------------------------------------------------------
 
@@ -312,7 +321,7 @@ class RolloutCollector:
 
     Args:
         generator: makes the responses.
-        scorer: gives rewards and values.
+        scorer: gives rewards, values and log-probs.
         tokenizer: decodes the texts of `sample_table`.
         decode: a response's text from its tokens, without what ended it.
         scoring_batch_size: responses that are given to the scorer together, at most.
@@ -337,7 +346,12 @@ class RolloutCollector:
         self.scoring_batch_size = scoring_batch_size
 
     def collect(
-        self, prompts: Sequence[Prompt], group_size: int, generate: Callable[[Take], dict[str, float]]
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        generate: Callable[[Take], dict[str, float]],
+        *,
+        are_trained: bool = True,
     ) -> tuple[Collected, dict[str, float]]:
         """Generate a round and have its responses scored, in batches as they finish. Collective.
 
@@ -345,6 +359,7 @@ class RolloutCollector:
             prompts: of each sample.
             group_size: of each prompt, so many samples follow each other.
             generate: hands out this rank's responses; returns metrics of the engines.
+            are_trained: whether the responses are trained on.
 
         Returns:
             The samples and the metrics.
@@ -365,7 +380,7 @@ class RolloutCollector:
                 decode=self.decode,
             )
 
-        responses = ScoredResponses(self.scorer, self.scoring_batch_size, sample)
+        responses = ScoredResponses(self.scorer, self.scoring_batch_size, sample, are_trained=are_trained)
         metrics = generate(responses.add)
         responses.flush()
         groups = torch.arange(len(prompts)) // group_size
@@ -485,7 +500,8 @@ class GenerationSchedule:
         self.refit(version)
         with self._timer("generate"):
             batch, seed = prompts.batch(start), self._sampling_seed(step, stream, draw)
-            return collect(batch, group_size, functools.partial(self._collector.generator.generate, batch, seed))
+            generate = functools.partial(self._collector.generator.generate, batch, seed)
+            return collect(batch, group_size, generate, are_trained=stream != VALIDATION)
 
     def unload(self) -> None:
         """Give the engine's memory back, if the settings want it; all rounds of the step are complete."""
