@@ -35,7 +35,6 @@ from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.checkpoints.sharded_writing import own_parts, snapshot
 from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.models import gpt, logprobs
-from nemo_style_aligner.models.activation_memory import activation_bytes
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.layer_kernels import best_kernels
@@ -48,6 +47,7 @@ from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
 from nemo_style_aligner.models.policy_losses import LossSettings
 from nemo_style_aligner.models.products import own_kernels
 from nemo_style_aligner.parallel.groups import device, single_process
+from nemo_style_aligner.placement.costs import Layout, Sizes
 from nemo_style_aligner.telemetry.timers import peak_meter
 
 CASES = ("packed", "selective", "full", "lora", "padded")
@@ -68,22 +68,24 @@ class Model:
         assert lora is not None
         return lora.num_parameters(self.architecture) if case == "lora" else self.architecture.num_parameters
 
-    def static(self, case: str) -> int:
+    def static(self, case: str) -> float:
         """Weights; and of what is trained fp32 gradients, moments, and fp32 main weights in bf16."""
-        trained, is_bf16 = self.trained(case), self.dtype == torch.bfloat16
-        frozen = self.architecture.num_parameters if case == "lora" else 0
-        return frozen * self.dtype.itemsize + trained * (18 if is_bf16 else 16)
+        sizes, one = Sizes(self.architecture, self.dtype.itemsize), Layout()
+        states = (sizes.gradients(one) + sizes.optimizer(one)) / self.architecture.num_parameters
+        adapters = self.dtype.itemsize * self.trained(case) if case == "lora" else 0
+        return sizes.weights(one) + adapters + self.trained(case) * states
 
-    def activations(self, tokens: int, case: str) -> int:
+    def activations(self, tokens: int, case: str) -> float:
         """Bytes kept for the backward pass of a micro batch."""
-        a, itemsize = self.architecture, self.dtype.itemsize
         is_te = uses_transformer_engine(self.dtype)
-        granularity = case if case in ("selective", "full") else None
-        layers = {"fused_norms": is_te, "torch_attention": uses_torch_attention(self.dtype)}
-        per_token = activation_bytes(a, itemsize, granularity, recomputes_mlp=is_te, **layers)
-        if case == "full" or (case == "selective" and is_te):  # and one layer's
-            per_token += activation_bytes(a, itemsize, **layers) // a.num_layers
-        return tokens * per_token
+        return Sizes(self.architecture, self.dtype.itemsize).activations(
+            Layout(),
+            tokens,
+            case if case in ("selective", "full") else None,
+            recomputes_mlp=is_te,
+            fused_norms=is_te,
+            torch_attention=uses_torch_attention(self.dtype),
+        )
 
     def packed_weights(self, num_micro_batches: int, case: str, directions: int) -> int:
         """Bytes of the layers' weights, rearranged for products in 1 or 2 directions."""
@@ -196,6 +198,8 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
     }
     for name, action in actions.items():
         before = settled(take_peak)
+        if name == "forward + backward":
+            before = static  # on a CPU, log-probs leave their buffer for logits behind
         action()
         measured[name] = max(0, take_peak() - before)
 

@@ -432,15 +432,22 @@ def own_steps(
     warm_up: int,
     rounds: int,
     kind: type[OwnJobs] = OwnJobs,
+    critic: Sequence[str] = (),
+    threads: int | None = None,
 ) -> list[Step]:
-    """Steps of our jobs alone, made one after the other in the machine's better dtype; without warm-up steps."""
+    """Steps of our jobs alone, made one after the other in the machine's better dtype; without warm-up steps.
+
+    Args:
+        threads: of each rank; None: as many as jobs choose by themselves.
+    """
     setting = Setting(
         models=models,
         dtype="bfloat16" if computes_in_bf16() else "float32",
         micro_batch=micro_batch,
         actor=actor,
-        critic=[],
-        environment={**os.environ, "CUDA_VISIBLE_DEVICES": "", TOKEN_VARIABLE: secrets.token_hex(16)},
+        critic=critic,
+        environment={**os.environ, "CUDA_VISIBLE_DEVICES": "", TOKEN_VARIABLE: secrets.token_hex(16)}
+        | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
     )
     jobs = kind(workload, setting, folder)
     try:

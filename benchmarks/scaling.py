@@ -214,7 +214,7 @@ def plain_plan(run: Run, nodes: tuple[int, int], tp: int = 8) -> Candidate:
     """A fixed plan, to change one mechanism at a time: two jobs, TP 8, PP 4."""
     actor, critic = (Fit(Layout(8, 4, n // 4), Savings(True, "selective", True, True), 0, {}) for n in nodes)
     engines = nodes[0] * 8 // tp
-    return Candidate("interleave", nodes, actor, critic, 0, tp, min(256, -(-len(run.steps[0]) // engines)), 0, {})
+    return Candidate("interleave", actor, critic, 0, tp, min(256, -(-len(run.steps[0]) // engines)), 0, {})
 
 
 def two_jobs() -> Any:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.cli.main import nsa, run
 from nemo_style_aligner.config.loading import check_config, load_defaults
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.jobs.placement import critic_config
 from nemo_style_aligner.placement.costs import Layout, Model, Sample, largest_share
 from nemo_style_aligner.placement.plan import read_plan
 from nemo_style_aligner.placement.rates import DEVICES, as_in_run
@@ -178,25 +180,34 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Main:
 SMALL = ["--cluster", "2x8xh100", "--rollouts", "256", "--steps", "1"]
 
 
+@pytest.mark.parametrize("jobs", ["one", "two"])
 @pytest.mark.parametrize("strategy", ["flatten", "interleave", "separate"])
 def test_the_fastest_plan_is_written_for_the_launcher(
-    main: Main, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    main: Main, strategy: str, jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.yaml"
-    main(["--model", "8b", *SMALL, "--strategy", strategy, "--results-dir", str(tmp_path), "--write", str(file)])
+    wanted = ["--strategy", strategy, "--jobs", jobs, "--results-dir", str(tmp_path), "--write", str(file)]
+    main(["--model", "8b", *SMALL, *wanted])
     said = capsys.readouterr().out
     assert strategy in said and "of 84 GB" in said
     plan = read_plan(file)
-    assert list(plan.jobs) == (["actor"] if strategy == "flatten" else ["critic", "actor"])
+    is_apart = "of its own" in said
+    assert is_apart or strategy != "interleave"
+    assert list(plan.jobs) == (["critic", "actor"] if is_apart and jobs == "two" else ["actor"])
     ranks = {name: job.nodes * job.devices for name, job in plan.jobs.items()}
     assert sum(ranks.values()) <= 16
-    _check_keys(plan.jobs["actor"].overrides, "gpt_ppo_actor", ranks["actor"])
+    keys = plan.jobs["actor"].overrides
+    training = ranks["actor"] - keys.get("trainer.ppo.rollout_devices", 0) - keys.get("trainer.ppo.critic_devices", 0)
+    cfg = _check_keys(keys, "gpt_ppo_actor", training)
+    if "critic" not in plan.jobs:
+        cfg.critic.pretrained_checkpoint = {"restore_from_path": "rm.nemo"}
+        assert critic_config(cfg).model.global_batch_size == 128  # which takes no key that is not its own
     assert plan.jobs["actor"].overrides["model.ppo.length_params.max_length"] == 2048  # whatever has been drawn
     if "critic" in plan.jobs:
         _check_keys(plan.jobs["critic"].overrides, "gpt_ppo_critic", ranks["critic"])
 
 
-def _check_keys(overrides: Mapping[str, object], job: str, ranks: int) -> None:
+def _check_keys(overrides: Mapping[str, object], job: str, ranks: int) -> DictConfig:
     """The job's own check of keys, types and ranges accepts what was written."""
     cfg = load_defaults(job)
     for key, value in overrides.items():
@@ -204,6 +215,7 @@ def _check_keys(overrides: Mapping[str, object], job: str, ranks: int) -> None:
     problems = [problem for problem in check_config(cfg, job) if any(key in problem for key in overrides)]
     assert not problems
     assert ranks % (cfg.model.tensor_model_parallel_size * cfg.model.pipeline_model_parallel_size) == 0
+    return cfg
 
 
 def test_all_plans_as_json_the_fastest_first(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,19 +284,26 @@ def test_it_starts_as_a_module_and_reads_a_model_of_a_folder(tmp_path: Path) -> 
 def test_rates_as_in_a_run(tmp_path: Path) -> None:
     """Metrics that a device of known rates would have logged give its rates back."""
     a = ModelArchitecture(4, 128, 256, 4, 2, 1000)
-    model = Model(a, device=H100)
+    model, updates = Model(a, device=H100), 2 * Model(a, device=H100).update(Layout())
     work = 64 * a.forward_operations(30, 20)
     seconds = {
         "logprobs": work / H100.products / 0.5,
         "generate": 3 * (40 * model.decode(1, 32, 32 * 20.0) + model.prefill(1, 640)),
     }
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.model.global_batch_size = 32
+    OmegaConf.save(cfg, tmp_path / "hyperparameters.yaml")
     lines = [
         {"step": step, "train_rollouts/prompt_lengths": 10, "train_rollouts/generation_length": 20,
          "train_rollouts/rollout_size": 64, "generation/passes": 40, "generation/active_slots": 32,
-         "generation/prompt_tokens_computed": 640, "timers/step/train_time": 3 * work / H100.products / 0.25,
+         "generation/prompt_tokens_computed": 640, "timers/step/train_time": 3 * work / H100.products / 0.25 + updates,
          **{f"timers/step/rollout_time/{name}": value for name, value in seconds.items()}}
         for step in (0, 1, 2)
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = as_in_run(H100, tmp_path, a, ranks=1, itemsize=2)
+    found = as_in_run(H100, tmp_path, a, itemsize=2)
     assert (found.forward_share, found.training_share, found.decoding_factor) == pytest.approx((0.5, 0.25, 3.0))
+    cfg.trainer.ppo.teacher.restore_from_path = "teacher.nemo"
+    OmegaConf.save(cfg, tmp_path / "hyperparameters.yaml")
+    with pytest.raises(UserError, match=r"trainer\.ppo\.teacher\.restore_from_path=teacher\.nemo"):
+        as_in_run(H100, tmp_path, a, itemsize=2)

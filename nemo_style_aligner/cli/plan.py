@@ -16,9 +16,10 @@ Examples:
   nsa plan --model 8b --cluster 2x8xh100
   nsa plan --model 70b --cluster 12x8xh100 --rollouts 1024 --write plan.yaml
   nsa plan --model policy.nemo --cluster 1x8xh200 --estimator grpo --group 8 --lengths lengths.jsonl
-  nsa plan --model policy.nemo --cluster 4x8xh100 --as-in results/actor --as-in-ranks 8
+  nsa plan --model policy.nemo --cluster 4x8xh100 --as-in results/actor
 """
 
+_JOBS = "A critic with ranks of its own: in the actor's job, or in one of its own, on whole nodes, over HTTP."
 _LENGTHS = "lognormal:mean=330,sigma=1,max=2048"
 
 _positive, _path = click.IntRange(min=1), click.Path(path_type=Path)
@@ -47,11 +48,11 @@ def _output(context: click.Context, parameter: click.Parameter, value: Path | No
 @click.option("--precision", type=click.Choice(("bf16", "32")), default="bf16", help="Of training and generation.")
 @click.option("--micro-batch-tokens", type=_positive, default=8192, help="Of a pass, at most.")
 @click.option("--strategy", "strategies", multiple=True, type=_strategy, help="To try; several times: several.")
+@click.option("--jobs", type=click.Choice(("one", "two")), default="one", help=_JOBS)
 @click.option("--staleness", type=click.IntRange(0, 1), help="To try; 1 needs a lower learning rate.  [default: both]")
 @click.option("--steps", type=_positive, default=3, help="Steps to simulate.")
 @click.option("--seed", type=int, default=0, help="Of the lengths drawn.")
 @click.option("--as-in", type=_folder, metavar="LOG_DIR", help="Take rates from this actor's run of the same model.")
-@click.option("--as-in-ranks", type=_positive, default=1, help="Ranks of that run.")
 @click.option("--write", type=_path, callback=_output, metavar="PLAN.yaml", help="Write the fastest plan.")
 @click.option("--results-dir", default="/results", help="Of the plan: where its jobs write.")
 @click.option("--json", is_flag=True, help="Print all plans as JSON.")

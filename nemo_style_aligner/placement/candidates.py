@@ -1,8 +1,8 @@
 """Plans that could be: which roles on which ranks, with which layouts; what fits, and how long a step takes.
 
-Strategies, as in arXiv:2312.11819: *flatten* has all models on all ranks of one job; *interleave* has the actor
-(policy, initial policy, engine) and the critic (with the reward model) in a job each; *separate* sets ranks of the
-actor apart for generation.
+Strategies, as in arXiv:2312.11819: *flatten* has all models on all ranks; *interleave* gives the critic (with the
+reward model) ranks of its own, in the job of the actor (policy, initial policy, engine) or in another one; *separate*
+sets ranks of the actor apart for generation.
 """
 
 from __future__ import annotations
@@ -135,15 +135,13 @@ class Candidate:
     """A plan that fits.
 
     Attributes:
-        nodes: of the actor job and, where there is one, the critic job.
-        actor, critic: of ranks that train; with flatten they are the same.
+        actor, critic: of ranks that train; the same where these train both.
         generating: ranks set apart for generation; 0: those that train generate.
         engine_tp, slots: of an engine.
         engine_used: bytes of a rank set apart, by use.
     """
 
     strategy: str
-    nodes: tuple[int, int]
     actor: Fit
     critic: Fit | None
     generating: int
@@ -154,8 +152,18 @@ class Candidate:
 
     @property
     def critic_apart(self) -> Fit | None:
-        """The critic, if it has a job of its own."""
-        return None if self.strategy == "flatten" else self.critic
+        """The critic, if it has ranks of its own."""
+        return None if self.critic is self.actor else self.critic
+
+    @property
+    def actor_ranks(self) -> int:
+        """Those that train the policy or generate."""
+        return self.actor.layout.ranks + self.generating
+
+    @property
+    def critic_ranks(self) -> int:
+        """Those that have the critic for themselves."""
+        return self.critic_apart.layout.ranks if self.critic_apart else 0
 
     @property
     def engines(self) -> int:
@@ -229,15 +237,20 @@ def _training(run: Run, model: Model, fit: Fit, samples: Sequence[Sample]) -> fl
 # ---- which there are ----------------------------------------------------------------------------
 
 
-def candidates(run: Run, cluster: Cluster, strategy: str, staleness: Sequence[int] = (0, 1)) -> list[Candidate]:
-    """Plans of a strategy that fit: for every split of the machines and every engine, the fastest layouts.
+def candidates(
+    run: Run, cluster: Cluster, strategy: str, staleness: Sequence[int] = (0, 1), *, in_two_jobs: bool = False
+) -> list[Candidate]:
+    """Plans of a strategy that fit: for every split of the ranks and every engine, the fastest layouts.
+
+    Args:
+        in_two_jobs: a critic with ranks of its own has whole machines.
 
     Raises:
         DoesNotFitError: none does.
     """
     found: list[Candidate] = []
     reasons = ["it needs more machines, or more devices in each"]
-    search = _Search(run, cluster, strategy)
+    search = _Search(run, cluster, strategy, cluster.devices if in_two_jobs or cluster.nodes > 1 else 1)
     for split in search.splits():
         try:
             plan = search.fastest(split)
@@ -251,10 +264,10 @@ def candidates(run: Run, cluster: Cluster, strategy: str, staleness: Sequence[in
 
 
 class _Split(NamedTuple):
-    """Nodes of actor and critic job, the actor's ranks that only generate, and the engines' tensor-parallel size."""
+    """Ranks that train the policy, have only the critic, and only generate; the engines' tensor-parallel size."""
 
-    nodes: int
-    critic_nodes: int
+    training: int
+    critic: int
     generating: int
     engine_tp: int
 
@@ -265,11 +278,16 @@ _Use = Callable[[Layout, Savings], tuple[dict[str, float], int]]
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """Plans of a strategy, and what they take of a device's memory."""
+    """Plans of a strategy, and what they take of a device's memory.
+
+    Attributes:
+        unit: ranks are dealt out in so many: machines, or the devices of a single one.
+    """
 
     run: Run
     cluster: Cluster
     strategy: str
+    unit: int
 
     def model(self, shape: ModelArchitecture) -> Model:
         """The bytes and seconds of a model here."""
@@ -279,19 +297,19 @@ class _Search:
 
     def splits(self) -> Iterator[_Split]:
         """All that are tried."""
-        run, cluster, critics = self.run, self.cluster, [0]
+        run, all_ranks = self.run, self.cluster.nodes * self.cluster.devices
+        critics = {0}
         if run.critic is not None and self.strategy != "flatten":
-            shares = (1 / 8, 1 / 4, 1 / 3, 1 / 2)
-            critics = sorted({self._usable(run.critic, max(1, round(cluster.nodes * s))) for s in shares} - {0})
-        for critic_nodes in critics:
-            nodes = cluster.nodes - critic_nodes
-            if self.strategy != "separate":
-                nodes = self._usable(run.policy, nodes)
-            for generating in self._set_apart(nodes) if self.strategy == "separate" else (0,):
+            units = {max(1, round(all_ranks / self.unit * share)) for share in (1 / 8, 1 / 4, 1 / 3, 1 / 2)}
+            critics |= {self._usable(run.critic, self.unit * count) for count in units}
+        for critic in sorted(critics - {0} if self.strategy == "interleave" else critics):
+            ranks = all_ranks - critic
+            for generating in self._set_apart(ranks) if self.strategy == "separate" else (0,):
+                training = ranks - generating if generating else self._usable(run.policy, ranks)
                 for tp in (1, 2, 4, 8):
-                    divides = cluster.devices % tp == 0 and (generating or nodes * cluster.devices) % tp == 0
-                    if nodes and divides and not run.policy.layout_problems(tp, engine_key="engine"):
-                        yield _Split(nodes, critic_nodes, generating, tp)
+                    divides = self.cluster.devices % tp == 0 and (generating or training) % tp == 0
+                    if training and divides and not run.policy.layout_problems(tp, engine_key="engine"):
+                        yield _Split(training, critic, generating, tp)
 
     def _layouts(self, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
         """Layouts of a model over so many ranks: those that divide model, machines and updates."""
@@ -300,14 +318,14 @@ class _Search:
             if divides and self.run.update % (ranks // (tp * pp)) == 0 and not shape.layout_problems(tp, pp):
                 yield Layout(tp, pp, ranks // (tp * pp))
 
-    def _usable(self, shape: ModelArchitecture, nodes: int) -> int:
-        """The most of so many nodes over which the model can be laid out; 0: none."""
-        return next((n for n in range(nodes, 0, -1) if any(self._layouts(shape, n * self.cluster.devices))), 0)
+    def _usable(self, shape: ModelArchitecture, ranks: int) -> int:
+        """The most of so many ranks, in units, over which the model can be laid out; 0: none."""
+        whole = range(ranks // self.unit * self.unit, 0, -self.unit)
+        return next((n for n in whole if any(self._layouts(shape, n))), 0)
 
-    def _set_apart(self, nodes: int) -> list[int]:
+    def _set_apart(self, ranks: int) -> list[int]:
         """How many of the actor's ranks could generate: about so many that training has an eighth to five eighths."""
-        ranks = nodes * self.cluster.devices
-        unit = self.cluster.devices if nodes > 1 else 1
+        unit = self.cluster.devices if ranks > self.cluster.devices else 1
         possible = [n for n in range(unit, ranks, unit) if any(self._layouts(self.run.policy, n))]
         wanted = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8)
         return sorted({ranks - min(possible, key=lambda n: abs(n - ranks * share)) for share in wanted if possible})
@@ -318,15 +336,15 @@ class _Search:
         Raises:
             DoesNotFitError: there is none; the message is about each kind of rank that lacks memory.
         """
-        run, devices, tp, lacking = self.run, self.cluster.devices, split.engine_tp, list[str]()
+        run, tp, lacking = self.run, split.engine_tp, list[str]()
         policy, samples = self.model(run.policy), run.steps[0]
         critics, slots, used = list[Fit](), 0, dict[str, float]()
-        if split.critic_nodes and run.critic is not None:
-            critics = self._fitting(run.critic, split.critic_nodes * devices, "critic", self._critic_use, lacking)
+        if split.critic and run.critic is not None:
+            critics = self._fitting(run.critic, split.critic, "critic", self._critic_use, lacking)
         if split.generating:
             slots, used = self._engine_apart(split, lacking)
-        use = functools.partial(self._actor_use, engine_tp=None if split.generating else tp)
-        fits = self._fitting(run.policy, split.nodes * devices - split.generating, "actor", use, lacking)
+        use = functools.partial(self._actor_use, split)
+        fits = self._fitting(run.policy, split.training, "actor", use, lacking)
         if lacking:
             raise DoesNotFitError("; ".join(lacking))
 
@@ -336,12 +354,11 @@ class _Search:
 
         most = max(fit.slots for fit in fits)
         actor = min((fit for fit in fits if fit.slots >= min(most, _ENOUGH_SLOTS)), key=seconds)
-        critic = actor if self.strategy == "flatten" and run.critic is not None else None
+        critic = actor if run.critic is not None else None
         if critics and run.critic is not None:
             value = self.model(run.critic)
             critic = min(critics, key=lambda fit: _training(run, value, fit, samples))
-        nodes = (split.nodes, split.critic_nodes)
-        return Candidate(self.strategy, nodes, actor, critic, split.generating, tp, slots or actor.slots, 0, used)
+        return Candidate(self.strategy, actor, critic, split.generating, tp, slots or actor.slots, 0, used)
 
     def _engine_apart(self, split: _Split, lacking: list[str]) -> tuple[int, dict[str, float]]:
         """Slots of an engine on ranks that only generate, and the bytes of each of these; adds to ``lacking``."""
@@ -393,7 +410,7 @@ class _Search:
             "weights": sizes.weights(layout),
             "gradients": sizes.gradients(layout),
             "Adam": sizes.optimizer(layout),
-            "activations": sizes.activations(layout, tokens, saved.granularity),
+            "activations": sizes.activations(layout, tokens, saved.granularity) + self.cluster.device.logits,
         }
 
     def _frozen(self, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
@@ -409,25 +426,22 @@ class _Search:
         return next(slots for slots in SLOTS if (slots <= wanted and slots * held <= free) or slots == 1)
 
     def _critic_use(self, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
-        """`_Use` of a rank of the critic job."""
+        """`_Use` of a rank that has only the critic and its reward model."""
         assert self.run.critic is not None
         used = self._trained(self.run.critic, layout, saved)
         return used | {"reward model": self._frozen(self.run.reward, layout, saved)}, _ENOUGH_SLOTS
 
-    def _actor_use(self, layout: Layout, saved: Savings, engine_tp: int | None) -> tuple[dict[str, float], int]:
-        """`_Use` of an actor's rank that trains; with flatten the critic is there, too: either rests meanwhile.
-
-        ``engine_tp``: None: engines are elsewhere.
-        """
-        run, sizes = self.run, self.model(self.run.policy)
+    def _actor_use(self, split: _Split, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
+        """`_Use` of a rank that trains the policy and, unless that is apart, the critic: either rests meanwhile."""
+        run, sizes, engine_tp = self.run, self.model(self.run.policy), split.engine_tp
         trained = self._trained(run.policy, layout, saved)
         used = trained | {"initial policy": self._frozen(run.policy if run.has_reference else None, layout, saved)}
-        if self.strategy == "flatten" and run.critic is not None:
+        if run.critic is not None and not split.critic:
             value = self._trained(run.critic, layout, saved)
             more = max(0.0, _in_turn(value, saved) - _in_turn(trained, saved))
             used["critic"] = sum(value.values()) - _in_turn(value, saved) + more
             used["reward model"] = self._frozen(run.reward, layout, saved)
-        if engine_tp is None:
+        if split.generating:
             return used, _ENOUGH_SLOTS
         engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else sizes.weights(Layout(engine_tp))
         beside = sum(used.values()) - (_in_turn(trained, saved) if saved.unload else 0.0)

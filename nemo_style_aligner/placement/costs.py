@@ -26,9 +26,6 @@ PASSES_PER_STAGE = 4
 SEND_SECONDS = 1e-5
 """From one rank to another, beside what the bytes take."""
 
-LOGITS_BYTES = 768 << 20
-"""Of a chunk of logits on a GPU, in bf16: docs/architecture.md, Memory."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -85,16 +82,20 @@ class Sizes:
         """Bytes of Adam's moments, and of fp32 main weights in bf16, divided over data-parallel ranks."""
         return (8 if self.itemsize == 4 else 12) * self.parameters(layout) / layout.dp
 
-    def activations(self, layout: Layout, tokens: int, granularity: str | None = None) -> float:
-        """Bytes kept for the backward pass of a micro batch, with sequence parallelism.
+    def activations(self, layout: Layout, tokens: int, granularity: str | None = None, **layers: bool) -> float:
+        """Bytes kept for the backward pass of a micro batch, with sequence parallelism, without logits.
 
-        Of a pipeline's first stage: 1 / pp of the layers' for each of the pp micro batches that it has begun.
+        Of a pipeline's first stage: 1 / pp of the layers' for each of the pp micro batches that it has begun. Where
+        whole layers or MLPs are recomputed, one layer's besides.
+
+        Args:
+            layers: what they keep, see `activation_bytes`.
         """
         a, e = self.architecture, self.itemsize
-        per_token = activation_bytes(a, e, granularity)
-        if granularity == "full":
-            per_token += activation_bytes(a, e) // a.num_layers
-        return tokens * per_token / layout.tp + LOGITS_BYTES
+        per_token = activation_bytes(a, e, granularity, **layers)
+        if granularity == "full" or (granularity == "selective" and layers.get("recomputes_mlp")):
+            per_token += activation_bytes(a, e, **layers) // a.num_layers
+        return tokens * per_token / layout.tp
 
     def kv_bytes(self, tp: int) -> float:
         """Bytes of keys and values of one token, in an engine of ``tp`` ranks; each has a key head at least."""

@@ -152,11 +152,11 @@ class Plan:
     def arguments(self, name: str) -> list[str]:
         """The command line of a job after its script, with references to services (`fill`) left as they are."""
         job = self.jobs[name]
-        given = [f"{key}={_literal(value)}" for key, value in job.overrides.items()]
+        given = [f"{key}={literal(value)}" for key, value in job.overrides.items()]
         placed: list[str] = []
         if job.has_config:
             placed += [f"trainer.num_nodes={job.nodes}", f"trainer.devices={job.devices}"]
-            placed += [f"exp_manager.explicit_log_dir={_literal(str(self.log_dir(name)))}"]
+            placed += [f"exp_manager.explicit_log_dir={literal(str(self.log_dir(name)))}"]
         if job.config is not None and _QUEUE in fields_of_job(job.config):
             placed.append(f"{_QUEUE}=0")
         if job.wiring is not None:
@@ -374,12 +374,12 @@ def _named(arguments: Sequence[str], service: str) -> list[str]:
     return [re.sub(r"\{(host|port|listen)\}", rf"{{{service}.\1}}", argument) for argument in arguments]
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """A value as hydra's grammar of overrides has it, whatever is in it."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_literal(part)}" for key, part in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{literal(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_literal, value)) + "]"
+        return "[" + ",".join(map(literal, value)) + "]"
     if isinstance(value, str):
         if re.fullmatch(r"[A-Za-z_/][\w./-]*", value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
             return value

@@ -42,7 +42,8 @@ def make_plan(options: SimpleNamespace) -> None:
         UserError: options that cannot be; a line for each.
     """
     run, cluster = _asked(options)
-    found, reasons = plans(run, cluster, options.strategies or STRATEGIES, _staleness(options))
+    in_two = options.jobs == "two"
+    found, reasons = plans(run, cluster, options.strategies or STRATEGIES, _staleness(options), in_two_jobs=in_two)
     if options.json:
         print(json.dumps(_as_json(found, reasons), indent=1))
     else:
@@ -89,10 +90,11 @@ def _asked(options: SimpleNamespace) -> tuple[Run, Cluster]:
         read(lambda: Lengths.parse(options.lengths)),
     )
     critic = read(lambda: find_model(options.critic_model or options.model)) if options.estimator == "gae" else None
-    device = read(lambda: measured_here(itemsize) if kind == "here" else device_named(kind)) if parts else None
+    ranks = int(parts[2]) if parts else 1
+    device = read(lambda: measured_here(itemsize, ranks) if kind == "here" else device_named(kind)) if parts else None
     if options.as_in and policy and device:
         known, shape = device, policy
-        device = read(lambda: as_in_run(known, options.as_in, shape, options.as_in_ranks, itemsize))
+        device = read(lambda: as_in_run(known, options.as_in, shape, itemsize))
     if problems or not (policy and prompts and responses and parts and device):
         raise UserError("\n  ".join(dict.fromkeys(problems)))
     count = options.steps + 2 * max(_staleness(options))  # the first and the last are not counted
@@ -103,7 +105,7 @@ def _asked(options: SimpleNamespace) -> tuple[Run, Cluster]:
 
 
 def plans(
-    run: Run, cluster: Cluster, strategies: Sequence[str], staleness: Sequence[int]
+    run: Run, cluster: Cluster, strategies: Sequence[str], staleness: Sequence[int], *, in_two_jobs: bool = False
 ) -> tuple[list[Prediction], dict[str, str]]:
     """All plans that fit with what they take, the fastest first; and why a strategy has none."""
     found: list[Prediction] = []
@@ -113,7 +115,8 @@ def plans(
             reasons[strategy] = "the same as flatten: there is no critic"
             continue
         try:
-            found += [(predicted(run, cluster, plan), plan) for plan in candidates(run, cluster, strategy, staleness)]
+            fitting = candidates(run, cluster, strategy, staleness, in_two_jobs=in_two_jobs)
+            found += [(predicted(run, cluster, plan), plan) for plan in fitting]
         except DoesNotFitError as reason:
             reasons[strategy] = f"does not fit. {reason}"
     return sorted(found, key=lambda each: each[0]["step"]), reasons
@@ -175,13 +178,13 @@ def picture(plan: Candidate, cluster: Cluster) -> list[str]:
         where = f"that only generate: ranks {training}-{training + plan.generating - 1}"
         lines.append(_line(where, None, plan.engine_used, cluster.device))
     if plan.critic_apart is not None:
-        where = f"critic: {counted(plan.nodes[1], 'nodes')} of its own"
+        where = f"critic: {counted(plan.critic_ranks, 'ranks')} of its own"
         lines.append(_line(where, plan.critic_apart, plan.critic_apart.used, cluster.device))
     elif plan.critic is not None:
         lines.append(_line("critic: on the same ranks", plan.critic, {}, cluster.device))
     lines.append(f"{counted(plan.engines, 'engines')} of TP {plan.engine_tp} with {counted(plan.slots, 'slots')}")
-    if idle := cluster.nodes - sum(plan.nodes):
-        lines.append(f"not used: {counted(idle, 'nodes')}, over which updates cannot be divided evenly")
+    if idle := cluster.nodes * cluster.devices - plan.actor_ranks - plan.critic_ranks:
+        lines.append(f"not used: {counted(idle, 'devices')}, over which updates cannot be divided evenly")
     return lines
 
 
@@ -206,24 +209,28 @@ def _as_json(found: Sequence[Prediction], reasons: dict[str, str]) -> dict[str, 
 def written_plan(run: Run, cluster: Cluster, options: SimpleNamespace, fastest: Prediction) -> tuple[Plan, str]:
     """A plan for ``nsa launch`` and the comment at its top; paths of models and data are the user's to fill in."""
     phases, plan = fastest
-    archives = "pretrained_checkpoint.restore_from_path"
-    jobs = {
-        "actor": PlannedJob("train_gpt_ppo_actor.py", plan.nodes[0], cluster.devices, _actor_keys(run, plan, options))
-    }
-    if plan.critic_apart is not None:
-        keys = _critic_keys(run, plan.critic_apart)
-        jobs = {
-            "critic": PlannedJob("serve_ppo_critic.py", plan.nodes[1], cluster.devices, keys, serves=["actor"])
-        } | jobs
+    archives, jobs = "pretrained_checkpoint.restore_from_path", dict[str, PlannedJob]()
+    keys, ranks = _actor_keys(run, plan, options), plan.actor_ranks
+    if plan.critic_apart is not None and options.jobs == "two":
+        size = _machines(plan.critic_ranks, cluster)
+        of_critic = _critic_keys(run, plan.critic_apart)
+        jobs["critic"] = PlannedJob("serve_ppo_critic.py", *size, of_critic, serves=["actor"])
     elif plan.critic is not None:
-        archives += f", critic.{archives}"
+        archives, ranks = f"{archives}, critic.{archives}", ranks + plan.critic_ranks
+        keys |= _keys_of_critic_in_job(run, plan, keys)
+    jobs["actor"] = PlannedJob("train_gpt_ppo_actor.py", *_machines(ranks, cluster), keys)
     lines = [f"Predicted: {phases['step']:.1f} seconds per step on {options.cluster} ({cluster.device.source})."]
     lines += [*picture(plan, cluster), f"Add {archives}, and the actor's model.data.data_prefix."]
     return Plan(Path(options.results_dir), jobs), "\n".join(lines)
 
 
+def _machines(ranks: int, cluster: Cluster) -> tuple[int, int]:
+    """Nodes, and devices of each, for so many ranks: whole machines or a part of one."""
+    return (ranks // cluster.devices, cluster.devices) if ranks > cluster.devices else (1, ranks)
+
+
 def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str, Any]:
-    """Keys of the actor's config, with those of flatten's critic."""
+    """Keys of the actor's config, without those of a critic in its job."""
     saved = plan.actor.saved
     keys = _model_keys(run, plan.actor) | {
         "model.ppo.num_rollout_samples": len(run.steps[0]) // run.group,
@@ -240,12 +247,21 @@ def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str
     }
     if plan.generating:
         keys |= {"trainer.ppo.rollout_devices": plan.generating, "trainer.ppo.staleness": plan.staleness}
-    if plan.critic is not None and plan.critic_apart is None:  # its layout and length are the policy's
-        keys["placement"] = "flatten"
-        for key in ("global_batch_size", "max_tokens_per_micro_batch", "activations_checkpoint_granularity"):
-            keys[f"critic.model.{key}"] = keys[f"model.{key}"]
-        keys["critic.model.rm_placement"] = saved.placement
     return keys
+
+
+_OF_POLICY = ("model.encoder_seq_length", "trainer.precision")  # also those of a critic in the same job
+
+
+def _keys_of_critic_in_job(run: Run, plan: Candidate, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the actor's config about a critic in its job, with ranks of its own or on those that train."""
+    if plan.critic_apart is not None:
+        own = _critic_keys(run, plan.critic_apart)
+        apart = {f"critic.{key}": value for key, value in own.items() if key not in _OF_POLICY}
+        return {"trainer.ppo.critic_devices": plan.critic_ranks} | apart
+    names = ("global_batch_size", "max_tokens_per_micro_batch", "activations_checkpoint_granularity")
+    shared = {f"critic.model.{name}": keys[f"model.{name}"] for name in names}
+    return {"placement": plan.strategy, "critic.model.rm_placement": plan.actor.saved.placement} | shared
 
 
 def _critic_keys(run: Run, critic: Fit) -> dict[str, Any]:

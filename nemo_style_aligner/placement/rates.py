@@ -15,15 +15,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from omegaconf import DictConfig, OmegaConf
+
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.wording import counted
 
 Curve = tuple[tuple[float, float], ...]
 """Points (bytes, seconds), ascending."""
 
 _NVLINK: Curve = ((1 << 10, 3.4e-6), (1 << 17, 10e-6), (1 << 20, 35e-6), (1 << 22, 79e-6), (1 << 24, 197e-6))
 _NVLINK += ((1 << 26, 575e-6), (1 << 28, 2.1e-3))
+_GLOO: Curve = ((1 << 10, 2e-4), (1 << 28, 0.5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Device:
         network: bytes per second of each device, between machines.
         host: bytes per second between device and host memory.
         reserved: bytes that no model gets: the driver's, libraries', fragments.
+        logits: bytes of a chunk of logits (docs/performance.md, Memory).
     """
 
     name: str
@@ -57,6 +63,7 @@ class Device:
     network: float = 50e9
     host: float = 55e9
     reserved: float = 4e9
+    logits: float = 768 << 20
 
     def all_reduce_seconds(self, size: float) -> float:
         """Seconds to add up ``size`` bytes over the devices of a tensor-parallel group, along the curve."""
@@ -93,10 +100,12 @@ def device_named(name: str) -> Device:
     return DEVICES[name]
 
 
-def measured_here(itemsize: int) -> Device:
-    """This machine's first GPU, or all cores as one device: large products, and reading far beyond the caches.
+def measured_here(itemsize: int, ranks: int = 1) -> Device:
+    """This machine's first GPU, or a rank's share of all cores: large products, and reading far beyond the caches.
 
-    ``itemsize``: bytes of the numbers that a GPU multiplies, 2 or 4; a CPU's have 4.
+    Args:
+        itemsize: bytes of the numbers that a GPU multiplies, 2 or 4; a CPU's have 4.
+        ranks: that share the cores and their memory.
     """
     import torch
 
@@ -108,9 +117,11 @@ def measured_here(itemsize: int) -> Device:
     matrix = torch.randn(2**13 if is_gpu else 2**10, 2**13 if is_gpu else 2**10, device=where).to(dtype)
     bandwidth = numbers.nbytes / _best(numbers.sum, is_gpu)
     products = 2 * len(matrix) ** 3 / _best(lambda: matrix @ matrix, is_gpu)
-    memory = torch.cuda.mem_get_info()[1] if is_gpu else available_memory()
-    kernel, reserved = (4e-6, 4e9) if is_gpu else (0.0, 5e8)
-    return Device("here", "measured on this machine", memory, bandwidth, products, kernel, reserved=reserved)
+    if is_gpu:
+        return Device("here", "measured on this machine", torch.cuda.mem_get_info()[1], bandwidth, products, 4e-6)
+    source = f"measured on this machine, shared by {counted(ranks, 'ranks')}"
+    rates = (available_memory() / ranks, bandwidth / ranks, products / ranks)
+    return Device("here", source, *rates, 0.0, all_reduce=_GLOO, reserved=5e8, logits=64 << 20)
 
 
 def _best(action: Callable[[], object], is_gpu: bool) -> float:
@@ -126,18 +137,30 @@ def _best(action: Callable[[], object], is_gpu: bool) -> float:
     return min(seconds)
 
 
-def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, ranks: int, itemsize: int) -> Device:
-    """The device with the rates that passes reached in a run: an actor's log directory, its policy and its ranks.
+_KNOWN = {
+    "trainer.ppo.teacher.restore_from_path": None,
+    "trainer.ppo.policy_logprobs": "trainer",
+    "trainer.ppo.dynamic_sampling.enable": False,
+    "trainer.ppo.top_n_rollouts": None,
+    "trainer.ppo.trt_llm.enable": False,
+    "model.peft.peft_scheme": "none",
+}
+"""Keys of an actor's config, and the only values with which the planner knows what a step does."""
 
-    The run needs engines of one rank, no pipeline stages, and several updates per step: with a single one, training has
-    no forward pass of its own.
+
+def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, itemsize: int) -> Device:
+    """The device with the rates that passes reached in a run of the policy: an actor's log directory.
+
+    Every rate is set so that what the planner says of such a run is what the run took.
 
     Raises:
-        UserError: the folder has no metrics of two steps or more.
+        UserError: the folder has no metrics of two steps or more, or no config, or the run did what the planner does
+            not know.
     """
-    from nemo_style_aligner.placement.costs import Model
+    from nemo_style_aligner.launch.roles import ROLLOUT, ranks_apart  # which loads torch
+    from nemo_style_aligner.placement.costs import Layout, Model, Sample
 
-    curves = read_metrics(log_dir)
+    cfg, curves = _config_of(log_dir), read_metrics(log_dir)
 
     def typical(name: str) -> float:
         points = [value for _, value in curves.get(name, ())][1:]  # the first step compiles
@@ -145,18 +168,40 @@ def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, ranks: i
             raise UserError(f"{log_dir}: no metric {name} of a second step: give the log directory of an actor's run")
         return statistics.median(points)
 
-    timer = "timers/step/rollout_time/"
+    apart = ranks_apart(cfg)
+    ranks = cfg.trainer.devices * cfg.trainer.num_nodes - sum(apart.values())
+    tp, pp = cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size
+    layout, timer = Layout(tp, pp, ranks // (tp * pp)), "timers/step/rollout_time/"
     prompt, response = typical("train_rollouts/prompt_lengths"), typical("train_rollouts/generation_length")
-    size = typical("train_rollouts/rollout_size")
-    work = size * policy.forward_operations(round(prompt + response), round(response)) / ranks / device.products
-    passes, slots = typical("generation/passes") / ranks, typical("generation/active_slots")
-    model = Model(policy, itemsize, device=device)
-    expected = passes * model.decode(1, round(slots), slots * (prompt + response / 2))
-    expected += model.prefill(1, typical("generation/prompt_tokens_computed") / ranks)
+    samples = [Sample(round(prompt), round(response))] * round(typical("train_rollouts/rollout_size"))
+    model, update = Model(policy, itemsize, device=device), cfg.model.global_batch_size
+    tokens = cfg.model.max_tokens_per_micro_batch or cfg.model.micro_batch_size * samples[0].tokens
+
+    passed = model.forward(layout, samples, tokens)
+    trained = model.training(layout, samples, tokens, update)
+    updates = len(samples) // update * model.update(layout)
+    generation = cfg.trainer.ppo.generation.tensor_parallel_size or tp
+    engines = (apart.get(ROLLOUT) or ranks) // generation
+    passes, slots = typical("generation/passes") / engines, typical("generation/active_slots")
+    decoded = passes * model.decode(generation, round(slots), slots * (prompt + response / 2))
+    decoded += model.prefill(generation, typical("generation/prompt_tokens_computed") / engines)
     return dataclasses.replace(
         device,
         source=f"{device.source}; shares as in {log_dir}",
-        forward_share=work / typical(f"{timer}logprobs"),
-        training_share=3 * work / typical("timers/step/train_time"),
-        decoding_factor=device.decoding_factor * typical(f"{timer}generate") / expected,
+        forward_share=device.forward_share * passed / typical(f"{timer}logprobs"),
+        training_share=device.training_share * (trained - updates) / (typical("timers/step/train_time") - updates),
+        decoding_factor=device.decoding_factor * typical(f"{timer}generate") / decoded,
     )
+
+
+def _config_of(log_dir: Path) -> DictConfig:
+    """The config of an actor's run, if the planner knows all that such a run does."""
+    file = log_dir / HYPERPARAMETERS_FILE
+    if not file.is_file():
+        raise UserError(f"{log_dir}: no {HYPERPARAMETERS_FILE}: give the log directory of an actor's run")
+    cfg = OmegaConf.load(file)
+    assert isinstance(cfg, DictConfig)
+    unknown = {key: OmegaConf.select(cfg, key) for key in _KNOWN}
+    if said := [f"{key}={value}" for key, value in unknown.items() if value not in (None, _KNOWN[key])]:
+        raise UserError(f"{log_dir}: the planner does not know runs with {', '.join(said)}: give another run's folder")
+    return cfg
