@@ -301,18 +301,28 @@ def forward_batching(section: DictConfig) -> MicroBatching:
     return MicroBatching(int(section.forward_micro_batch_size), section.forward_max_tokens_per_micro_batch)
 
 
-def _announce_checkpoints(run: Run, base: BaseModel) -> None:
-    """Log how large checkpoints will be, before anything is trained that could not be saved. Collective."""
-    lora = LoraSettings.from_config(base.config)
-    trained = base.architecture.num_parameters if lora is None else lora.num_parameters(base.architecture)
-    size = trained * (base.dtype.itemsize + _BYTES_OF_STATE)
+def announce_checkpoints(run: Run, base: BaseModel, critic: BaseModel | None = None) -> None:
+    """Log how large checkpoints will be, before anything is trained that could not be saved. Collective.
+
+    Raises:
+        NotWrittenError: the disk has no room for one.
+    """
+    size = _checkpoint_bytes(base) + (0 if critic is None else _checkpoint_bytes(critic))
     free = on_first_rank(lambda: shutil.disk_usage(run.log_dir).free)
-    logger.info("a checkpoint takes about %s; %s are free in %s", size_of(size), size_of(free), run.log_dir)
+    about = f"a checkpoint takes about {size_of(size)}" + ("" if critic is None else " with the critic")
+    logger.info("%s; %s are free in %s", about, size_of(free), run.log_dir)
     if free < size * _SURELY_NEEDED:
         raise NotWrittenError(
-            f"a checkpoint takes about {size_of(size)}, and {size_of(free)} are free in {run.log_dir}: make room, or "
-            "give another exp_manager.explicit_log_dir"
+            f"{about}, and {size_of(free)} are free in {run.log_dir}: make room, or give another "
+            "exp_manager.explicit_log_dir"
         )
+
+
+def _checkpoint_bytes(base: BaseModel) -> int:
+    """What a model that is trained takes of a checkpoint, about."""
+    lora = LoraSettings.from_config(base.config)
+    trained = base.architecture.num_parameters if lora is None else lora.num_parameters(base.architecture)
+    return trained * (base.dtype.itemsize + _BYTES_OF_STATE)
 
 
 def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
@@ -333,7 +343,7 @@ def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
     if is_adapter:
         portable |= {"peft": config["peft"], "seed": config["seed"]}
     run.checkpoints.nemo = NemoExport(portable, base.tokenizer, is_adapter)
-    _announce_checkpoints(run, base)
+    announce_checkpoints(run, base)
     began_with = on_first_rank(lambda: base_of_run(base.path, identity, base.tokenizer))
     run.checkpoints.run_settings = {**(run.checkpoints.run_settings or {}), **began_with}
     logger.info(

@@ -11,6 +11,7 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import text_before_end
 from nemo_style_aligner.jobs.job_setup import (
     Run,
+    announce_checkpoints,
     forward_batching,
     frozen_policy,
     register_model,
@@ -103,6 +104,7 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
     teacher = open_teacher(cfg, base, sequences)
     announce_placement(cfg, base, scorer, teacher)
     if isinstance(scorer.values, LocalCritic):
+        announce_checkpoints(run, base, scorer.values.base)
         load_local_critic(run, scorer.values)
     scorer.load_models()  # first: while weights arrive, the policy's optimizer takes no memory
     actor = build_actor(cfg, base, base.load(), settings, teacher)
