@@ -136,17 +136,16 @@ def test_ranks_of_their_own_have_layouts_of_their_own(archive: Path) -> None:
 def test_frozen_models_have_ranks_of_their_own_where_something_asks_for_them(archive: Path) -> None:
     path, two = str(archive), {"devices": 2, "tensor_parallel_size": 2}
     reference, teacher = "trainer.ppo.reference", "trainer.ppo.teacher"
+    tuning = {"target_modules": ["all"], "adapter_dim": 4}
+    lora = {"model.peft": {"peft_scheme": "lora", "lora_tuning": tuning}}
     own = {reference: two, teacher: two | {"restore_from_path": path}}
-    assert problems(archive, "gpt_reinforce_actor", ranks=5, **own) == []
-    lora = {"peft_scheme": "lora", "lora_tuning": {"target_modules": ["all"], "adapter_dim": 4}}
-    assert problems(archive, "gpt_reinforce_actor", ranks=5, **own, **{"model.peft": lora}) == []
-    (line,) = problems(archive, "gpt_reinforce_actor", ranks=5, **own, placement="flatten")[:-1]
-    assert f"{reference} has 2 for itself" in line
-    begun = {"model.peft": lora | {"lora_tuning": lora["lora_tuning"] | {"row_init_method": "normal"}}}
+    assert problems(archive, "gpt_reinforce_actor", ranks=5, **own, **lora) == []
+    begun = {"model.peft": {"peft_scheme": "lora", "lora_tuning": tuning | {"row_init_method": "normal"}}}
     wrong = {reference: {"devices": 3, "tensor_parallel_size": 3}, teacher: {"devices": 1, "pipeline_parallel_size": 2}}
-    found = problems(archive, "gpt_reinforce_actor", ranks=4, **wrong, **begun)
+    found = problems(archive, "gpt_reinforce_actor", ranks=4, placement="flatten", **wrong, **begun)
     said = "\n".join(found)
     for words in (
+        f"placement=flatten: all roles are on all ranks, and {reference} has 3 for itself",
         f"{reference}.devices=3, {teacher}.devices=1: none of the 4 ranks is left to train",
         f"{reference}.tensor_parallel_size=3: the model's num_attention_heads=",
         f"{reference}.devices=3, model.peft.restore_from_path=None, model.peft.lora_tuning.row_init_method=normal: a",
