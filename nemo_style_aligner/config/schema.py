@@ -681,7 +681,7 @@ class RewardFunctions(Section):
     seconds: Seconds = 60  # longest time of one call; then it has failed, as with an error (on_nonfinite)
 
 
-class FrozenModel(Section):
+class OwnRanks(Section):
     # How many of the job's ranks the model has for itself, where it gives log-probs of responses while others are
     # generated (docs/placement.md). 0: it is on the ranks that train, in their layout.
     devices: Free[CountFrom0] = 0
@@ -689,7 +689,7 @@ class FrozenModel(Section):
     pipeline_parallel_size: Free[Count] = 1  # of its own ranks, stages that the layers are divided into
 
 
-class Teacher(FrozenModel):
+class Teacher(OwnRanks):
     # On-policy distillation (docs/distillation.md): a model (.nemo) with the policy's tokenizer; null: none.
     restore_from_path: str | None = None
     # The advantage of each token gains this times (its log-prob by the teacher - that by the policy).
@@ -808,7 +808,7 @@ class ActorLoop(Updates):
     reward_functions: Free[RewardFunctions]  # those of rewards: FILE.py:NAME
     overlong: Overlong
 
-    reference: FrozenModel  # the initial policy, from which the KL penalty keeps the policy
+    reference: OwnRanks  # the initial policy, from which the KL penalty keeps the policy
     teacher: Teacher
 
     # KL divergence and advantages

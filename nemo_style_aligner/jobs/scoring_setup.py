@@ -85,19 +85,10 @@ def build_scorer(
     rewards = service() if cfg.trainer.ppo.rewards is None else _listed_rewards(cfg, service, reward_model)
     timeouts = cfg.remote_critic_rm.timeouts
     silence = 2 * sum(float(timeouts[key]) for key in ("total_seconds", "restart_seconds"))
-    described = "the critic and the rewards" if isinstance(critic, RemoteCritic) else "the rewards"
-    return Scorer(rewards, critic, silence, described, models, _logprobs_from_apart(cfg))
-
-
-def _logprobs_from_apart(cfg: DictConfig) -> dict[str, RemoteLogprobs]:
-    """The frozen language models on ranks of their own, by the column that they give."""
-    channel = roles.channel()
-    apart = {} if channel is None else channel.apart
-    return {
-        f"{frozen_spec(cfg, role).name}_logprobs": RemoteLogprobs(_client(cfg, role, "logprobs"))
-        for role in (REFERENCE, TEACHER)
-        if role in apart
-    }
+    others = {frozen_spec(cfg, role).name: role for role in (REFERENCE, TEACHER) if role in roles.ranks_apart(cfg)}
+    asked = ("critic", *others, "rewards") if isinstance(critic, RemoteCritic) else (*others, "rewards")
+    logprobs = {f"{name}_logprobs": RemoteLogprobs(_client(cfg, role, "logprobs")) for name, role in others.items()}
+    return Scorer(rewards, critic, silence, " and ".join(f"the {name}" for name in asked), models, logprobs)
 
 
 def _client(cfg: DictConfig, role: str, output: Literal["rewards", "logprobs"]) -> RewardClient:

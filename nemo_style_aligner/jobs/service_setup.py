@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 import time
@@ -87,11 +86,17 @@ def run_frozen_model(cfg: DictConfig, channel: Channel | None = None, temperatur
     watchdog = start_service_watchdog(cfg.exp_manager)
     base = open_base_model(cfg.rm_model_file, cfg, key="rm_model_file")
     if temperature is None:
-        output, build = rewards_spec(RewardHeadConfig.from_model_config(cfg.model).num_rewards), build_reward_service
+        output = rewards_spec(RewardHeadConfig.from_model_config(cfg.model).num_rewards)
     else:
-        output, build = LOGPROBS, functools.partial(build_logprob_service, temperature)
+        output = LOGPROBS
     server = listen_as_frozen_model(cfg, layout, base, output)
-    status = serve(server, lambda: build(cfg, base), control, channel)
+
+    def build() -> ScoringBackend:
+        if temperature is None:
+            return build_reward_service(cfg, base)
+        return LogprobService(base.load(trainable=False), temperature, forward_batching(cfg.model))
+
+    status = serve(server, build, control, channel)
     if watchdog is not None:
         watchdog.stop()
     return status
@@ -166,11 +171,6 @@ def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
     head = RewardHeadConfig.from_model_config(cfg.model)
     model = base.load(head=head, trainable=False, needs_head=True)
     return RewardService(RewardModel(model, head, forward_batching(cfg.model)))
-
-
-def build_logprob_service(temperature: float, cfg: DictConfig, base: BaseModel) -> LogprobService:
-    """Build the service of a language model that is never trained."""
-    return LogprobService(base.load(trainable=False), temperature, forward_batching(cfg.model))
 
 
 def serve(
