@@ -186,8 +186,8 @@ METRICS = (
     Metric("*/logprobs", "Log-probs", "s", "Of the policy, by the trainer.", TIME),
     Metric("*/teacher_logprobs", "Log-probs, teacher", "s", "For on-policy distillation.", TIME),
     Metric("*/init_logprobs", "Log-probs, initial policy", "s", "For the KL penalty.", TIME),
-    Metric("*/critic_wait", "Waiting for scores", "s", "Rewards and values that are not there when log-probs are.",
-           TIME),
+    Metric("*/critic_wait", "Waiting for scores", "s",
+           "What other ranks and services have not answered when the policy's log-probs are there.", TIME),
     Metric("timers/*values", "Values", "s", "Of a critic in this job; of one in another, bringing them to the ranks "
            "that train on them.", TIME),
     Metric("timers/*critic_train", "Training the critic", "s", "In this job; of one in another, sending it the batch.",
