@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Layout:
     keep: KeepChoice = "never"
     room: int | None = None
     lopsided: bool = False
+    is_long: bool = False  # computed with TEST_LONG alone
 
     @property
     def world_size(self) -> int:
@@ -63,18 +65,18 @@ LAYOUTS = (
     Layout("one by one", batching=MicroBatching(1)),
     Layout("kept", keep="always"),
     Layout("kept where there is room", keep="auto", room=30),
-    Layout("kept without room", keep="auto", room=0),
-    Layout("tp2", tp=2),
+    Layout("kept without room", keep="auto", room=0, is_long=True),
+    Layout("tp2", tp=2, is_long=True),
     Layout("tp2, sequence parallel", tp=2, sequence_parallel=True, batching=BY_TOKENS),
     Layout("pp2", pp=2, batching=MicroBatching(2)),
-    Layout("dp2", dp=2),
-    Layout("dp2 by tokens", dp=2, batching=BY_TOKENS),
+    Layout("dp2", dp=2, is_long=True),
+    Layout("dp2 by tokens", dp=2, batching=BY_TOKENS, is_long=True),
     Layout("dp2 kept", dp=2, keep="always", batching=MicroBatching(2)),
     Layout("dp2 kept where there is room", dp=2, keep="auto", room=30, batching=MicroBatching(2)),
-    Layout("dp2 kept without room", dp=2, keep="auto", room=0, batching=MicroBatching(2)),
+    Layout("dp2 kept without room", dp=2, keep="auto", room=0, batching=MicroBatching(2), is_long=True),
     Layout("dp2, one has nothing, kept", dp=2, lopsided=True, keep="always"),
-    Layout("dp4", dp=4, batching=MicroBatching(1)),
-    Layout("tp2 dp2", tp=2, dp=2, sequence_parallel=True),
+    Layout("dp4", dp=4, batching=MicroBatching(1), is_long=True),
+    Layout("tp2 dp2", tp=2, dp=2, sequence_parallel=True, is_long=True),
     Layout("pp2 dp2, one has nothing", pp=2, dp=2, batching=MicroBatching(1), lopsided=True),
 )
 
@@ -156,7 +158,7 @@ def step(folder: Path, layout: Layout) -> None:
 
 def run_layouts(folder: Path, world_size: int) -> None:
     for layout in LAYOUTS:
-        if layout.world_size == world_size:
+        if layout.world_size == world_size and (not layout.is_long or os.environ.get("TEST_LONG")):
             step(folder, layout)
 
 

@@ -1173,33 +1173,8 @@ def test_what_help_says_must_be_given_is_what_jobs_ask_for(job: str, tmp_path: P
     assert sorted(asked_for) == sorted(required_keys(job)), said
 
 
-def test_all_are_said_at_once_by_the_job_itself(model: Path, tmp_path: Path) -> None:
-    """By the script, in one message, with status 2, from an archive that has no weights to read."""
-    command = script(
-        "train_gpt_ppo_actor.py",
-        f"pretrained_checkpoint.restore_from_path={model}",
-        f"exp_manager.explicit_log_dir={tmp_path / 'log'}",
-        "exp_manager.resume_from_checkpoint=/typo",
-        PREFIX,
-        "trainer.devices=2",
-        "model.tensor_model_parallel_size=8",
-        "model.ppo.num_rollout_samples=100",
-    )
-    job = Job(command, tmp_path / "output.log")
-    assert job.wait(90) == 2, job.describe()
-    lines = [line.strip() for line in job.output().splitlines()]
-    start = lines.index("error: these settings cannot work:")
-    keys = {line.split("=")[0] for line in lines[start + 1 :]}
-    assert keys == {
-        "exp_manager.resume_from_checkpoint",
-        "model.tensor_model_parallel_size",
-        "model.ppo.num_rollout_samples",
-    }
-    assert not (tmp_path / "log").exists()
-
-
-def test_the_reinforce_job_speaks_of_its_own_keys(model: Path, tmp_path: Path) -> None:
-    """In its errors and in its log, text or JSON, whoever says it."""
+def test_a_job_says_all_at_once_and_speaks_of_its_own_keys(model: Path, tmp_path: Path) -> None:
+    """In one message, with status 2, from an archive that has no weights to read; and in its log, text or JSON."""
     command = script(
         "train_gpt_reinforce_actor.py",
         f"pretrained_checkpoint.restore_from_path={model}",
@@ -1207,12 +1182,14 @@ def test_the_reinforce_job_speaks_of_its_own_keys(model: Path, tmp_path: Path) -
         PREFIX,
     )
     wrong = ("trainer.reinforce.estimator=gae", "model.reinforce.length_params.max_length=9000")
+    wrong += ("exp_manager.resume_from_checkpoint=/typo", "model.tensor_model_parallel_size=8")
     job = Job([*command, *wrong], tmp_path / "wrong.log")
     assert job.wait(90) == 2, job.describe()
     lines = [line.strip() for line in job.output().splitlines()]
     start = lines.index("error: these settings cannot work:")
     keys = {line.split("=")[0].split(" ")[0] for line in lines[start + 1 :]}
-    assert {"trainer.reinforce.estimator", "model.reinforce.length_params.max_length"} <= keys
+    assert {word.split("=")[0] for word in wrong} <= keys
+    assert not (tmp_path / "log").exists()
     # Far enough to log what keys of NeMo-Aligner's mean: the archive has no weights to read.
     noted = ("trainer.reinforce.flask_server.enable=True", "exp_manager.log_format=json")
     job = Job([*command, *noted], tmp_path / "noted.log")

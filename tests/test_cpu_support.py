@@ -346,7 +346,7 @@ if before or hasattr(ctypes.CDLL(None), "mallinfo2"):
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this system has no glibc")
-@pytest.mark.parametrize("limit", [0, 2**36])
+@pytest.mark.parametrize("limit", [0, pytest.param(2**36, marks=pytest.mark.long)])
 def test_tensors_lie_in_huge_pages(limit: int) -> None:
     """But where the system has none, or limits what a process may reserve."""
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -360,7 +360,7 @@ def test_tensors_lie_in_huge_pages(limit: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this system has no glibc")
-@pytest.mark.parametrize("variable", [None, "MALLOC_TRIM_THRESHOLD_"])
+@pytest.mark.parametrize("variable", [None, pytest.param("MALLOC_TRIM_THRESHOLD_", marks=pytest.mark.long)])
 def test_freed_memory_is_used_again(variable: str | None) -> None:
     """400 MiB of tensors again and again: mebibytes of new pages. Users may decide otherwise."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}

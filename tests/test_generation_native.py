@@ -199,7 +199,9 @@ def test_native_sampling_reports_what_is_not_finite() -> None:
 SHAPE = EngineShape(architecture("llama"), torch.float32, 6, 160, 60, 256)
 
 
-@pytest.mark.parametrize("kernel", ["avx2", "amx-emulated", "avx512-bf16-emulated"])
+@pytest.mark.parametrize(
+    "kernel", ["avx2", "amx-emulated", pytest.param("avx512-bf16-emulated", marks=pytest.mark.long)]
+)
 def test_the_check_of_compiled_kernels_passes(kernel: str, tmp_path: Path) -> None:
     shape = dataclasses.replace(SHAPE, dtype=torch.bfloat16)
     check(compile_command(["g++"], shape, kernel), tmp_path)

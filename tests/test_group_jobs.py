@@ -386,6 +386,7 @@ def test_samples_without_a_reward_are_left_out(failing: Callable[[str], list[str
     assert output[-1].startswith("[rank 0] NonFiniteError: NaN or Inf in reward of samples [")
 
 
+@pytest.mark.long
 def test_a_missing_reward_ends_the_job(failing: Callable[..., list[str]], tmp_path: Path) -> None:
     """That of a response, too, which would not be among the best."""
     output = failing("stop", "trainer.ppo.top_n_rollouts=2")

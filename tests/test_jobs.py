@@ -171,7 +171,11 @@ def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def run_here(name: str, *arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        try:
+            runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
 
     return run_here
 
@@ -450,21 +454,23 @@ def test_pipeline_parallel_actor_with_a_separate_reward_model(artefacts: Artefac
     check_converted_checkpoint(actor_log, tmp_path)  # by one process what two pipeline stages have written
 
 
-def test_evaluation(artefacts: Artefacts, tutorial_actor: tuple[Path, str], tmp_path: Path) -> None:
+def test_evaluation(
+    artefacts: Artefacts,
+    tutorial_actor: tuple[Path, str],
+    tmp_path: Path,
+    run_here: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The archive that PPO leaves, greedy and scored."""
     output = tmp_path / "evaluation" / "results.json"
-    run(
-        script(
-            "evaluate_gpt.py",
-            *("--model", str(tutorial_actor[0] / "checkpoints" / "megatron_gpt_ppo_actor.nemo")),
-            *("--prompts", str(artefacts.data("test_prompts")), "--output", str(output)),
-            *("--reward-model", str(artefacts.rm), "--greedy", "--max-length", "8", "--limit", "10"),
-            *("--precision", "32", "--num-slots", "4"),
-        ),
-        tmp_path / "evaluate.log",
-        TIMEOUT,
+    run_here(
+        "evaluate_gpt.py",
+        *("--model", str(tutorial_actor[0] / "checkpoints" / "megatron_gpt_ppo_actor.nemo")),
+        *("--prompts", str(artefacts.data("test_prompts")), "--output", str(output)),
+        *("--reward-model", str(artefacts.rm), "--greedy", "--max-length", "8", "--limit", "10"),
+        *("--precision", "32", "--num-slots", "4"),
     )
-    progress = (tmp_path / "evaluate.log").read_text()
+    progress = "".join(capsys.readouterr())
     assert "Generating: 10/10" in progress and "Scoring: 10/10" in progress
     results = json.loads(output.read_text())
     assert results["summary"].keys() >= {"accuracy", "reward", "length", "ended"}
@@ -755,6 +761,7 @@ def test_a_critic_that_never_comes_up(artefacts: Artefacts, tmp_path: Path) -> N
     assert f"the server at http://localhost:{port} was not ready within 2 s" in job.output()
 
 
+@pytest.mark.long
 def test_a_work_queue_whose_port_is_taken(artefacts: Artefacts, tmp_path: Path) -> None:
     """Known before the weights are read and the critic is waited for, and the error says which key."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -556,7 +556,7 @@ def run(
 
 
 MPIRUN_LONG = pytest.param("mpirun", marks=[needs_mpi, pytest.mark.long])
-TORCHRUN_LONG = pytest.param("torchrun", marks=pytest.mark.long)
+PYTHON_LONG, TORCHRUN_LONG = (pytest.param(by, marks=pytest.mark.long) for by in ("python", "torchrun"))
 
 
 @pytest.mark.parametrize(("tp_size", "given", "expected"), [(2, None, "1"), (2, "8", "8"), (1, None, None)])
@@ -629,7 +629,7 @@ def test_ranks_of_two_machines_that_call_themselves_loopback(script: Path) -> No
         assert f"sum 3 on rank {number - 1} of 2" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("by", ["python", "torchrun", MPIRUN_LONG])
+@pytest.mark.parametrize("by", [PYTHON_LONG, "torchrun", MPIRUN_LONG])
 def test_the_same_script_runs_under_every_launcher(script: Path, by: str) -> None:
     result = run(script, "trainer.devices=2", "exp_manager.name=well", "model.mcore_gpt=True", by=by)
     assert result.returncode == 0, result.stderr
@@ -640,6 +640,7 @@ def test_the_same_script_runs_under_every_launcher(script: Path, by: str) -> Non
     assert [path.name for path in script.parent.iterdir() if path.name != "__pycache__"] == ["script.py"]
 
 
+@pytest.mark.long
 def test_a_single_rank_needs_no_launcher(script: Path) -> None:
     result = run(script, "trainer.devices=1", "exp_manager.name=well", "trainer.precision=32")
     assert result.returncode == 0, result.stderr
@@ -712,6 +713,7 @@ def test_a_rank_that_raises_ends_the_job(script: Path, by: str) -> None:
     result = run(script, "trainer.devices=2", *options, by=by)
     assert result.returncode not in (0, 75)
     assert "sum 3 on rank 0 of 2" in result.stdout and "sum 3 on rank 1 of 2" in result.stdout
+    assert by != "python" or result.stdout.count("reachable from other machines: []") == 2, result.stdout
     # The launcher's SIGTERM to the other rank, which is still loading, is no wish to stop and to start again.
     assert [path.name for path in log_dir.iterdir()] == ["failed"]
     line = (log_dir / "failed").read_text().splitlines()[0]  # for people, and for the run's other ranks
@@ -735,7 +737,10 @@ def test_mistakes_in_the_config_are_one_message_and_no_traceback(script: Path) -
 
 @pytest.mark.parametrize(
     ("error", "status", "message"),
-    [("DataError", 2, "error: prompts.jsonl:3: wrong"), ("ServerUnavailableError", 1, "the critic is gone")],
+    [
+        ("DataError", 2, "error: prompts.jsonl:3: wrong"),
+        pytest.param("ServerUnavailableError", 1, "the critic is gone", marks=pytest.mark.long),
+    ],
 )
 def test_what_the_user_can_mend_is_one_message_and_no_traceback(
     script: Path, error: str, status: int, message: str

@@ -144,6 +144,7 @@ def test_what_changes_no_arithmetic_changes_no_bit(result: Callable[[str], Resul
     assert metrics == expected_metrics
 
 
+@pytest.mark.long
 def test_what_is_kept_of_the_policy_changes_no_bit(result: Callable[[str], Result]) -> None:
     """Where micro batches are the same. A critic gives values of prompts, too, which its training does not ask for."""
     tensors, metrics = result("kept_micro1")

@@ -154,7 +154,10 @@ def test_the_updates_are_some_that_could_differ(result: Callable[[str], Result])
     assert reference["passes"] == 6 and result("kept")["passes"] == result("dp2 kept")["passes"] == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[pytest.mark.long] * layout.is_long, id=layout.name) for layout in LAYOUTS[1:]],
+)
 def test_layouts_agree(result: Callable[[str], Result], layout: Layout) -> None:
     """In log-probs, metrics, and new weights."""
     found, expected = result(layout.name), result("reference")

@@ -1001,6 +1001,7 @@ def test_a_failing_rank_ends_all_ranks(tmp_path: Path, broken: int) -> None:
         assert all(process.wait(30) != 0 for process in processes)
 
 
+@pytest.mark.long
 def test_a_stop_signal_to_any_rank_finishes_what_was_taken(tmp_path: Path) -> None:
     with two_ranks(tmp_path, fault="slow") as (processes, client):
         taken = client.infer_async(torch.ones(2, 4, dtype=torch.int64), torch.tensor([4, 4]))  # takes a second

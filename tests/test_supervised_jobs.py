@@ -158,6 +158,7 @@ def test_a_finished_run_started_again_with_other_settings_says_that_it_trains_no
     assert places == sorted(places)
 
 
+@pytest.mark.long
 def test_a_run_is_not_continued_with_another_archive(artefacts: Artefacts, tmp_path: Path) -> None:
     """Old weights with another tokenizer, initial policy or reward model would go on without a word."""
     log_dir = tmp_path / "sft"

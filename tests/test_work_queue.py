@@ -306,6 +306,16 @@ def test_ranks_wait_for_each_other_with_the_rounds_limit(use_flask: bool, monkey
     assert engine.begun == [result.request_id for result in got] == list(range(8))
 
 
+def test_a_port_that_is_taken_is_named() -> None:
+    cfg = load_defaults("gpt_ppo_actor")
+    with single_process(), socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cfg.trainer.ppo.batch_iterator.merge_with({"use_flask": True, "port": port})
+        keys = r"choose a free port with trainer\.ppo\.batch_iterator\.port"
+        with pytest.raises(OSError, match=rf"rollout work queue cannot listen on 127.0.0.1:{port} .*: {keys}"):
+            open_work_queue(cfg)
+
+
 def test_a_stop_signal_before_a_round_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It came in the refit, where nothing is interrupted: nothing is generated any more, nor waited for."""
 

@@ -6,7 +6,9 @@ one of NeMo's that `foreign_keys` lists. Everything else is an error.
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +68,11 @@ def load_defaults(job: str) -> DictConfig:
         ConfigError: there is no such file.
     """
     register_resolvers()
+    return copy.deepcopy(_defaults(job))
+
+
+@functools.cache  # reading YAML takes five times as long as a copy, and every check wants the defaults
+def _defaults(job: str) -> DictConfig:
     config = OmegaConf.load(config_file(job))
     assert isinstance(config, DictConfig)
     return names_of(job).read(config)

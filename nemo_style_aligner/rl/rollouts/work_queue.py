@@ -13,14 +13,14 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-from flask import Flask, Response, request
-from werkzeug.exceptions import BadRequest, HTTPException
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_style_aligner.services.http_client import ClientLimits, HttpClient, server_url
 from nemo_style_aligner.services.http_server import WsgiServer
 from nemo_style_aligner.services.protocol import JSON_TYPE, LIVE_PATH, is_int
+
+if TYPE_CHECKING:
+    from flask import Flask, Response
 
 logger = logging.getLogger(__name__)
 
@@ -155,46 +155,53 @@ def create_app(queue: WorkQueue) -> Flask:
     ``X-Work-Queue-Share`` tells workers how many ids are left for each. ``GET /status`` answers ``{"left": n}``.
     ``GET /health`` and `LIVE_PATH`, at which clients have the server prove that it knows the token, need none.
     """
+    # Here, because only the rank with the queue needs it: it takes a fortieth of the time to start a rank.
+    from flask import Flask, Response, request
+    from werkzeug.exceptions import BadRequest, HTTPException
+
     app = Flask("nemo_style_aligner.work_queue")
-    app.register_error_handler(
-        HTTPException, lambda error: _answer({"error": f"{error.name}: {error.description}"}, error.code)
-    )
+
+    def answer(content: Any, status: int | None = 200, headers: dict[str, str] | None = None) -> Response:
+        return Response(json.dumps(content), status, headers, content_type=JSON_TYPE)
 
     def get_idx() -> Response:
-        body = _body()
-        size, worker, number = _integer(body, "batch_size", 1), body.get("worker"), 0
-        if worker is not None:
-            if not isinstance(worker, str) or not 0 < len(worker) <= 256:
-                raise BadRequest("'worker' must be a string of 1 to 256 characters")
-            number = _integer(body, "request", 0)
+        try:
+            size, worker, number = _asked(request.get_data(cache=False))
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
         ids = queue.take(min(size, _MAX_IDS), worker, number)
-        return _answer(ids, headers={SHARE_HEADER: str(queue.share())})
+        return answer(ids, headers={SHARE_HEADER: str(queue.share())})
 
+    app.register_error_handler(
+        HTTPException, lambda error: answer({"error": f"{error.name}: {error.description}"}, error.code)
+    )
     app.add_url_rule("/get_idx", view_func=get_idx, methods=["PUT"])
-    app.add_url_rule("/status", "status", lambda: _answer({"left": len(queue)}))
+    app.add_url_rule("/status", "status", lambda: answer({"left": len(queue)}))
     for path in _OPEN_PATHS:
         app.add_url_rule(path, path, lambda: Response(status=200))
     return app
 
 
-def _answer(content: Any, status: int | None = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(json.dumps(content), status, headers, content_type=JSON_TYPE)
-
-
-def _body() -> dict[str, Any]:
+def _asked(content: bytes) -> tuple[int, str | None, int]:
+    """How many ids, by which worker, in which of its requests. Raises ValueError."""
     try:
-        body = json.loads(request.get_data(cache=False))
+        body = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
+        raise ValueError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
+        raise ValueError("the body must be a JSON object")
+    size, worker = _integer(body, "batch_size", 1), body.get("worker")
+    if worker is None:
+        return size, None, 0
+    if not isinstance(worker, str) or not 0 < len(worker) <= 256:
+        raise ValueError("'worker' must be a string of 1 to 256 characters")
+    return size, worker, _integer(body, "request", 0)
 
 
 def _integer(body: dict[str, Any], name: str, low: int) -> int:
     value = body.get(name)
     if not is_int(value) or not low <= value < 2**63:
-        raise BadRequest(f"'{name}' must be a whole number of at least {low}")
+        raise ValueError(f"'{name}' must be a whole number of at least {low}")
     return int(value)
 
 
