@@ -46,9 +46,7 @@ class Run:
     """What is to be computed in each step.
 
     Attributes:
-        critic: the critic's shape; None: the estimator needs none.
-        reward: the reward model's; None: rewards are functions.
-        has_reference: whether there is a KL penalty.
+        critic: the shape of critic and reward model; None: the estimator needs no critic, and rewards are functions.
         steps: samples of the steps that are simulated.
         update: samples of an update.
         group: responses to a prompt.
@@ -59,8 +57,6 @@ class Run:
 
     policy: ModelArchitecture
     critic: ModelArchitecture | None
-    reward: ModelArchitecture | None
-    has_reference: bool
     steps: Sequence[Sequence[Sample]]
     update: int
     group: int = 1
@@ -71,6 +67,11 @@ class Run:
     def model(self, shape: ModelArchitecture, device: Device) -> Model:
         """The bytes and seconds of one of its models."""
         return Model(shape, self.itemsize, device=device)
+
+    @property
+    def value_shape(self) -> ModelArchitecture:
+        """Of critic and reward model, where there are any."""
+        return self.critic or self.policy
 
     @property
     def longest(self) -> Sample:
@@ -182,7 +183,7 @@ def predicted(run: Run, cluster: Cluster, plan: Candidate) -> dict[str, float]:
 def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
     """A plan as the simulator wants it."""
     policy = run.model(run.policy, cluster.device)
-    scorers = [run.model(shape, cluster.device) for shape in (run.critic, run.reward) if shape is not None]
+    value = run.model(run.value_shape, cluster.device)
     scoring = (plan.critic or plan.actor).layout
     engines = Engines(
         plan.engines,
@@ -193,7 +194,7 @@ def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
     )
 
     def score(samples: Sequence[Sample]) -> float:
-        return sum(model.forward(scoring, samples, run.micro_batch) for model in scorers)
+        return 2 * value.forward(scoring, samples, run.micro_batch) if plan.critic else 0.0  # and the reward model
 
     def costs(samples: Sequence[Sample]) -> StepCosts:
         layout, saved = plan.actor.layout, plan.actor.saved
@@ -204,9 +205,9 @@ def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
             refit=refit + (policy.away(policy.weights(Layout(plan.engine_tp))) if saved.unload else 0.0),
             score=0.0 if plan.critic_apart else score(samples),
             logprobs=forward,
-            init_logprobs=forward + swapped if run.has_reference else 0.0,
+            init_logprobs=forward + swapped,
             train=_training(run, policy, plan.actor, samples),
-            train_critic=_training(run, scorers[0], plan.critic, samples) if plan.critic else 0.0,
+            train_critic=_training(run, value, plan.critic, samples) if plan.critic else 0.0,
         )
 
     batch = scored_together(plan.critic.layout) if plan.critic else 1
@@ -339,8 +340,8 @@ class _Search:
         run, tp, lacking = self.run, split.engine_tp, list[str]()
         policy, samples = self.model(run.policy), run.steps[0]
         critics, slots, used = list[Fit](), 0, dict[str, float]()
-        if split.critic and run.critic is not None:
-            critics = self._fitting(run.critic, split.critic, "critic", self._critic_use, lacking)
+        if split.critic:
+            critics = self._fitting(run.value_shape, split.critic, "critic", self._critic_use, lacking)
         if split.generating:
             slots, used = self._engine_apart(split, lacking)
         use = functools.partial(self._actor_use, split)
@@ -354,10 +355,9 @@ class _Search:
 
         most = max(fit.slots for fit in fits)
         actor = min((fit for fit in fits if fit.slots >= min(most, _ENOUGH_SLOTS)), key=seconds)
-        critic = actor if run.critic is not None else None
-        if critics and run.critic is not None:
-            value = self.model(run.critic)
-            critic = min(critics, key=lambda fit: _training(run, value, fit, samples))
+        critic = None if run.critic is None else actor
+        if critics:
+            critic = min(critics, key=lambda fit: _training(run, self.model(run.value_shape), fit, samples))
         return Candidate(self.strategy, actor, critic, split.generating, tp, slots or actor.slots, 0, used)
 
     def _engine_apart(self, split: _Split, lacking: list[str]) -> tuple[int, dict[str, float]]:
@@ -413,9 +413,9 @@ class _Search:
             "activations": sizes.activations(layout, tokens, saved.granularity) + self.cluster.device.logits,
         }
 
-    def _frozen(self, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
+    def _frozen(self, shape: ModelArchitecture, layout: Layout, saved: Savings) -> float:
         """Bytes of a model that is not trained, while another one trains."""
-        return 0.0 if shape is None or saved.swap else self.model(shape).weights(layout)
+        return 0.0 if saved.swap else self.model(shape).weights(layout)
 
     def _slots(self, engine_tp: int, engines: int, free: float) -> int:
         """Responses that an engine with so many free bytes on each rank can generate at the same time."""
@@ -427,20 +427,19 @@ class _Search:
 
     def _critic_use(self, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
         """`_Use` of a rank that has only the critic and its reward model."""
-        assert self.run.critic is not None
-        used = self._trained(self.run.critic, layout, saved)
-        return used | {"reward model": self._frozen(self.run.reward, layout, saved)}, _ENOUGH_SLOTS
+        used = self._trained(self.run.value_shape, layout, saved)
+        return used | {"reward model": self._frozen(self.run.value_shape, layout, saved)}, _ENOUGH_SLOTS
 
     def _actor_use(self, split: _Split, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
         """`_Use` of a rank that trains the policy and, unless that is apart, the critic: either rests meanwhile."""
         run, sizes, engine_tp = self.run, self.model(self.run.policy), split.engine_tp
         trained = self._trained(run.policy, layout, saved)
-        used = trained | {"initial policy": self._frozen(run.policy if run.has_reference else None, layout, saved)}
+        used = trained | {"initial policy": self._frozen(run.policy, layout, saved)}
         if run.critic is not None and not split.critic:
             value = self._trained(run.critic, layout, saved)
             more = max(0.0, _in_turn(value, saved) - _in_turn(trained, saved))
             used["critic"] = sum(value.values()) - _in_turn(value, saved) + more
-            used["reward model"] = self._frozen(run.reward, layout, saved)
+            used["reward model"] = self._frozen(run.critic, layout, saved)
         if split.generating:
             return used, _ENOUGH_SLOTS
         engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else sizes.weights(Layout(engine_tp))

@@ -100,7 +100,7 @@ def _asked(options: SimpleNamespace) -> tuple[Run, Cluster]:
     count = options.steps + 2 * max(_staleness(options))  # the first and the last are not counted
     steps = draw_steps(prompts, responses, options.rollouts, options.group, count, options.seed)
     batch = (options.global_batch_size, options.group, options.micro_batch_tokens, itemsize)
-    run = Run(policy, critic, critic, True, steps, *batch, Sample(prompts.most, responses.most))
+    run = Run(policy, critic, steps, *batch, Sample(prompts.most, responses.most))
     return run, Cluster(int(parts[1]), int(parts[2]), device)
 
 
@@ -217,7 +217,7 @@ def written_plan(run: Run, cluster: Cluster, options: SimpleNamespace, fastest: 
         jobs["critic"] = PlannedJob("serve_ppo_critic.py", *size, of_critic, serves=["actor"])
     elif plan.critic is not None:
         archives, ranks = f"{archives}, critic.{archives}", ranks + plan.critic_ranks
-        keys |= _keys_of_critic_in_job(run, plan, keys)
+        keys |= _keys_of_critic_in_job(run, plan, plan.critic)
     jobs["actor"] = PlannedJob("train_gpt_ppo_actor.py", *_machines(ranks, cluster), keys)
     lines = [f"Predicted: {phases['step']:.1f} seconds per step on {options.cluster} ({cluster.device.source})."]
     lines += [*picture(plan, cluster), f"Add {archives}, and the actor's model.data.data_prefix."]
@@ -240,7 +240,7 @@ def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str
         "trainer.ppo.num_rollouts_per_prompt": run.group,
         "trainer.ppo.batch_iterator.use_flask": True,
         "trainer.ppo.reference_policy_placement": saved.placement,
-        "trainer.ppo.trt_llm.unload_engine_train": saved.unload,
+        "trainer.ppo.trt_llm.unload_engine_train": saved.unload and not plan.generating,
         "trainer.ppo.generation.tensor_parallel_size": plan.engine_tp,
         "trainer.ppo.generation.num_slots": plan.slots,
         "trainer.ppo.generation.kv_cache_tokens": max(_length(run), round(plan.slots * run.held_tokens)),
@@ -250,18 +250,15 @@ def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str
     return keys
 
 
-_OF_POLICY = ("model.encoder_seq_length", "trainer.precision")  # also those of a critic in the same job
-
-
-def _keys_of_critic_in_job(run: Run, plan: Candidate, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _keys_of_critic_in_job(run: Run, plan: Candidate, critic: Fit) -> dict[str, Any]:
     """Keys of the actor's config about a critic in its job, with ranks of its own or on those that train."""
-    if plan.critic_apart is not None:
-        own = _critic_keys(run, plan.critic_apart)
-        apart = {f"critic.{key}": value for key, value in own.items() if key not in _OF_POLICY}
-        return {"trainer.ppo.critic_devices": plan.critic_ranks} | apart
-    names = ("global_batch_size", "max_tokens_per_micro_batch", "activations_checkpoint_granularity")
-    shared = {f"critic.model.{name}": keys[f"model.{name}"] for name in names}
-    return {"placement": plan.strategy, "critic.model.rm_placement": plan.actor.saved.placement} | shared
+    of_policy = {"model.encoder_seq_length", "trainer.precision"}
+    if plan.critic_apart is None:
+        of_policy |= {f"model.{name}" for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+        of_policy |= {"model.sequence_parallel", "trainer.ppo.inference_micro_batch_size"}
+    keys = {f"critic.{key}": value for key, value in _critic_keys(run, critic).items() if key not in of_policy}
+    where = {"trainer.ppo.critic_devices": plan.critic_ranks} if plan.critic_apart else {"placement": plan.strategy}
+    return keys | where
 
 
 def _critic_keys(run: Run, critic: Fit) -> dict[str, Any]:
