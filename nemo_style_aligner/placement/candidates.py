@@ -101,11 +101,6 @@ class Savings:
     swap: bool = False
     unload: bool = False
 
-    @property
-    def placement(self) -> str:
-        """Of frozen models, as configs say it."""
-        return "swap" if self.swap else "resident"
-
 
 LADDER = (
     Savings(),
@@ -200,9 +195,9 @@ def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
         layout, saved = plan.actor.layout, plan.actor.saved
         forward = policy.forward(layout, samples, run.micro_batch)
         refit = policy.refit(layout, plan.engine_tp, is_apart=plan.generating > 0)
-        swapped = 2 * policy.away(policy.weights(layout)) if saved.swap else 0.0
+        swapped = 2 * policy.weights(layout) / cluster.device.host if saved.swap else 0.0
         return StepCosts(
-            refit=refit + (policy.away(policy.weights(Layout(plan.engine_tp))) if saved.unload else 0.0),
+            refit=refit + (policy.weights(Layout(plan.engine_tp)) / cluster.device.host if saved.unload else 0.0),
             score=0.0 if plan.critic_apart else score(samples),
             logprobs=forward,
             init_logprobs=forward + swapped,
@@ -232,7 +227,7 @@ def _training(run: Run, model: Model, fit: Fit, samples: Sequence[Sample]) -> fl
     """Seconds of a step's updates, with what saving memory costs: fully recomputed, three passes' work becomes four."""
     seconds = model.training(fit.layout, samples, run.micro_batch, run.update)
     seconds *= {None: 1.0, "selective": 1.03, "full": 4 / 3}[fit.saved.granularity]
-    return seconds + (2 * model.away(model.optimizer(fit.layout)) if fit.saved.offload else 0.0)
+    return seconds + (2 * model.optimizer(fit.layout) / model.device.host if fit.saved.offload else 0.0)
 
 
 # ---- which there are ----------------------------------------------------------------------------
@@ -299,18 +294,16 @@ class _Search:
     def splits(self) -> Iterator[_Split]:
         """All that are tried."""
         run, all_ranks = self.run, self.cluster.nodes * self.cluster.devices
-        critics = {0}
+        critics = [0] if run.critic is None or self.strategy != "interleave" else []
         if run.critic is not None and self.strategy != "flatten":
-            units = {max(1, round(all_ranks / self.unit * share)) for share in (1 / 8, 1 / 4, 1 / 3, 1 / 2)}
-            critics |= {self._usable(run.critic, self.unit * count) for count in units}
-        for critic in sorted(critics - {0} if self.strategy == "interleave" else critics):
+            critics += self._parts(run.critic, all_ranks, self.unit)
+        for critic, tp in itertools.product(critics, (1, 2, 4, 8)):
             ranks = all_ranks - critic
-            for generating in self._set_apart(ranks) if self.strategy == "separate" else (0,):
-                training = ranks - generating if generating else self._usable(run.policy, ranks)
-                for tp in (1, 2, 4, 8):
-                    divides = self.cluster.devices % tp == 0 and (generating or training) % tp == 0
-                    if training and divides and not run.policy.layout_problems(tp, engine_key="engine"):
-                        yield _Split(training, critic, generating, tp)
+            for training in self._training(ranks):
+                generating = ranks - training if self.strategy == "separate" else 0
+                divides = self.cluster.devices % tp == 0 and (generating or training) % tp == 0
+                if divides and not run.policy.layout_problems(tp, engine_key="engine"):
+                    yield _Split(training, critic, generating, tp)
 
     def _layouts(self, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
         """Layouts of a model over so many ranks: those that divide model, machines and updates."""
@@ -319,17 +312,18 @@ class _Search:
             if divides and self.run.update % (ranks // (tp * pp)) == 0 and not shape.layout_problems(tp, pp):
                 yield Layout(tp, pp, ranks // (tp * pp))
 
-    def _usable(self, shape: ModelArchitecture, ranks: int) -> int:
-        """The most of so many ranks, in units, over which the model can be laid out; 0: none."""
+    def _training(self, ranks: int) -> list[int]:
+        """How many of the actor's ranks could train: the most over which the policy can be laid out, or some."""
+        if self.strategy == "separate":
+            return self._parts(self.run.policy, ranks, self.cluster.devices if ranks > self.cluster.devices else 1)
         whole = range(ranks // self.unit * self.unit, 0, -self.unit)
-        return next((n for n in whole if any(self._layouts(shape, n))), 0)
+        return [n for n in whole if any(self._layouts(self.run.policy, n))][:1]
 
-    def _set_apart(self, ranks: int) -> list[int]:
-        """How many of the actor's ranks could generate: about so many that training has an eighth to five eighths."""
-        unit = self.cluster.devices if ranks > self.cluster.devices else 1
-        possible = [n for n in range(unit, ranks, unit) if any(self._layouts(self.run.policy, n))]
+    def _parts(self, shape: ModelArchitecture, ranks: int, unit: int) -> list[int]:
+        """About an eighth to five eighths of the ranks, in units, over which the model can be laid out."""
+        possible = [n for n in range(unit, ranks, unit) if any(self._layouts(shape, n))]
         wanted = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8)
-        return sorted({ranks - min(possible, key=lambda n: abs(n - ranks * share)) for share in wanted if possible})
+        return sorted({min(possible, key=lambda n: abs(n - ranks * share)) for share in wanted if possible})
 
     def fastest(self, split: _Split) -> Candidate:
         """The plan of a split with the layouts that take least time.

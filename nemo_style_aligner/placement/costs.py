@@ -204,10 +204,6 @@ class Model(Sizes):
             return 0.0  # the engine computes with the trainer's weights
         return size * (1 - 1 / layout.pp) / self.device.network + size / self.device.bandwidth
 
-    def away(self, size: float) -> float:
-        """Seconds to bring ``size`` bytes to host memory, or back."""
-        return size / self.device.host
-
 
 def largest_share(work: Sequence[float], ranks: int) -> float:
     """The work of the rank that has most, where each piece goes to the rank with least, the largest first."""

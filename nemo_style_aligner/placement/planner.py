@@ -26,7 +26,7 @@ from nemo_style_aligner.placement.candidates import (
 )
 from nemo_style_aligner.placement.costs import Sample
 from nemo_style_aligner.placement.plan import Plan, PlannedJob
-from nemo_style_aligner.placement.rates import Device, as_in_run, device_named, measured_here
+from nemo_style_aligner.placement.rates import DEVICES, Device, as_in_run, measured_here
 from nemo_style_aligner.placement.workload import Lengths, draw_steps, find_model
 from nemo_style_aligner.wording import counted
 
@@ -43,9 +43,10 @@ def make_plan(options: SimpleNamespace) -> None:
     """
     run, cluster = _asked(options)
     in_two = options.jobs == "two"
-    found, reasons = plans(run, cluster, options.strategies or STRATEGIES, _staleness(options), in_two_jobs=in_two)
+    found, reasons = plans(run, cluster, options.strategies or STRATEGIES, options.staleness, in_two_jobs=in_two)
     if options.json:
-        print(json.dumps(_as_json(found, reasons), indent=1))
+        listed = [dataclasses.asdict(plan) | {"seconds": phases, "bytes": memory_of(plan)} for phases, plan in found]
+        print(json.dumps({"plans": listed, "without": reasons}, indent=1))
     else:
         _report(run, cluster, found, reasons)
     if options.write:
@@ -55,10 +56,6 @@ def make_plan(options: SimpleNamespace) -> None:
         plan.write(options.write, comment)
         launch = f"nsa launch {options.write} --with slurm"
         print(f"\nwrote {options.write}; with models and data filled in: {launch}", file=sys.stderr)
-
-
-def _staleness(options: SimpleNamespace) -> tuple[int, ...]:
-    return (0, 1) if options.staleness is None else (options.staleness,)
 
 
 def _asked(options: SimpleNamespace) -> tuple[Run, Cluster]:
@@ -90,14 +87,19 @@ def _asked(options: SimpleNamespace) -> tuple[Run, Cluster]:
         read(lambda: Lengths.parse(options.lengths)),
     )
     critic = read(lambda: find_model(options.critic_model or options.model)) if options.estimator == "gae" else None
-    ranks = int(parts[2]) if parts else 1
-    device = read(lambda: measured_here(itemsize, ranks) if kind == "here" else device_named(kind)) if parts else None
+    device = DEVICES.get(kind)
+    if parts and kind == "here":
+        device = measured_here(itemsize, int(parts[2]))
+    elif parts and device is None:
+        problems.append(
+            f"no rates of {kind!r}: give one of {', '.join(DEVICES)}, or `here`, which measures this machine"
+        )
     if options.as_in and policy and device:
         known, shape = device, policy
         device = read(lambda: as_in_run(known, options.as_in, shape, itemsize))
     if problems or not (policy and prompts and responses and parts and device):
         raise UserError("\n  ".join(dict.fromkeys(problems)))
-    count = options.steps + 2 * max(_staleness(options))  # the first and the last are not counted
+    count = options.steps + 2 * max(options.staleness)  # the first and the last are not counted
     steps = draw_steps(prompts, responses, options.rollouts, options.group, count, options.seed)
     batch = (options.global_batch_size, options.group, options.micro_batch_tokens, itemsize)
     run = Run(policy, critic, steps, *batch, Sample(prompts.most, responses.most))
@@ -124,16 +126,7 @@ def plans(
 
 # ---- what is printed ----------------------------------------------------------------------------
 
-_PHASES = {
-    "generate": "generate",
-    "score": "score",
-    "logprobs": "log-probs",
-    "init_logprobs": "initial",
-    "train": "train",
-    "critic_wait": "wait: scores",
-    "critic_train_wait": "wait: critic",
-    "refit": "refit",
-}
+_PHASES = ("generate", "score", "logprobs", "init_logprobs", "train", "critic_wait", "critic_train_wait", "refit")
 
 
 def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: dict[str, str]) -> None:
@@ -142,7 +135,7 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
     mean = sum(responses) / len(responses)
     print(f"{cluster.nodes} x {cluster.devices} {device.name} ({device.source})")
     print(f"{len(run.steps[0])} responses per step, of {mean:.0f} tokens on average and {max(responses)} at most\n")
-    rows = [["seconds", "step", *_PHASES.values(), "GB", "engines idle"]]
+    rows = [["seconds", "step", *_PHASES, "GB", "engines idle"]]
     best: dict[tuple[str, int], Prediction] = {}
     for each in found:
         best.setdefault((each[1].strategy, each[1].staleness), each)
@@ -152,9 +145,12 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
         name = plan.strategy + (", staleness 1" if plan.staleness else "")
         rows.append([name, *seconds, f"{fullest / 1e9:.0f}", f"{phases['idle']:.0%}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if found else []:
-        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join([first.strip().ljust(widths[0]), *others]))
+    for first, *others in rows if found else []:
+        print(
+            first.ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)),
+            sep="  ",
+        )
     for strategy, reason in reasons.items():
         print(f"{strategy}: {reason}")
     if found:
@@ -198,11 +194,6 @@ def _line(who: str, fit: Fit | None, used: Mapping[str, float], device: Device) 
     return text + (f"; {', '.join(given)}" if given else "")
 
 
-def _as_json(found: Sequence[Prediction], reasons: dict[str, str]) -> dict[str, Any]:
-    listed = [dataclasses.asdict(plan) | {"seconds": phases, "bytes": memory_of(plan)} for phases, plan in found]
-    return {"plans": listed, "without": reasons}
-
-
 # ---- what is written ----------------------------------------------------------------------------
 
 
@@ -239,7 +230,7 @@ def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str
         "trainer.ppo.estimator": options.estimator,
         "trainer.ppo.num_rollouts_per_prompt": run.group,
         "trainer.ppo.batch_iterator.use_flask": True,
-        "trainer.ppo.reference_policy_placement": saved.placement,
+        "trainer.ppo.reference_policy_placement": "swap" if saved.swap else "resident",
         "trainer.ppo.trt_llm.unload_engine_train": saved.unload and not plan.generating,
         "trainer.ppo.generation.tensor_parallel_size": plan.engine_tp,
         "trainer.ppo.generation.num_slots": plan.slots,
@@ -266,7 +257,7 @@ def _critic_keys(run: Run, critic: Fit) -> dict[str, Any]:
     layout, together = critic.layout, scored_together(critic.layout)
     return _model_keys(run, critic) | {
         "model.offload_adam_states": critic.saved.offload,
-        "model.rm_placement": critic.saved.placement,
+        "model.rm_placement": "swap" if critic.saved.swap else "resident",
         "model.forward_max_tokens_per_micro_batch": pass_tokens(run, layout, together),
         "trainer.ppo.inference_micro_batch_size": together // layout.dp,
     }

@@ -89,19 +89,6 @@ DEVICES = {
 }
 
 
-def device_named(name: str) -> Device:
-    """A device of the tables.
-
-    Raises:
-        UserError: there is none of this name.
-    """
-    if name not in DEVICES:
-        raise UserError(
-            f"no rates of {name!r}: give one of {', '.join(DEVICES)}, or `here`, which measures this machine"
-        )
-    return DEVICES[name]
-
-
 def measured_here(itemsize: int, ranks: int = 1) -> Device:
     """This machine's first GPU, or a rank's share of all cores: large products, and reading far beyond the caches.
 
