@@ -161,7 +161,7 @@ def held_out() -> Any:
 
 def run_of(model: str, rollouts: int, lengths: Lengths, steps: int = 3, update: int = 128) -> Run:
     shape = MODELS[model]
-    return Run(shape, shape, shape, True, draw_steps(PROMPTS, lengths, rollouts, 1, steps), update)
+    return Run(shape, shape, draw_steps(PROMPTS, lengths, rollouts, 1, steps), update)
 
 
 def tail_bound(run: Run) -> float:

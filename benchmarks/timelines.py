@@ -96,7 +96,7 @@ def sizes(args: argparse.Namespace, work: Path, found: list[dict[str, Any]]) -> 
         )
         if device is None:
             device = as_in_run(measured_here(ITEMSIZE), folder / "actor", models.architecture, ITEMSIZE)
-        run = Run(models.architecture, None, None, True, [samples], each[1] // 2, GROUP, PASS_TOKENS, ITEMSIZE)
+        run = Run(models.architecture, None, [samples], each[1] // 2, GROUP, PASS_TOKENS, ITEMSIZE)
         one = plans(run, Cluster(1, 1, device), ["flatten"], [0])[0][0]
         found.append({"point": ":".join(map(str, each)), "measured": typical(steps), "predicted": phases_of(one[0])})
         report(found[-1]["point"], found[-1])
@@ -147,7 +147,7 @@ def placements(args: argparse.Namespace, work: Path, found: list[dict[str, Any]]
         models = make_models(each[0], work / each[0])
         workload, samples = make_workload(each, models, 1)
         shape = models.architecture
-        run = Run(shape, shape, shape, True, [samples], each[1] // 2, 1, PASS_TOKENS, ITEMSIZE)
+        run = Run(shape, shape, [samples], each[1] // 2, 1, PASS_TOKENS, ITEMSIZE)
         lines = []
         for name, (strategy, jobs) in PLACEMENTS.items():
             folder = work / f"{each[0]}_{strategy}_{jobs}"

@@ -60,8 +60,8 @@ ARGUMENTS = {
         *("--layers", "2", "--rounds", "2", "--threads", "1"),
     ],
     "memory.py": [
-        *("--shape", "30m", "--sequences", "3", "--prompts", "90", "100", "--responses", "20", "40", "--threads", "1"),
-        *("--precision", "32", "--cases", "packed", "selective", "full", "padded"),
+        *("--sequences", "8", "--precision", "32", "--threads", "1"),
+        *("--cases", "packed", "selective", "full", "padded"),
     ],
     "scaling.py": ["--parts", "queue"],
     "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],

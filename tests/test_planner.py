@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -288,7 +289,8 @@ def test_rates_as_in_a_run(tmp_path: Path) -> None:
     work = 64 * a.forward_operations(30, 20)
     seconds = {
         "logprobs": work / H100.products / 0.5,
-        "generate": 3 * (40 * model.decode(1, 32, 32 * 20.0) + model.prefill(1, 640)),
+        "generate": 3 * 40 * model.decode(1, 32, 32 * 20.0)
+        + Model(a, device=dataclasses.replace(H100, forward_share=0.5)).prefill(1, 640),
     }
     cfg = load_defaults("gpt_ppo_actor")
     cfg.model.global_batch_size = 32

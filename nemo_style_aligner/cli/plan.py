@@ -20,6 +20,7 @@ Examples:
 """
 
 _JOBS = "A critic with ranks of its own: in the actor's job, or in one of its own, on whole nodes, over HTTP."
+_STALENESS = "To try; 1 needs a lower learning rate. Several times: several."
 _LENGTHS = "lognormal:mean=330,sigma=1,max=2048"
 
 _positive, _path = click.IntRange(min=1), click.Path(path_type=Path)
@@ -49,7 +50,7 @@ def _output(context: click.Context, parameter: click.Parameter, value: Path | No
 @click.option("--micro-batch-tokens", type=_positive, default=8192, help="Of a pass, at most.")
 @click.option("--strategy", "strategies", multiple=True, type=_strategy, help="To try; several times: several.")
 @click.option("--jobs", type=click.Choice(("one", "two")), default="one", help=_JOBS)
-@click.option("--staleness", type=click.IntRange(0, 1), help="To try; 1 needs a lower learning rate.  [default: both]")
+@click.option("--staleness", type=click.IntRange(0, 1), multiple=True, default=(0, 1), help=_STALENESS)
 @click.option("--steps", type=_positive, default=3, help="Steps to simulate.")
 @click.option("--seed", type=int, default=0, help="Of the lengths drawn.")
 @click.option("--as-in", type=_folder, metavar="LOG_DIR", help="Take rates from this actor's run of the same model.")

@@ -46,9 +46,7 @@ class Run:
     """What is to be computed in each step.
 
     Attributes:
-        critic: the critic's shape; None: the estimator needs none.
-        reward: the reward model's; None: rewards are functions.
-        has_reference: whether there is a KL penalty.
+        critic: the shape of critic and reward model; None: the estimator needs no critic, and rewards are functions.
         steps: samples of the steps that are simulated.
         update: samples of an update.
         group: responses to a prompt.
@@ -59,8 +57,6 @@ class Run:
 
     policy: ModelArchitecture
     critic: ModelArchitecture | None
-    reward: ModelArchitecture | None
-    has_reference: bool
     steps: Sequence[Sequence[Sample]]
     update: int
     group: int = 1
@@ -71,6 +67,11 @@ class Run:
     def model(self, shape: ModelArchitecture, device: Device) -> Model:
         """The bytes and seconds of one of its models."""
         return Model(shape, self.itemsize, device=device)
+
+    @property
+    def value_shape(self) -> ModelArchitecture:
+        """Of critic and reward model, where there are any."""
+        return self.critic or self.policy
 
     @property
     def longest(self) -> Sample:
@@ -99,11 +100,6 @@ class Savings:
     granularity: str | None = None
     swap: bool = False
     unload: bool = False
-
-    @property
-    def placement(self) -> str:
-        """Of frozen models, as configs say it."""
-        return "swap" if self.swap else "resident"
 
 
 LADDER = (
@@ -182,7 +178,7 @@ def predicted(run: Run, cluster: Cluster, plan: Candidate) -> dict[str, float]:
 def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
     """A plan as the simulator wants it."""
     policy = run.model(run.policy, cluster.device)
-    scorers = [run.model(shape, cluster.device) for shape in (run.critic, run.reward) if shape is not None]
+    value = run.model(run.value_shape, cluster.device)
     scoring = (plan.critic or plan.actor).layout
     engines = Engines(
         plan.engines,
@@ -193,20 +189,20 @@ def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
     )
 
     def score(samples: Sequence[Sample]) -> float:
-        return sum(model.forward(scoring, samples, run.micro_batch) for model in scorers)
+        return 2 * value.forward(scoring, samples, run.micro_batch) if plan.critic else 0.0  # and the reward model
 
     def costs(samples: Sequence[Sample]) -> StepCosts:
         layout, saved = plan.actor.layout, plan.actor.saved
         forward = policy.forward(layout, samples, run.micro_batch)
         refit = policy.refit(layout, plan.engine_tp, is_apart=plan.generating > 0)
-        swapped = 2 * policy.away(policy.weights(layout)) if saved.swap else 0.0
+        swapped = 2 * policy.weights(layout) / cluster.device.host if saved.swap else 0.0
         return StepCosts(
-            refit=refit + (policy.away(policy.weights(Layout(plan.engine_tp))) if saved.unload else 0.0),
+            refit=refit + (policy.weights(Layout(plan.engine_tp)) / cluster.device.host if saved.unload else 0.0),
             score=0.0 if plan.critic_apart else score(samples),
             logprobs=forward,
-            init_logprobs=forward + swapped if run.has_reference else 0.0,
+            init_logprobs=forward + swapped,
             train=_training(run, policy, plan.actor, samples),
-            train_critic=_training(run, scorers[0], plan.critic, samples) if plan.critic else 0.0,
+            train_critic=_training(run, value, plan.critic, samples) if plan.critic else 0.0,
         )
 
     batch = scored_together(plan.critic.layout) if plan.critic else 1
@@ -231,7 +227,7 @@ def _training(run: Run, model: Model, fit: Fit, samples: Sequence[Sample]) -> fl
     """Seconds of a step's updates, with what saving memory costs: fully recomputed, three passes' work becomes four."""
     seconds = model.training(fit.layout, samples, run.micro_batch, run.update)
     seconds *= {None: 1.0, "selective": 1.03, "full": 4 / 3}[fit.saved.granularity]
-    return seconds + (2 * model.away(model.optimizer(fit.layout)) if fit.saved.offload else 0.0)
+    return seconds + (2 * model.optimizer(fit.layout) / model.device.host if fit.saved.offload else 0.0)
 
 
 # ---- which there are ----------------------------------------------------------------------------
@@ -298,18 +294,16 @@ class _Search:
     def splits(self) -> Iterator[_Split]:
         """All that are tried."""
         run, all_ranks = self.run, self.cluster.nodes * self.cluster.devices
-        critics = {0}
+        critics = [0] if run.critic is None or self.strategy != "interleave" else []
         if run.critic is not None and self.strategy != "flatten":
-            units = {max(1, round(all_ranks / self.unit * share)) for share in (1 / 8, 1 / 4, 1 / 3, 1 / 2)}
-            critics |= {self._usable(run.critic, self.unit * count) for count in units}
-        for critic in sorted(critics - {0} if self.strategy == "interleave" else critics):
+            critics += self._parts(run.critic, all_ranks, self.unit)
+        for critic, tp in itertools.product(critics, (1, 2, 4, 8)):
             ranks = all_ranks - critic
-            for generating in self._set_apart(ranks) if self.strategy == "separate" else (0,):
-                training = ranks - generating if generating else self._usable(run.policy, ranks)
-                for tp in (1, 2, 4, 8):
-                    divides = self.cluster.devices % tp == 0 and (generating or training) % tp == 0
-                    if training and divides and not run.policy.layout_problems(tp, engine_key="engine"):
-                        yield _Split(training, critic, generating, tp)
+            for training in self._training(ranks):
+                generating = ranks - training if self.strategy == "separate" else 0
+                divides = self.cluster.devices % tp == 0 and (generating or training) % tp == 0
+                if divides and not run.policy.layout_problems(tp, engine_key="engine"):
+                    yield _Split(training, critic, generating, tp)
 
     def _layouts(self, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
         """Layouts of a model over so many ranks: those that divide model, machines and updates."""
@@ -318,17 +312,18 @@ class _Search:
             if divides and self.run.update % (ranks // (tp * pp)) == 0 and not shape.layout_problems(tp, pp):
                 yield Layout(tp, pp, ranks // (tp * pp))
 
-    def _usable(self, shape: ModelArchitecture, ranks: int) -> int:
-        """The most of so many ranks, in units, over which the model can be laid out; 0: none."""
+    def _training(self, ranks: int) -> list[int]:
+        """How many of the actor's ranks could train: the most over which the policy can be laid out, or some."""
+        if self.strategy == "separate":
+            return self._parts(self.run.policy, ranks, self.cluster.devices if ranks > self.cluster.devices else 1)
         whole = range(ranks // self.unit * self.unit, 0, -self.unit)
-        return next((n for n in whole if any(self._layouts(shape, n))), 0)
+        return [n for n in whole if any(self._layouts(self.run.policy, n))][:1]
 
-    def _set_apart(self, ranks: int) -> list[int]:
-        """How many of the actor's ranks could generate: about so many that training has an eighth to five eighths."""
-        unit = self.cluster.devices if ranks > self.cluster.devices else 1
-        possible = [n for n in range(unit, ranks, unit) if any(self._layouts(self.run.policy, n))]
+    def _parts(self, shape: ModelArchitecture, ranks: int, unit: int) -> list[int]:
+        """About an eighth to five eighths of the ranks, in units, over which the model can be laid out."""
+        possible = [n for n in range(unit, ranks, unit) if any(self._layouts(shape, n))]
         wanted = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8)
-        return sorted({ranks - min(possible, key=lambda n: abs(n - ranks * share)) for share in wanted if possible})
+        return sorted({min(possible, key=lambda n: abs(n - ranks * share)) for share in wanted if possible})
 
     def fastest(self, split: _Split) -> Candidate:
         """The plan of a split with the layouts that take least time.
@@ -339,8 +334,8 @@ class _Search:
         run, tp, lacking = self.run, split.engine_tp, list[str]()
         policy, samples = self.model(run.policy), run.steps[0]
         critics, slots, used = list[Fit](), 0, dict[str, float]()
-        if split.critic and run.critic is not None:
-            critics = self._fitting(run.critic, split.critic, "critic", self._critic_use, lacking)
+        if split.critic:
+            critics = self._fitting(run.value_shape, split.critic, "critic", self._critic_use, lacking)
         if split.generating:
             slots, used = self._engine_apart(split, lacking)
         use = functools.partial(self._actor_use, split)
@@ -354,10 +349,9 @@ class _Search:
 
         most = max(fit.slots for fit in fits)
         actor = min((fit for fit in fits if fit.slots >= min(most, _ENOUGH_SLOTS)), key=seconds)
-        critic = actor if run.critic is not None else None
-        if critics and run.critic is not None:
-            value = self.model(run.critic)
-            critic = min(critics, key=lambda fit: _training(run, value, fit, samples))
+        critic = None if run.critic is None else actor
+        if critics:
+            critic = min(critics, key=lambda fit: _training(run, self.model(run.value_shape), fit, samples))
         return Candidate(self.strategy, actor, critic, split.generating, tp, slots or actor.slots, 0, used)
 
     def _engine_apart(self, split: _Split, lacking: list[str]) -> tuple[int, dict[str, float]]:
@@ -413,9 +407,9 @@ class _Search:
             "activations": sizes.activations(layout, tokens, saved.granularity) + self.cluster.device.logits,
         }
 
-    def _frozen(self, shape: ModelArchitecture | None, layout: Layout, saved: Savings) -> float:
+    def _frozen(self, shape: ModelArchitecture, layout: Layout, saved: Savings) -> float:
         """Bytes of a model that is not trained, while another one trains."""
-        return 0.0 if shape is None or saved.swap else self.model(shape).weights(layout)
+        return 0.0 if saved.swap else self.model(shape).weights(layout)
 
     def _slots(self, engine_tp: int, engines: int, free: float) -> int:
         """Responses that an engine with so many free bytes on each rank can generate at the same time."""
@@ -427,20 +421,19 @@ class _Search:
 
     def _critic_use(self, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
         """`_Use` of a rank that has only the critic and its reward model."""
-        assert self.run.critic is not None
-        used = self._trained(self.run.critic, layout, saved)
-        return used | {"reward model": self._frozen(self.run.reward, layout, saved)}, _ENOUGH_SLOTS
+        used = self._trained(self.run.value_shape, layout, saved)
+        return used | {"reward model": self._frozen(self.run.value_shape, layout, saved)}, _ENOUGH_SLOTS
 
     def _actor_use(self, split: _Split, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
         """`_Use` of a rank that trains the policy and, unless that is apart, the critic: either rests meanwhile."""
         run, sizes, engine_tp = self.run, self.model(self.run.policy), split.engine_tp
         trained = self._trained(run.policy, layout, saved)
-        used = trained | {"initial policy": self._frozen(run.policy if run.has_reference else None, layout, saved)}
+        used = trained | {"initial policy": self._frozen(run.policy, layout, saved)}
         if run.critic is not None and not split.critic:
             value = self._trained(run.critic, layout, saved)
             more = max(0.0, _in_turn(value, saved) - _in_turn(trained, saved))
             used["critic"] = sum(value.values()) - _in_turn(value, saved) + more
-            used["reward model"] = self._frozen(run.reward, layout, saved)
+            used["reward model"] = self._frozen(run.critic, layout, saved)
         if split.generating:
             return used, _ENOUGH_SLOTS
         engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else sizes.weights(Layout(engine_tp))

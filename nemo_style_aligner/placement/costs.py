@@ -109,14 +109,19 @@ class Model(Sizes):
 
     device: Device = dataclasses.field(kw_only=True)
 
-    def decode(self, tp: int, batch: int, kv_tokens: float) -> float:
-        """Seconds of a pass that extends ``batch`` responses by a token, with ``kv_tokens`` before them in all."""
+    def decode(self, tp: int, batch: float, kv_tokens: float) -> float:
+        """Seconds of a pass that extends ``batch`` responses by a token, with ``kv_tokens`` before them in all.
+
+        GPUs read weights while they compute. A CPU does one after the other, and computes as in `forward`.
+        """
         a, d = self.architecture, self.device
         weights = (a.layer_parameters + a.output_parameters) / tp
         reading = self.itemsize * weights / d.bandwidth
         computing = 2 * weights * batch / d.products
-        keys = self.kv_bytes(tp) * kv_tokens / d.bandwidth
-        return d.decoding_factor * (max(reading, computing) + keys + self._per_layer(tp, batch))
+        beside = self.kv_bytes(tp) * kv_tokens / d.bandwidth + self._per_layer(tp, batch)
+        if d.is_cpu:
+            return d.decoding_factor * (reading + beside) + computing / d.forward_share
+        return d.decoding_factor * (max(reading, computing) + beside)
 
     def prefill(self, tp: int, tokens: float) -> float:
         """Seconds that an engine needs for prompts' tokens."""
@@ -124,7 +129,7 @@ class Model(Sizes):
         sums = 2 * a.num_layers * self._all_reduce(tp, tokens)
         return 2 * a.layer_parameters * tokens / tp / (d.products * d.forward_share) + sums
 
-    def _per_layer(self, tp: int, batch: int) -> float:
+    def _per_layer(self, tp: int, batch: float) -> float:
         return self.architecture.num_layers * (KERNELS_PER_LAYER * self.device.kernel + 2 * self._all_reduce(tp, batch))
 
     def _all_reduce(self, tp: int, tokens: float) -> float:
@@ -198,10 +203,6 @@ class Model(Sizes):
         if layout.pp == 1 and layout.tp == engine_tp:
             return 0.0  # the engine computes with the trainer's weights
         return size * (1 - 1 / layout.pp) / self.device.network + size / self.device.bandwidth
-
-    def away(self, size: float) -> float:
-        """Seconds to bring ``size`` bytes to host memory, or back."""
-        return size / self.device.host
 
 
 def largest_share(work: Sequence[float], ranks: int) -> float:

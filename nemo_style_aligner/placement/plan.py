@@ -1,21 +1,6 @@
 """The plan of a run: which jobs it has, on how many nodes and devices, with which settings, and which serves which.
 
-A plan is a YAML file (docs/launching.md)::
-
-    results_dir: /results/ppo          # each job writes to results_dir/NAME; results_dir/secret is what they share
-    jobs:
-      critic:
-        script: serve_ppo_critic.py    # one in examples/nlp/gpt, or a path
-        serves: actor                  # the actor is told its address; it is ended when the actor has ended
-        devices: 8                     # ranks on each node
-        overrides: {pretrained_checkpoint.restore_from_path: /results/rm.nemo}
-      actor:
-        script: train_gpt_ppo_actor.py
-        nodes: 2
-        devices: 8
-        overrides: {pretrained_checkpoint.restore_from_path: /results/sft.nemo, model.optim.lr: 9e-7}
-
-Launchers print it (`nemo_style_aligner.placement.launch`); none of them changes a job.
+A plan is a YAML file; docs/launching.md has one. Launchers print it (`placement.launch`); none of them changes a job.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from nemo_style_aligner.placement.candidates import (
 )
 from nemo_style_aligner.placement.costs import Sample
 from nemo_style_aligner.placement.plan import Plan, PlannedJob
-from nemo_style_aligner.placement.rates import Device, as_in_run, device_named, measured_here
+from nemo_style_aligner.placement.rates import DEVICES, Device, as_in_run, measured_here
 from nemo_style_aligner.placement.workload import Lengths, draw_steps, find_model
 from nemo_style_aligner.wording import counted
 
@@ -43,9 +43,10 @@ def make_plan(options: SimpleNamespace) -> None:
     """
     run, cluster = _asked(options)
     in_two = options.jobs == "two"
-    found, reasons = plans(run, cluster, options.strategies or STRATEGIES, _staleness(options), in_two_jobs=in_two)
+    found, reasons = plans(run, cluster, options.strategies or STRATEGIES, options.staleness, in_two_jobs=in_two)
     if options.json:
-        print(json.dumps(_as_json(found, reasons), indent=1))
+        listed = [dataclasses.asdict(plan) | {"seconds": phases, "bytes": memory_of(plan)} for phases, plan in found]
+        print(json.dumps({"plans": listed, "without": reasons}, indent=1))
     else:
         _report(run, cluster, found, reasons)
     if options.write:
@@ -55,10 +56,6 @@ def make_plan(options: SimpleNamespace) -> None:
         plan.write(options.write, comment)
         launch = f"nsa launch {options.write} --with slurm"
         print(f"\nwrote {options.write}; with models and data filled in: {launch}", file=sys.stderr)
-
-
-def _staleness(options: SimpleNamespace) -> tuple[int, ...]:
-    return (0, 1) if options.staleness is None else (options.staleness,)
 
 
 def _asked(options: SimpleNamespace) -> tuple[Run, Cluster]:
@@ -90,17 +87,22 @@ def _asked(options: SimpleNamespace) -> tuple[Run, Cluster]:
         read(lambda: Lengths.parse(options.lengths)),
     )
     critic = read(lambda: find_model(options.critic_model or options.model)) if options.estimator == "gae" else None
-    ranks = int(parts[2]) if parts else 1
-    device = read(lambda: measured_here(itemsize, ranks) if kind == "here" else device_named(kind)) if parts else None
+    device = DEVICES.get(kind)
+    if parts and kind == "here":
+        device = measured_here(itemsize, int(parts[2]))
+    elif parts and device is None:
+        problems.append(
+            f"no rates of {kind!r}: give one of {', '.join(DEVICES)}, or `here`, which measures this machine"
+        )
     if options.as_in and policy and device:
         known, shape = device, policy
         device = read(lambda: as_in_run(known, options.as_in, shape, itemsize))
     if problems or not (policy and prompts and responses and parts and device):
         raise UserError("\n  ".join(dict.fromkeys(problems)))
-    count = options.steps + 2 * max(_staleness(options))  # the first and the last are not counted
+    count = options.steps + 2 * max(options.staleness)  # the first and the last are not counted
     steps = draw_steps(prompts, responses, options.rollouts, options.group, count, options.seed)
     batch = (options.global_batch_size, options.group, options.micro_batch_tokens, itemsize)
-    run = Run(policy, critic, critic, True, steps, *batch, Sample(prompts.most, responses.most))
+    run = Run(policy, critic, steps, *batch, Sample(prompts.most, responses.most))
     return run, Cluster(int(parts[1]), int(parts[2]), device)
 
 
@@ -124,16 +126,7 @@ def plans(
 
 # ---- what is printed ----------------------------------------------------------------------------
 
-_PHASES = {
-    "generate": "generate",
-    "score": "score",
-    "logprobs": "log-probs",
-    "init_logprobs": "initial",
-    "train": "train",
-    "critic_wait": "wait: scores",
-    "critic_train_wait": "wait: critic",
-    "refit": "refit",
-}
+_PHASES = ("generate", "score", "logprobs", "init_logprobs", "train", "critic_wait", "critic_train_wait", "refit")
 
 
 def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: dict[str, str]) -> None:
@@ -142,7 +135,7 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
     mean = sum(responses) / len(responses)
     print(f"{cluster.nodes} x {cluster.devices} {device.name} ({device.source})")
     print(f"{len(run.steps[0])} responses per step, of {mean:.0f} tokens on average and {max(responses)} at most\n")
-    rows = [["seconds", "step", *_PHASES.values(), "GB", "engines idle"]]
+    rows = [["seconds", "step", *_PHASES, "GB", "engines idle"]]
     best: dict[tuple[str, int], Prediction] = {}
     for each in found:
         best.setdefault((each[1].strategy, each[1].staleness), each)
@@ -152,9 +145,12 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
         name = plan.strategy + (", staleness 1" if plan.staleness else "")
         rows.append([name, *seconds, f"{fullest / 1e9:.0f}", f"{phases['idle']:.0%}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if found else []:
-        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join([first.strip().ljust(widths[0]), *others]))
+    for first, *others in rows if found else []:
+        print(
+            first.ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)),
+            sep="  ",
+        )
     for strategy, reason in reasons.items():
         print(f"{strategy}: {reason}")
     if found:
@@ -198,11 +194,6 @@ def _line(who: str, fit: Fit | None, used: Mapping[str, float], device: Device) 
     return text + (f"; {', '.join(given)}" if given else "")
 
 
-def _as_json(found: Sequence[Prediction], reasons: dict[str, str]) -> dict[str, Any]:
-    listed = [dataclasses.asdict(plan) | {"seconds": phases, "bytes": memory_of(plan)} for phases, plan in found]
-    return {"plans": listed, "without": reasons}
-
-
 # ---- what is written ----------------------------------------------------------------------------
 
 
@@ -217,7 +208,7 @@ def written_plan(run: Run, cluster: Cluster, options: SimpleNamespace, fastest: 
         jobs["critic"] = PlannedJob("serve_ppo_critic.py", *size, of_critic, serves=["actor"])
     elif plan.critic is not None:
         archives, ranks = f"{archives}, critic.{archives}", ranks + plan.critic_ranks
-        keys |= _keys_of_critic_in_job(run, plan, keys)
+        keys |= _keys_of_critic_in_job(run, plan, plan.critic)
     jobs["actor"] = PlannedJob("train_gpt_ppo_actor.py", *_machines(ranks, cluster), keys)
     lines = [f"Predicted: {phases['step']:.1f} seconds per step on {options.cluster} ({cluster.device.source})."]
     lines += [*picture(plan, cluster), f"Add {archives}, and the actor's model.data.data_prefix."]
@@ -239,8 +230,8 @@ def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str
         "trainer.ppo.estimator": options.estimator,
         "trainer.ppo.num_rollouts_per_prompt": run.group,
         "trainer.ppo.batch_iterator.use_flask": True,
-        "trainer.ppo.reference_policy_placement": saved.placement,
-        "trainer.ppo.trt_llm.unload_engine_train": saved.unload,
+        "trainer.ppo.reference_policy_placement": "swap" if saved.swap else "resident",
+        "trainer.ppo.trt_llm.unload_engine_train": saved.unload and not plan.generating,
         "trainer.ppo.generation.tensor_parallel_size": plan.engine_tp,
         "trainer.ppo.generation.num_slots": plan.slots,
         "trainer.ppo.generation.kv_cache_tokens": max(_length(run), round(plan.slots * run.held_tokens)),
@@ -250,18 +241,15 @@ def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str
     return keys
 
 
-_OF_POLICY = ("model.encoder_seq_length", "trainer.precision")  # also those of a critic in the same job
-
-
-def _keys_of_critic_in_job(run: Run, plan: Candidate, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _keys_of_critic_in_job(run: Run, plan: Candidate, critic: Fit) -> dict[str, Any]:
     """Keys of the actor's config about a critic in its job, with ranks of its own or on those that train."""
-    if plan.critic_apart is not None:
-        own = _critic_keys(run, plan.critic_apart)
-        apart = {f"critic.{key}": value for key, value in own.items() if key not in _OF_POLICY}
-        return {"trainer.ppo.critic_devices": plan.critic_ranks} | apart
-    names = ("global_batch_size", "max_tokens_per_micro_batch", "activations_checkpoint_granularity")
-    shared = {f"critic.model.{name}": keys[f"model.{name}"] for name in names}
-    return {"placement": plan.strategy, "critic.model.rm_placement": plan.actor.saved.placement} | shared
+    of_policy = {"model.encoder_seq_length", "trainer.precision"}
+    if plan.critic_apart is None:
+        of_policy |= {f"model.{name}" for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+        of_policy |= {"model.sequence_parallel", "trainer.ppo.inference_micro_batch_size"}
+    keys = {f"critic.{key}": value for key, value in _critic_keys(run, critic).items() if key not in of_policy}
+    where = {"trainer.ppo.critic_devices": plan.critic_ranks} if plan.critic_apart else {"placement": plan.strategy}
+    return keys | where
 
 
 def _critic_keys(run: Run, critic: Fit) -> dict[str, Any]:
@@ -269,7 +257,7 @@ def _critic_keys(run: Run, critic: Fit) -> dict[str, Any]:
     layout, together = critic.layout, scored_together(critic.layout)
     return _model_keys(run, critic) | {
         "model.offload_adam_states": critic.saved.offload,
-        "model.rm_placement": critic.saved.placement,
+        "model.rm_placement": "swap" if critic.saved.swap else "resident",
         "model.forward_max_tokens_per_micro_batch": pass_tokens(run, layout, together),
         "trainer.ppo.inference_micro_batch_size": together // layout.dp,
     }

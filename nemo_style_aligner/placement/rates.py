@@ -42,12 +42,13 @@ class Device:
         products: floating-point operations per second of large products of matrices.
         kernel: seconds that a kernel takes at least, beyond its reading or computing.
         forward_share, training_share: of ``products``, what passes forward, and forward and backward, reach.
-        decoding_factor: times the seconds of a pass in decoding that follow from these.
+        decoding_factor: times the seconds of a pass in decoding that follow from these; on a CPU without computing.
         all_reduce: seconds by bytes, between devices of one machine; () where ranks are on their own.
         network: bytes per second of each device, between machines.
         host: bytes per second between device and host memory.
         reserved: bytes that no model gets: the driver's, libraries', fragments.
         logits: bytes of a chunk of logits (docs/performance.md, Memory).
+        is_cpu: cores, which do not compute while they wait for memory.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Device:
     host: float = 55e9
     reserved: float = 4e9
     logits: float = 768 << 20
+    is_cpu: bool = False
 
     def all_reduce_seconds(self, size: float) -> float:
         """Seconds to add up ``size`` bytes over the devices of a tensor-parallel group, along the curve."""
@@ -87,19 +89,6 @@ DEVICES = {
 }
 
 
-def device_named(name: str) -> Device:
-    """A device of the tables.
-
-    Raises:
-        UserError: there is none of this name.
-    """
-    if name not in DEVICES:
-        raise UserError(
-            f"no rates of {name!r}: give one of {', '.join(DEVICES)}, or `here`, which measures this machine"
-        )
-    return DEVICES[name]
-
-
 def measured_here(itemsize: int, ranks: int = 1) -> Device:
     """This machine's first GPU, or a rank's share of all cores: large products, and reading far beyond the caches.
 
@@ -121,7 +110,7 @@ def measured_here(itemsize: int, ranks: int = 1) -> Device:
         return Device("here", "measured on this machine", torch.cuda.mem_get_info()[1], bandwidth, products, 4e-6)
     source = f"measured on this machine, shared by {counted(ranks, 'ranks')}"
     rates = (available_memory() / ranks, bandwidth / ranks, products / ranks)
-    return Device("here", source, *rates, 0.0, all_reduce=_GLOO, reserved=5e8, logits=64 << 20)
+    return Device("here", source, *rates, 0.0, all_reduce=_GLOO, reserved=5e8, logits=64 << 20, is_cpu=True)
 
 
 def _best(action: Callable[[], object], is_gpu: bool) -> float:
@@ -180,18 +169,24 @@ def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, itemsize
     passed = model.forward(layout, samples, tokens)
     trained = model.training(layout, samples, tokens, update)
     updates = len(samples) // update * model.update(layout)
-    generation = cfg.trainer.ppo.generation.tensor_parallel_size or tp
-    engines = (apart.get(ROLLOUT) or ranks) // generation
-    passes, slots = typical("generation/passes") / engines, typical("generation/active_slots")
-    decoded = passes * model.decode(generation, round(slots), slots * (prompt + response / 2))
-    decoded += model.prefill(generation, typical("generation/prompt_tokens_computed") / engines)
-    return dataclasses.replace(
+    found = dataclasses.replace(
         device,
         source=f"{device.source}; shares as in {log_dir}",
         forward_share=device.forward_share * passed / typical(f"{timer}logprobs"),
         training_share=device.training_share * (trained - updates) / (typical("timers/step/train_time") - updates),
-        decoding_factor=device.decoding_factor * typical(f"{timer}generate") / decoded,
     )
+    generation = cfg.trainer.ppo.generation.tensor_parallel_size or tp
+    engines = (apart.get(ROLLOUT) or ranks) // generation
+    passes, slots = typical("generation/passes") / engines, typical("generation/active_slots")
+
+    def generated(factor: float) -> float:
+        as_there = Model(policy, itemsize, device=dataclasses.replace(found, decoding_factor=factor))
+        prompts = as_there.prefill(generation, typical("generation/prompt_tokens_computed") / engines)
+        return prompts + passes * as_there.decode(generation, slots, slots * (prompt + response / 2))
+
+    beside = generated(0.0)  # on which the factor has no influence
+    factor = (typical(f"{timer}generate") - beside) / (generated(1.0) - beside)
+    return dataclasses.replace(found, decoding_factor=max(0.0, factor))
 
 
 def _config_of(log_dir: Path) -> DictConfig:
