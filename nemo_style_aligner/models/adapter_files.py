@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,13 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "monteclora_config": (None,),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others are beside a changed W
 }
+# Those that change nothing in what the tensors mean, whatever their value; tensors of other kinds are refused by name.
+_UNREAD = (
+    "r lora_alpha lora_dropout target_modules exclude_modules target_parameters layers_to_transform layers_pattern "
+    "modules_to_save trainable_token_indices task_type inference_mode auto_mapping peft_version revision "
+    "base_model_name_or_path megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
+    "velora_config runtime_config ensure_weight_tying qalora_group_size"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,14 +148,30 @@ def adapter_identity(path: Path) -> str:
 
 
 def _peft_kind(path: Path) -> AdapterKind:
-    config = read_json(path / PEFT_CONFIG)
+    config = _peft_config(path)
     if odd := {key: config[key] for key, plain in _PLAIN.items() if key in config and config[key] not in plain}:
         shown = ", ".join(f"{key}={value}" for key, value in odd.items())
         raise ValueError(f"{path}/{PEFT_CONFIG}: {shown} is not supported: merge it into its model with PEFT instead")
+    if unknown := [key for key, value in config.items() if value and key not in (*_UNREAD.split(), *_PLAIN)]:
+        warn_for_all_ranks(
+            logger, "%s/%s: %s is not known here, and not heeded", path, PEFT_CONFIG, some_of(sorted(unknown))
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"{path}/{PEFT_CONFIG}: r={rank}: the rank should be a whole number above 0")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise ValueError(f"{path}/{PEFT_CONFIG}: lora_alpha={alpha}: it should be a number above 0")
+    return AdapterKind(path, rank, float(alpha))
+
+
+def _peft_config(path: Path) -> dict[str, Any]:
     try:
-        return AdapterKind(path, int(config["r"]), float(config["lora_alpha"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}/{PEFT_CONFIG} is not PEFT's config of LoRA: {error!r}") from error
+        config = read_json(path / PEFT_CONFIG)
+    except ValueError as error:
+        raise ValueError(f"{path}/{PEFT_CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}/{PEFT_CONFIG} is not PEFT's config of LoRA: it should be an object")
+    return config
 
 
 def read_adapter(kind: AdapterKind) -> dict[str, torch.Tensor]:
@@ -195,7 +219,22 @@ def _read_peft(path: Path) -> dict[str, torch.Tensor]:
                 f"{path / _PEFT_WEIGHTS} has {stored_name}, which is no adapter of a linear layer: merge it into its "
                 "model with PEFT instead"
             )
+    _require_whole(path, tensors)
     return tensors
+
+
+def _require_whole(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what would load and add something else than was trained: halves of adapters, NaN, targets left out."""
+    names = {key.removeprefix(ADAPTER_PREFIX) for key in tensors if key.startswith(ADAPTER_PREFIX)}
+    layers = sorted({name.removesuffix(A_WEIGHT).removesuffix(B_WEIGHT) for name in names})
+    targets = _peft_config(path).get("target_modules")
+    listed = targets if isinstance(targets, list) else []  # else a pattern
+    lacking = [layer + end for layer in layers for end in (A_WEIGHT, B_WEIGHT) if layer + end not in names]
+    lacking += [str(target) for target in listed if not any(f".{layer}".endswith(f".{target}") for layer in layers)]
+    broken = [key for key, tensor in tensors.items() if not tensor.isfinite().all()]
+    if lacking or broken or not layers:
+        problem = f"lacks {some_of(lacking)}" if lacking else f"has NaN or Inf in {some_of(broken)}"
+        raise ValueError(f"{path / _PEFT_WEIGHTS} {problem if layers else 'holds no adapters'}: write or copy it again")
 
 
 def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:
