@@ -298,8 +298,11 @@ B_OF_Q = A_OF_Q.replace("lora_A", "lora_B")
         ({}, {B_OF_Q: None}, "lacks model.layers.0.self_attn.q_proj.lora_B.weight: write or copy it again"),
         ({}, {A_OF_Q: None}, "lacks model.layers.0.self_attn.q_proj.lora_A.weight"),
         ({"target_modules": ["q_proj", "k_proj"]}, {}, "lacks k_proj"),
-        ({}, {A_OF_Q: None, B_OF_Q: None}, "holds no adapters"),
-        ({}, {A_OF_Q: torch.full((4, 8), math.nan)}, "has NaN or Inf in"),
+        ({}, {A_OF_Q: None, B_OF_Q: None}, "lacks q_proj"),
+        ({"target_modules": "all-linear"}, {A_OF_Q: None, B_OF_Q: None}, "holds no adapters"),
+        ({}, {A_OF_Q: torch.full((4, 8), math.nan)}, "has NaN, Inf or integers in model.layers.0"),
+        ({}, {A_OF_Q: torch.ones(4, 8, dtype=torch.int32)}, "has NaN, Inf or integers in"),
+        ({"r": 8}, {}, "has another rank than r=8 in model.layers.0.self_attn.q_proj.lora_A.weight"),
         ({}, {"base_model.model.lm_head.weight": torch.ones(8, 8)}, "lm_head.weight, which is no adapter of a linear"),
     ],
 )

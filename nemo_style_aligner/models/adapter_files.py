@@ -182,7 +182,7 @@ def read_adapter(kind: AdapterKind) -> dict[str, torch.Tensor]:
         ValueError: of PEFT's: not a whole file, or what no adapter consists of.
     """
     if not kind.model:
-        return _read_peft(kind.path)
+        return _read_peft(kind)
     folder = WEIGHTS
     if is_training_checkpoint(kind.path):
         folder = STATE
@@ -200,7 +200,8 @@ def read_adapter(kind: AdapterKind) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read_peft(path: Path) -> dict[str, torch.Tensor]:
+def _read_peft(kind: AdapterKind) -> dict[str, torch.Tensor]:
+    path = kind.path
     try:
         stored = load_file(path / _PEFT_WEIGHTS)
     except FileNotFoundError:
@@ -219,22 +220,32 @@ def _read_peft(path: Path) -> dict[str, torch.Tensor]:
                 f"{path / _PEFT_WEIGHTS} has {stored_name}, which is no adapter of a linear layer: merge it into its "
                 "model with PEFT instead"
             )
-    _require_whole(path, tensors)
+    _require_whole(kind, tensors)
     return tensors
 
 
-def _require_whole(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _require_whole(kind: AdapterKind, tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse what would load and add something else than was trained: halves of adapters, NaN, targets left out."""
-    names = {key.removeprefix(ADAPTER_PREFIX) for key in tensors if key.startswith(ADAPTER_PREFIX)}
-    layers = sorted({name.removesuffix(A_WEIGHT).removesuffix(B_WEIGHT) for name in names})
-    targets = _peft_config(path).get("target_modules")
-    listed = targets if isinstance(targets, list) else []  # else a pattern
-    lacking = [layer + end for layer in layers for end in (A_WEIGHT, B_WEIGHT) if layer + end not in names]
-    lacking += [str(target) for target in listed if not any(f".{layer}".endswith(f".{target}") for layer in layers)]
-    broken = [key for key, tensor in tensors.items() if not tensor.isfinite().all()]
-    if lacking or broken or not layers:
-        problem = f"lacks {some_of(lacking)}" if lacking else f"has NaN or Inf in {some_of(broken)}"
-        raise ValueError(f"{path / _PEFT_WEIGHTS} {problem if layers else 'holds no adapters'}: write or copy it again")
+    adapters = {key.removeprefix(ADAPTER_PREFIX): t for key, t in tensors.items() if key.startswith(ADAPTER_PREFIX)}
+    layers = sorted({name.removesuffix(A_WEIGHT).removesuffix(B_WEIGHT) for name in adapters})
+    config = _peft_config(kind.path)
+    targets = config.get("target_modules")
+    listed = targets if isinstance(targets, list) and not config.get("exclude_modules") else []  # else a pattern
+    absent = [str(target) for target in listed if not any(f".{layer}".endswith(f".{target}") for layer in layers)]
+    problems = {
+        "lacks": [la + end for la in layers for end in (A_WEIGHT, B_WEIGHT) if la + end not in adapters] + absent,
+        "has NaN, Inf or integers in": [
+            name for name, t in adapters.items() if not (t.is_floating_point() and t.float().isfinite().all())
+        ],
+        f"has another rank than r={kind.rank} in": [
+            name for name, t in adapters.items() if kind.rank not in t.shape[1 if name.endswith(B_WEIGHT) else 0 :][:1]
+        ],
+    }
+    for problem, names in problems.items():
+        if names:
+            raise ValueError(f"{kind.path / _PEFT_WEIGHTS} {problem} {some_of(names)}: write or copy it again")
+    if not layers:
+        raise ValueError(f"{kind.path / _PEFT_WEIGHTS} holds no adapters")
 
 
 def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:
