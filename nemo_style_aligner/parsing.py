@@ -37,19 +37,31 @@ def read_bytes(stream: IO[bytes], what: str, limit: int = MAX_BYTES) -> bytes:
     return content
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, *, unique: bool = False) -> Any:
     """As `json.loads`, within limits.
+
+    Args:
+        unique: refuse objects with a key twice, of which `json.loads` silently keeps the last.
 
     Raises:
         ValueError: not JSON (`json.JSONDecodeError`); more than 100 levels of lists and objects; a number of thousands
             of digits.
     """
     try:
-        content = json.loads(text)  # Python itself refuses numbers of more than 4300 digits
+        # Python itself refuses numbers of more than 4300 digits.
+        content = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise _too_deep() from None
     if text.count("[") + text.count("{") > _MAX_DEPTH and _is_deeper(content, _MAX_DEPTH):
         raise _too_deep()
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"an object has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
     return content
 
 

@@ -118,18 +118,20 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
     fingerprint, longest = base.tokenizer.fingerprint(), train_prompts.longest + MAX_NEW_TOKENS
     scorer.wait_until_ready(60, SequencesToScore(longest, base.tokenizer.vocab_size, fingerprint))
     collector = RolloutCollector(
-        build_generator(cfg, model, base.tokenizer, longest, queue), scorer, base.tokenizer, str,
+        build_generator(cfg, model, base.tokenizer, longest, queue), scorer, base.tokenizer,
+        lambda ids: " " * (len(ids) == MAX_NEW_TOKENS) or str(ids),  # the longest responses count as empty
         scoring_batch_size=way.scoring_batch,
     )  # fmt: skip
     collector.generator.refit(model, 3)
     for step in range(2):  # a second round must find the queue ready for it
         prompts = train_prompts.batch(step * NUM_SAMPLES)
-        collected, _ = collector.collect(
+        collected, metrics = collector.collect(
             prompts, 1, functools.partial(collector.generator.generate, prompts, SEED + step)
         )
         rollouts = collected.dealt([range(NUM_SAMPLES)], lambda length, _: length)
         scores, values = collected.wait_for_rewards(), collected.column("values", rollouts)
     responses = rollouts.response_lengths
+    assert metrics["empty_responses"] == (responses == MAX_NEW_TOKENS).double().mean()
     flat = {
         "tokens": rollouts.on_first_rank(rollouts.tokens, rollouts.lengths),
         "engine_logprobs": rollouts.on_first_rank(rollouts.engine_logprobs, responses),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_wrong(response: str, answer: Any, rule: str | None) -> None:
 
 
 def test_what_cannot_be_compared_is_said() -> None:
-    for answer in (None, True, [], {"a": 1}, [None]):
+    for answer in (None, True, [], {"a": 1}, [None], " ", math.nan):
         assert "'answer' should be a text, a number or a list" in str(problem_of(line(answer, None)))
     for rule in ("regex", "after ", "Boxed"):
         assert "'answer_extraction' should be 'whole', 'after MARKER'" in str(problem_of(line("7", rule)))

@@ -87,6 +87,7 @@ def test_read_jsonl_keeps_order_and_places(tmp_path: Path) -> None:
         ('{"text": null}', "'text' should be a string, not null"),
         ('{"text": ""}', "'text' is empty"),
         (r'{"text": "a\ud800"}', r"'text' holds an unpaired surrogate, '\\ud800'"),
+        ('{"text": "a", "text": "b"}', "cannot be read: an object has the key 'text' twice"),
         ('{"text": "a", "n": 1' + "0" * 5000 + "}", "cannot be read"),
         ('{"text": "a", "n": ' + "[" * 10**5 + "}", "cannot be read"),
     ],

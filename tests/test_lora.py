@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import sys
 import tarfile
@@ -15,11 +17,13 @@ import transformers
 from conftest import Artefacts
 from job_processes import ROOT, run, script, stored_weights
 from multirank_lora import ALPHA, ARCHITECTURE, DROPPING, LAYOUTS, LR, OPTIM, PEFT, RANK, UPDATES, batch
+from safetensors.torch import save_file
 from small_models import TensorSource
 from trained_models import ARCHITECTURES, logprobs, make_actor, policy_batch, tokens
 
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
+from nemo_style_aligner.models.adapter_files import adapter_kind, read_adapter
 from nemo_style_aligner.models.conversion import adapter_to_nemo, adapter_to_peft, checkpoint_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
@@ -276,9 +280,39 @@ def test_adapters_in_and_out_of_peft(sft: Path, artefacts: Artefacts) -> None:
     with torch.no_grad():
         expected = own(tokens).logits
         torch.testing.assert_close(load(sft / "own-hf")(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-    # A W that another start has changed is not the base's.
-    config_file = sft / "own" / "adapter_config.json"
-    written = json.loads(config_file.read_text())
-    config_file.write_text(json.dumps(written | {"init_lora_weights": "pissa"}))
-    with pytest.raises(ValueError, match="init_lora_weights=pissa is not supported: merge it into its model with PEFT"):
-        adapter_to_nemo(sft / "own", sft / "none.nemo", torch.float32, base=artefacts.base)
+
+
+A_OF_Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+B_OF_Q = A_OF_Q.replace("lora_A", "lora_B")
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "problem"),
+    [
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights=pissa is not supported: merge it into its model with"),
+        ({"use_rslora": True}, {}, "use_rslora=True is not supported"),
+        ({"r": 0}, {}, "r=0: the rank should be a whole number above 0"),
+        ({"r": "4"}, {}, "r=4: the rank should be a whole number"),
+        ({"lora_alpha": 0}, {}, "lora_alpha=0: it should be a number above 0"),
+        ({"lora_alpha": math.nan}, {}, "lora_alpha=nan: it should be"),
+        ({}, {B_OF_Q: None}, "lacks model.layers.0.self_attn.q_proj.lora_B.weight: write or copy it again"),
+        ({}, {A_OF_Q: None}, "lacks model.layers.0.self_attn.q_proj.lora_A.weight"),
+        ({"target_modules": ["q_proj", "k_proj"]}, {}, "lacks k_proj"),
+        ({}, {A_OF_Q: None, B_OF_Q: None}, "lacks q_proj"),
+        ({"target_modules": "all-linear"}, {A_OF_Q: None, B_OF_Q: None}, "holds no adapters"),
+        ({}, {A_OF_Q: torch.full((4, 8), math.nan)}, "has NaN, Inf or integers in model.layers.0"),
+        ({}, {A_OF_Q: torch.ones(4, 8, dtype=torch.int32)}, "has NaN, Inf or integers in"),
+        ({"r": 8}, {}, "has another rank than r=8 in model.layers.0.self_attn.q_proj.lora_A.weight"),
+        ({}, {"base_model.model.lm_head.weight": torch.ones(8, 8)}, "lm_head.weight, which is no adapter of a linear"),
+    ],
+)
+def test_adapters_that_would_add_something_else_are_refused(
+    config: dict[str, Any], tensors: dict[str, torch.Tensor | None], problem: str, tmp_path: Path
+) -> None:
+    """None stands for a tensor that is missing."""
+    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(plain | config))
+    whole: dict[str, Any] = {A_OF_Q: torch.ones(4, 8), B_OF_Q: torch.ones(8, 4)} | tensors
+    save_file({k: tensor for k, tensor in whole.items() if tensor is not None}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        read_adapter(adapter_kind(tmp_path))

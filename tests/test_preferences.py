@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,6 +292,50 @@ def test_pairs_that_are_none_are_told(tokenizer: Tokenizer, tmp_path: Path, capl
     assert "in 1 of 1 pairs, the chosen and the rejected response are to different prompts" in caplog.text
 
 
+PAIR = {"prompt": "Q a:", "chosen": " bc", "rejected": " de"}
+ASKED, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept", "message"),
+    [
+        ([PAIR, PAIR | {"chosen": ""}], 1, "dropped 1 of 2 pairs: with an empty response"),
+        ([PAIR, PAIR | {"chosen": " "}], 2, "1 responses are empty: leave their lines out"),
+        ([PAIR, PAIR | {"prompt": None}], 2, "1 of 2 pairs do not say where their responses begin"),
+        ([PAIR | {"chosen_reward": 3, "rejected_reward": 1}, PAIR], 2, "in 1 of 2 pairs, a reward is missing"),
+        ([PAIR | {"context": "zz"}], 1, "lines have 'context' (1 of them), which the text does not have"),
+    ],
+)
+def test_what_changes_on_its_way_in_is_told(
+    lines: list[dict[str, Any]],
+    kept: int,
+    message: str,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert len(pairs(tmp_path, tokenizer, *lines)) == kept
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (PAIR | {"rejected": [ANSWER]}, "'chosen' and 'rejected' should both be texts"),
+        (PAIR | {"chosen_response": "x", "rejected_response": "y"}, "'chosen' and 'chosen_response' may be different"),
+        ({"prompt": [ASKED, ANSWER], "chosen": [ANSWER], "rejected": [ANSWER]}, "would be a second answer"),
+        ({"system": "SYS", "chosen": "SYS b", "rejected": "c"}, "'system' is no part of the text"),
+        (PAIR | {"chosen_reward": 10**400}, "'chosen_reward' should be a finite number, not 1000"),
+        (PAIR | {"chosen": "", "rejected": "x"}, "all 1 pairs are with an empty response"),
+    ],
+)
+def test_pairs_that_cannot_be_meant_are_refused(
+    line: dict[str, Any], message: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        pairs(tmp_path, tokenizer, line)
+
+
 def test_conversations_are_rendered_by_the_template(files: Path, tmp_path: Path) -> None:
     tokenizer = load_nemo_tokenizer(files / "base.nemo")
     tokenizer.chat_template = CHATML
@@ -332,6 +377,8 @@ def test_judged_responses_and_their_mismatches(files: Path, tokenizer: Tokenizer
     for line, text in zip(trl, texts, strict=True):
         assert text.startswith(line["prompt"]) and len(text) == 6 and line["completion"][:2] != text[4:]
     assert len({text[4:] for text in texts}) == 5  # each response once
+    with pytest.raises(DataError, match="KTO needs two responses at least"):
+        MismatchedDataset([data[0]], seed=1, seq_length=6)
 
 
 @pytest.mark.parametrize(
@@ -341,13 +388,15 @@ def test_judged_responses_and_their_mismatches(files: Path, tokenizer: Tokenizer
         ({"prompt": "a", "response": "b", "preference": "good"}, "'preference' is 'good'"),
         ({"prompt": "", "completion": "b", "label": True}, "'prompt' is missing or empty"),
         ({"prompt": "a", "label": True}, "key 'completion' is missing"),
+        ({"prompt": "a", "completion": "b", "response": "c", "label": True}, "may be different ones: remove one"),
+        ({"prompt": "a", "completion": "", "label": True}, "all 1 responses are with an empty response"),
     ],
 )
 def test_judged_lines_that_say_something_else_are_refused(
     line: dict[str, Any], message: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
-    with pytest.raises(DataError, match=r"lines.jsonl:1: ") as raised:
+    with pytest.raises(DataError, match=r"lines.jsonl:(1:)? ") as raised:
         JudgedDataset([tmp_path / "lines.jsonl"], tokenizer, SETTINGS)
     assert message in str(raised.value)
 

@@ -29,7 +29,7 @@ from nemo_style_aligner.services.http_server import ConnectionLimits
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE = infer_body([[1, 2]], [2])
-HEAD = b"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n"
+HEAD = b"POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"
 
 
 def connect(port: int) -> socket.socket:
@@ -103,7 +103,7 @@ def test_a_client_that_does_not_read_its_answers_is_cut_off() -> None:
         connection.settimeout(60)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             while True:
-                connection.sendall(b"GET /v2/models/critic_infer/config HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+                connection.sendall(b"GET /v2/models/critic_infer/config HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
         outputs(post(server, "critic_infer", ONE))
 
 
@@ -143,7 +143,7 @@ def test_requests_half_sent_by_strangers_make_room_for_new_ones() -> None:
 def test_without_descriptors_new_connections_wait_and_others_are_served(caplog: pytest.LogCaptureFixture) -> None:
     """One line says what to do; as soon as there are descriptors again, who waited is answered."""
     server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, max_body_bytes=1000, name="the test")
-    request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
 
@@ -216,7 +216,7 @@ def test_http_that_cannot_be_read_is_refused_in_json() -> None:
             (b"nonsense\r\n\r\n", b"400", b"error"),
             (b"GET / HTTP/1.1\r\nBad Header\r\n\r\n", b"400", b"header"),
             (b"GET / HTTP/1.1\r\nContent-Length: " + b"1" * 5000 + b"\r\n\r\n", b"400", b"Content-Length"),
-            (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 300000 + b"\r\n\r\n", b"431", b"header"),
+            (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 300000 + b"\r\n\r\n", b"431", b"header"),
             (HEAD % 2**60 + b"\r\n", b"413", b"larger than 1073741824 bytes"),
             (HEAD % 2**60 + b"Expect: 100-continue\r\n\r\n", b"413", b"larger than 1073741824 bytes"),
         ):
@@ -349,7 +349,7 @@ def test_streams_go_out_as_they_are_made_and_show_when_they_break_off() -> None:
     guarded = http_server.WsgiServer(
         app, "127.0.0.1", 0, max_body_bytes=1000, name="test", token="secret", is_open=lambda path: True
     )
-    ask = "GET /{} HTTP/1.{}\r\nHost: test\r\n\r\n"
+    ask = "GET /{} HTTP/1.{}\r\nHost: localhost\r\n\r\n"
     with connect(server.port) as new, connect(server.port) as old, connect(guarded.port) as stranger:
         for connection, version in ((new, 1), (old, 0), (stranger, 1)):
             connection.sendall(ask.format("good", version).encode())
@@ -421,3 +421,13 @@ def test_sigterm_under_load_finishes_what_was_taken(tmp_path: Path) -> None:
             process.kill()
     assert outcomes.count("200") >= 20
     assert set(outcomes) <= {"200", "503", "refused"}, set(outcomes)
+
+
+def test_without_a_secret_names_of_other_sites_are_not_answered() -> None:
+    """A page of such a site reaches the port, as the browser takes it for the site's own."""
+    server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, max_body_bytes=1000, name="test")
+    names = {"localhost:1": 200, "127.0.0.1": 200, "[::1]:9": 200, "evil.example:80": 403, "localhost.evil.ex": 403}
+    for name, status in names.items():
+        reply = requests.get(f"http://127.0.0.1:{server.port}", headers={"Host": name}, timeout=20)
+        assert reply.status_code == status, name
+    server.stop()

@@ -198,6 +198,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [[1, 2], []]}, "prompt"),
     ({"n": 100000}, "n"),
     ({"best_of": 4}, "best_of"),
+    ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options"),
 ]
 
 
@@ -256,7 +257,8 @@ def test_who_may_ask_and_what_is_there(client: openai.OpenAI, server: str) -> No
     known = {"Authorization": f"Bearer {KEY}"}
     plain = requests.post(f"{server}/v1/completions", data="{}", headers=known, timeout=10)
     assert plain.status_code == 415  # what a page of another site can send without asking
-    for message in ({"role": "user"}, "text", {"role": "user", "content": [{"type": "image_url"}]}):
+    user = {"role": "user", "content": "a"}
+    for message in ({"role": "user"}, "text", user | {"content": [{"type": "image_url"}]}, user | {"name": "Bob"}):
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model="tiny", messages=[message])  # type: ignore[list-item]
         assert caught.value.param == "messages"

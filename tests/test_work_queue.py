@@ -171,7 +171,7 @@ def test_the_token_is_needed() -> None:
             client(server, token="wrong").take(1)
         assert client(server, token="s3cret").take(1) == [1]
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
-            stranger.sendall(b"PUT /get_idx HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+            stranger.sendall(b"PUT /get_idx HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
             assert stranger.recv(100).startswith(b"HTTP/1.1 401")  # the body is not waited for, nor stored
         assert requests.get(f"http://127.0.0.1:{server.port}/health", timeout=10).status_code == 200
 
@@ -198,7 +198,7 @@ def test_malformed_requests_are_refused(body: Any) -> None:
 def test_a_client_that_does_not_read_holds_up_nobody() -> None:
     with serve(range(10**15, 10**15 + 60000)) as server, socket.create_connection(("127.0.0.1", server.port)) as deaf:
         body = json.dumps({"batch_size": 60000, "worker": "deaf", "request": 1}).encode()
-        head = f"PUT /get_idx HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"PUT /get_idx HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         deaf.sendall((head.encode() + body) * 40)  # 40 MiB of answers
         assert put(server, "/get_idx", {"batch_size": 1}).json() == []
 

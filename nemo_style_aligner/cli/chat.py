@@ -131,6 +131,8 @@ class Chat:
                 line = input("> " if is_terminal else "").strip()
             except EOFError:
                 return
+            except UnicodeDecodeError as error:
+                raise UserError(f"what is said is not in UTF-8: {error}") from error
             except KeyboardInterrupt:
                 click.echo()
                 continue

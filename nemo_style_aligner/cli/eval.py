@@ -46,6 +46,7 @@ def _output(context: click.Context, parameter: click.Parameter, value: Path | No
 
 
 _path: Any = click.Path(path_type=Path)
+_positive: Any = click.FloatRange(min=0, min_open=True)
 _data: Any = click.Path(exists=True, dir_okay=False, path_type=Path)
 _file: Any = click.Path(dir_okay=False, path_type=Path)
 _count = click.IntRange(min=1)
@@ -63,7 +64,7 @@ _count = click.IntRange(min=1)
 @click.option("-k", type=_count, multiple=True, help="pass@K; may be given again.  [default: --samples]")
 @click.option("--math", is_flag=True, help="An answer is also right if math-verify says so.")
 @click.option("--greedy", is_flag=True, help="Take the most likely tokens instead of sampling.")
-@click.option("--temperature", type=float, default=1.0, help="Of sampling; lower is closer to greedy.")
+@click.option("--temperature", type=_positive, default=1.0, help="Of sampling; lower is closer to --greedy.")
 @click.option("--max-length", type=_count, help="Of a response, in tokens.  [default: 128, or half of the positions]")
 @click.option("--end-strings", multiple=True, help="Ends a response, besides what the model has learnt.")
 @click.option("--add-bos/--no-add-bos", default=None, help="BOS before each text.  [default: as the model was trained]")

@@ -17,6 +17,7 @@ their ends.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -67,13 +68,17 @@ def problem_of(line: Mapping[str, Any]) -> str | None:
     if ANSWER not in line:
         return f"key {ANSWER!r} is missing (a text, a number or a list of them); the keys are {', '.join(line)}"
     answers = line[ANSWER] if isinstance(line.get(ANSWER), list) else [line.get(ANSWER)]
-    if not answers or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
+    if not answers or not all(map(_is_answer, answers)):
         return f"{ANSWER!r} should be a text, a number or a list of them, not {line.get(ANSWER)!r:.60}"
     rule = line.get(EXTRACTION)
     is_known = isinstance(rule, str) and (rule in ("whole", "boxed", "last number") or bool(_marker(rule)))
     if rule is not None and not is_known:
         return f"{EXTRACTION!r} should be 'whole', 'after MARKER', 'boxed' or 'last number', not {rule!r:.60}"
     return None
+
+
+def _is_answer(value: Any) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else type(value) in (int, float) and abs(value) < math.inf
 
 
 def _marker(rule: str) -> str:

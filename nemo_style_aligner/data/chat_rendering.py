@@ -52,8 +52,8 @@ class ChatRenderer:
         markers: NeMo's, in place of the template; None: those that the model was trained with, without a template.
 
     Attributes:
-        counts: "conversations", and those "divided" into several examples; ("end", text) of an answer, if it is no stop
-            token of the tokenizer; ("read as", role, other role).
+        counts: "conversations", and those "divided" into several examples; "blank" answers; ("end", text) of an answer,
+            if it is no stop token of the tokenizer; ("read as", role, other role).
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: ChatPromptTokens | None = None) -> None:
@@ -75,6 +75,7 @@ class ChatRenderer:
             DataError: a part of the conversation would be left out, or it cannot be rendered.
         """
         self.counts["conversations"] += 1
+        self.counts["blank"] += sum(turn.is_target and turn.is_blank for turn in conversation.turns)
         if self.markers is not None:
             texts = [self._in_markers(record, conversation, self.markers)]
         else:

@@ -49,6 +49,11 @@ class Turn:
     label: str | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing is said."""
+        return not (self.content or "").strip() and not any(map(self.extras.get, ("tool_calls", *REASONING_KEYS)))
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -142,7 +147,7 @@ def _tool_call(call: Record) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return dict(call.fields)
     try:
-        return {**call.fields, "arguments": parse_json(arguments)}
+        return {**call.fields, "arguments": parse_json(arguments, unique=True)}
     except ValueError:
         call.fail(f"'arguments' of the call of {call.fields['name']!r} should be an object, or one in JSON")
 

@@ -386,6 +386,8 @@ class MismatchedDataset:
     """
 
     def __init__(self, judged: Dataset[JudgedItem], seed: int, seq_length: int) -> None:
+        if len(judged) < 2:
+            raise DataError("KTO needs two responses at least: each is compared with what another prompt got")
         self._judged, self._seq_length = judged, seq_length
         order = np.random.default_rng(seed).permutation(len(judged))
         self._other = np.empty_like(order)

@@ -107,11 +107,12 @@ def read_jsonl(path: str | Path) -> list[Record]:
 def parse_line(path: Path, number: int, raw: bytes) -> Record:
     """A line of a file as a record. Raises DataError: it is no JSON object in UTF-8."""
     try:
-        fields = parse_json(raw.decode().rstrip("\r\n"))  # else the place after its end is column 1
+        fields = parse_json(raw.decode().rstrip("\r\n"), unique=True)  # else the place after its end is column 1
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number}: not UTF-8: {error}") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{number}: not valid JSON: {error.msg} at column {error.colno}") from error
+        hint = "; each line should be an object of its own" if number == 1 else ""
+        raise DataError(f"{path}:{number}: not valid JSON: {error.msg} at column {error.colno}{hint}") from error
     except ValueError as error:
         raise DataError(f"{path}:{number}: cannot be read: {error}") from error
     if not isinstance(fields, dict):

@@ -12,7 +12,9 @@ import dataclasses
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from nemo_style_aligner.data.texts import (
     longer_than,
     rendered_text,
     report_dropped,
+    report_unused,
     scored_text,
 )
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
@@ -44,6 +47,8 @@ logger = logging.getLogger(__name__)
 _KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))  # the latter are NeMo-Aligner's
 _REWARDS = ("chosen_reward", "rejected_reward")
 _KINDS = "a string, or a list of messages"
+_EMPTY = "with an empty response (model.data.append_eod=True gives it an end)"
+_LARGEST, _SHOWN = 1e30, 40  # of rewards, and digits of them in messages
 _FEWEST_PAIRS = 8  # of a batch: with fewer, it would be left to chance whether they look like pairs
 
 
@@ -54,8 +59,8 @@ class ComparisonEncoder(TextEncoder):
     Where a line does not tell where the responses begin, what both texts share is the prompt, but for the last token.
 
     Its settings are those of `TextEncoder`, ``append_eod`` and ``seq_length``. ``counts``: pairs, of which "equal", or
-    too "long", "without prompt", with "other prompts" for either response, or with one that both have "repeated"; pairs
-    "looked at" and "strangers" (`_count_strangers`).
+    "empty" (a response has no token) or too "long", "without prompt", with "other prompts" for either response, or with
+    one that both have "repeated"; pairs "looked at" and "strangers" (`_count_strangers`); pairs "rewarded".
     """
 
     def encode(self, lines: Lines) -> Samples:
@@ -74,6 +79,8 @@ class ComparisonEncoder(TextEncoder):
             counts["pairs"] += 1
             if chosen == rejected:
                 counts["equal"] += 1
+            elif len(chosen) <= prompt or len(rejected) <= other_prompt:
+                counts["empty"] += 1
             elif max(len(chosen), len(rejected)) > self.settings["seq_length"]:
                 counts["long"] += 1
             else:
@@ -86,7 +93,9 @@ class ComparisonEncoder(TextEncoder):
                 columns["chosen"].append(chosen)
                 columns["rejected"].append(rejected)
                 columns["prompts"].append((prompt, other_prompt))
-                columns["rewards"].append(_given_reward(pair[0].record, key) for key in _REWARDS)
+                rewards = [_given_reward(pair[0].record, key) for key in _REWARDS]
+                counts["rewarded"] += not any(map(math.isnan, rewards))
+                columns["rewards"].append(rewards)
                 columns["line"].append([pair[0].record.line])
         return samples
 
@@ -103,8 +112,11 @@ class ComparisonEncoder(TextEncoder):
                 counts["looked at"],
             )
         report_dropped(counts["equal"], counts["pairs"], "pairs", "of two texts that are the same", paths)
-        differ = counts["pairs"] - counts["equal"]
-        report_dropped(counts["long"], differ, "pairs", longer_than(self.settings["seq_length"]), paths)
+        left = counts["pairs"] - counts["equal"]
+        report_dropped(counts["empty"], left, "pairs", _EMPTY, paths)
+        limit = longer_than(self.settings["seq_length"])
+        report_dropped(counts["long"], left - counts["empty"], "pairs", limit, paths)
+        report_unused(counts, paths, "the text does not have")
 
 
 class PreferenceEncoder(ComparisonEncoder):
@@ -114,17 +126,20 @@ class PreferenceEncoder(ComparisonEncoder):
         """See `TextEncoder`."""
         super().report(counts, paths)
         files = ", ".join(map(str, paths))
+        used = counts["pairs"] - counts["equal"] - counts["empty"] - counts["long"]
         if counts["without prompt"]:
-            logger.info(
+            (logger.info if counts["without prompt"] == used else partial(warn_for_all_ranks, logger))(
                 "%s: %d of %d pairs do not say where their responses begin (no 'prompt'): what both texts share, from "
                 "their beginning, is taken as the prompt, and not learnt",
                 files,
                 counts["without prompt"],
-                counts["pairs"],
+                used,
             )
+        counts = counts | Counter(unrewarded=used - counts["rewarded"]) if counts["rewarded"] else counts
         for what, said in (
             ("other prompts", "the chosen and the rejected response are to different prompts, which are not compared"),
             ("repeated", "both responses begin with the 'prompt', which is then in the text twice"),
+            ("unrewarded", "a reward is missing, in whose place model.data.default_*_reward stands"),
         ):
             if counts[what]:
                 warn_for_all_ranks(logger, "%s: in %d of %d pairs, %s", files, counts[what], counts["pairs"], said)
@@ -139,10 +154,10 @@ def _given_reward(record: Record, key: str) -> float:
     """What the line says a response is worth; NaN if it does not."""
     if record.fields.get(key) is None:
         return math.nan
-    value = float(record.require(key, (int, float), "a number"))
-    if not math.isfinite(value):
-        record.fail(f"{key!r} should be a finite number, not {value}")
-    return value
+    value = record.require(key, (int, float), "a number")
+    if not -_LARGEST < value < _LARGEST:  # an integer may have hundreds of digits
+        record.fail(f"{key!r} should be a finite number, not {str(value)[:_SHOWN]}")
+    return float(value)
 
 
 class JudgedEncoder(TextEncoder):
@@ -150,7 +165,7 @@ class JudgedEncoder(TextEncoder):
 
     Lines are NeMo-Aligner's, ``response`` and ``preference`` ("chosen" or "rejected"), or TRL's, ``completion`` and
     ``label`` (true or false), each with a ``prompt``. Its settings are those of `TextEncoder`, ``append_eod`` and
-    ``seq_length``. ``counts``: responses, of which "good", or too "long".
+    ``seq_length``. ``counts``: responses, of which "good", or "empty" (without a token) or too "long".
     """
 
     def encode(self, lines: Lines) -> Samples:
@@ -161,6 +176,9 @@ class JudgedEncoder(TextEncoder):
         tokens = self.tokenize_apart([text for text, _ in read])
         for (ids, prompt), (_, is_good) in zip(tokens, read, strict=True):
             samples.counts["responses"] += 1
+            if len(ids) <= prompt:
+                samples.counts["empty"] += 1
+                continue
             if len(ids) > self.settings["seq_length"]:
                 samples.counts["long"] += 1
                 continue
@@ -172,16 +190,20 @@ class JudgedEncoder(TextEncoder):
 
     def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
         """See `TextEncoder`."""
-        report_dropped(
-            counts["long"], counts["responses"], "responses", longer_than(self.settings["seq_length"]), paths
-        )
-        if counts["good"] in (0, counts["responses"] - counts["long"]):
+        left = counts["responses"] - counts["empty"]
+        report_dropped(counts["empty"], counts["responses"], "responses", _EMPTY, paths)
+        report_dropped(counts["long"], left, "responses", longer_than(self.settings["seq_length"]), paths)
+        report_unused(counts, paths, "the text does not have")
+        used = left - counts["long"]
+        if used > 1 and counts["good"] in (0, used):
             said = "good" if counts["good"] else "bad"
             warn_for_all_ranks(logger, "%s: all responses are %s ones", ", ".join(map(str, paths)), said)
 
 
 def _read_judged(record: Record, chats: ChatRenderer) -> tuple[ScoredText, bool]:
     """The response of a line, and whether it is a good one."""
+    if {"response", "completion"} <= record.fields.keys():
+        record.fail("'response' and 'completion' may be different ones: remove one of them")
     key, verdict = ("response", "preference") if "response" in record.fields else ("completion", "label")
     said = record.fields.get(verdict)
     is_good = {"chosen": True, "rejected": False}.get(said) if isinstance(said, str) else said
@@ -194,7 +216,7 @@ def _read_judged(record: Record, chats: ChatRenderer) -> tuple[ScoredText, bool]
     text = _as_text(record, key, given, chats)
     if not text.prompt:
         record.fail("'prompt' is missing or empty: what is learnt is a response to it")
-    _require_question(record, given, text)
+    _require_question(record, given, text, chats.counts)
     return text, is_good
 
 
@@ -231,10 +253,16 @@ def _read_pair(record: Record, chats: ChatRenderer) -> tuple[ScoredText, ScoredT
     Raises:
         DataError: the line has neither texts nor conversations, or conversations that cannot be rendered whole.
     """
-    keys = next((keys for keys in _KEYS if any(key in record.fields for key in keys)), _KEYS[0])
+    found = [keys for keys in _KEYS if any(key in record.fields for key in keys)]
+    if len(found) > 1:
+        record.fail(f"{found[0][0]!r} and {found[1][0]!r} may be different pairs: remove one of them")
+    keys = found[0] if found else _KEYS[0]
     given = [_read(record, key) for key in keys]
+    if type(given[0]) is not type(given[1]):
+        record.fail(f"{keys[0]!r} and {keys[1]!r} should both be texts, or both lists of messages")
     chosen, rejected = (_as_text(record, key, text, chats) for key, text in zip(keys, given, strict=True))
-    _require_question(record, given[0], chosen)
+    _require_question(record, given[0], chosen, chats.counts)
+    _require_question(record, given[1], rejected, Counts())
     return chosen, rejected
 
 
@@ -255,7 +283,11 @@ def _with_prompt(record: Record, key: str, prompt: str | list[Any], turns: list[
     """Prompt and response, the prompt once if the response repeats it. A prompt of text is the user's."""
     if isinstance(prompt, list):
         asked = read_messages(record, "prompt")
-        return turns if turns[: len(asked)] == asked else asked + turns
+        if turns[: len(asked)] == asked:
+            return turns
+        if asked[-1].kind == turns[0].kind == "assistant":
+            record.fail(f"'prompt' ends with the assistant, and so {key!r} would be a second answer: join both")
+        return asked + turns
     # What the assistant says may equal the prompt: it is no repetition of it.
     if not prompt or prompt in [turn.content for turn in turns if turn.kind != "assistant"]:
         return turns
@@ -265,13 +297,20 @@ def _with_prompt(record: Record, key: str, prompt: str | list[Any], turns: list[
 
 
 def _as_text(record: Record, what: str, given: ScoredText | Conversation, chats: ChatRenderer) -> ScoredText:
-    return given if isinstance(given, ScoredText) else rendered_text(record, repr(what), given, chats)
+    if isinstance(given, Conversation):
+        return rendered_text(record, repr(what), given, chats)
+    chats.counts["blank"] += not given.response.strip()
+    return given
 
 
-def _require_question(record: Record, given: ScoredText | Conversation, chosen: ScoredText) -> None:
-    """Refuse lines of which a part of the question would be left out."""
+def _require_question(record: Record, given: ScoredText | Conversation, text: ScoredText, counts: Counts) -> None:
+    """Refuse lines of which a part of the question would be left out; count what may be one beside a question."""
     asks = isinstance(given, Conversation) and any(turn.kind in ("user", "tool") for turn in given.turns)
-    for key in ("system",) if asks or record.fields.get("prompt") else CONTEXT_KEYS:
+    has_question = bool(asks or record.fields.get("prompt"))
+    for key in CONTEXT_KEYS:
         value = record.fields.get(key)
-        if value and not (isinstance(value, str) and value.strip() in chosen.text):
+        if not value or key == "prompt" or (isinstance(value, str) and value.strip() in text.text):
+            continue
+        if key == "system" or not has_question:
             record.fail(f"{key!r} is no part of the text that is scored: put it into 'prompt', or remove it")
+        counts[f"unused {key}"] += 1

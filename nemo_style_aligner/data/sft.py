@@ -24,7 +24,7 @@ from nemo_style_aligner.data.chats import is_conversation, read_conversation
 from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
-from nemo_style_aligner.data.texts import CONTEXT_KEYS, TextDataset, TextEncoder, report_dropped
+from nemo_style_aligner.data.texts import CONTEXT_KEYS, TextDataset, TextEncoder, report_dropped, report_unused
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import unescaped
@@ -171,13 +171,7 @@ class SFTEncoder(TextEncoder):
     def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
         """See `TextEncoder`."""
         options, files = self._options, ", ".join(map(str, paths))
-        if unused := [key for key in CONTEXT_KEYS if counts[f"unused {key}"]]:
-            warn_for_all_ranks(
-                logger,
-                "%s: lines have %s, which prompt_template does not name: it is no part of what is learnt",
-                files,
-                " and ".join(f"{key!r} ({counts[f'unused {key}']} of them)" for key in unused),
-            )
+        report_unused(counts, paths, "prompt_template does not name")
         limit = f"shorter than {options.min_seq_length} tokens or without a response within {options.max_seq_length}"
         report_dropped(counts["dropped"], counts["samples"], "samples", limit, paths)
         if counts["shortened"]:
@@ -220,6 +214,7 @@ class SFTEncoder(TextEncoder):
                 "model.data.train_ds.label_key=completion model.data.train_ds.truncation_field=prompt"
             )
         fields = self._fields(record)
+        self.chats.counts["blank"] += not fields[options.label_key].strip()
         between = [_SEPARATOR] if options.add_sep else []
         room = options.max_seq_length - self.begin_with_bos[False] - len(between) - options.add_eos
         whole_prompt, whole_response = self._tokenize_pair(fields)

@@ -18,6 +18,7 @@ from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatForm, ChatPromptTokens, TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,13 @@ class TextDataset(Generic[T]):
         self._columns = list(samples.columns.values())
         encoder.chats.log(self.counts, paths)
         encoder.report(self.counts, paths)
+        if self.counts["blank"]:
+            warn_for_all_ranks(
+                logger,
+                "%s: %d responses are empty: leave their lines out, unless the model should learn to say nothing there",
+                some_of([str(path) for path in paths]),
+                self.counts["blank"],
+            )
         self.written = encoder.written(self.counts, self._columns[0][0])
 
     def __len__(self) -> int:
@@ -199,6 +207,18 @@ def report_dropped(dropped: int, total: int, what: str, limit: str, paths: Seque
         raise DataError(f"{files}: all {total} {what} are {limit}; change the limit or the data")
     if dropped:
         warn_for_all_ranks(logger, "%s: dropped %d of %d %s: %s", files, dropped, total, what, limit)
+
+
+def report_unused(counts: Counts, paths: Sequence[str | Path], where: str) -> None:
+    """Warn of keys that may be a part of the question, counted as "unused KEY"; ``where`` they are missing."""
+    if unused := [key for key in CONTEXT_KEYS if counts[f"unused {key}"]]:
+        warn_for_all_ranks(
+            logger,
+            "%s: lines have %s, which %s: it is no part of what is learnt",
+            ", ".join(map(str, paths)),
+            " and ".join(f"{key!r} ({counts[f'unused {key}']} of them)" for key in unused),
+            where,
+        )
 
 
 def longer_than(limit: int, setting: str = "model.data.seq_length") -> str:
@@ -318,5 +338,5 @@ def _labels(record: Record) -> list[float]:
     except OverflowError:  # an integer of hundreds of digits
         is_finite = False
     if not values or not is_finite:
-        record.fail(f"'label' should be a finite number or a list of them, not {label}")
+        record.fail(f"'label' should be a finite number or a list of them, not {str(label)[:60]}")
     return [float(value) for value in values]

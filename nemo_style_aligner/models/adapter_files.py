@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,13 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "monteclora_config": (None,),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others are beside a changed W
 }
+# Those that change nothing in what the tensors mean, whatever their value; tensors of other kinds are refused by name.
+_UNREAD = (
+    "r lora_alpha lora_dropout target_modules exclude_modules target_parameters layers_to_transform layers_pattern "
+    "modules_to_save trainable_token_indices task_type inference_mode auto_mapping peft_version revision "
+    "base_model_name_or_path megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
+    "velora_config runtime_config ensure_weight_tying qalora_group_size"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,14 +148,30 @@ def adapter_identity(path: Path) -> str:
 
 
 def _peft_kind(path: Path) -> AdapterKind:
-    config = read_json(path / PEFT_CONFIG)
+    config = _peft_config(path)
     if odd := {key: config[key] for key, plain in _PLAIN.items() if key in config and config[key] not in plain}:
         shown = ", ".join(f"{key}={value}" for key, value in odd.items())
         raise ValueError(f"{path}/{PEFT_CONFIG}: {shown} is not supported: merge it into its model with PEFT instead")
+    if unknown := [key for key, value in config.items() if value and key not in (*_UNREAD.split(), *_PLAIN)]:
+        warn_for_all_ranks(
+            logger, "%s/%s: %s is not known here, and not heeded", path, PEFT_CONFIG, some_of(sorted(unknown))
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"{path}/{PEFT_CONFIG}: r={rank}: the rank should be a whole number above 0")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise ValueError(f"{path}/{PEFT_CONFIG}: lora_alpha={alpha}: it should be a number above 0")
+    return AdapterKind(path, rank, float(alpha))
+
+
+def _peft_config(path: Path) -> dict[str, Any]:
     try:
-        return AdapterKind(path, int(config["r"]), float(config["lora_alpha"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}/{PEFT_CONFIG} is not PEFT's config of LoRA: {error!r}") from error
+        config = read_json(path / PEFT_CONFIG)
+    except ValueError as error:
+        raise ValueError(f"{path}/{PEFT_CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}/{PEFT_CONFIG} is not PEFT's config of LoRA: it should be an object")
+    return config
 
 
 def read_adapter(kind: AdapterKind) -> dict[str, torch.Tensor]:
@@ -158,7 +182,7 @@ def read_adapter(kind: AdapterKind) -> dict[str, torch.Tensor]:
         ValueError: of PEFT's: not a whole file, or what no adapter consists of.
     """
     if not kind.model:
-        return _read_peft(kind.path)
+        return _read_peft(kind)
     folder = WEIGHTS
     if is_training_checkpoint(kind.path):
         folder = STATE
@@ -176,7 +200,8 @@ def read_adapter(kind: AdapterKind) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read_peft(path: Path) -> dict[str, torch.Tensor]:
+def _read_peft(kind: AdapterKind) -> dict[str, torch.Tensor]:
+    path = kind.path
     try:
         stored = load_file(path / _PEFT_WEIGHTS)
     except FileNotFoundError:
@@ -195,7 +220,32 @@ def _read_peft(path: Path) -> dict[str, torch.Tensor]:
                 f"{path / _PEFT_WEIGHTS} has {stored_name}, which is no adapter of a linear layer: merge it into its "
                 "model with PEFT instead"
             )
+    _require_whole(kind, tensors)
     return tensors
+
+
+def _require_whole(kind: AdapterKind, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what would load and add something else than was trained: halves of adapters, NaN, targets left out."""
+    adapters = {key.removeprefix(ADAPTER_PREFIX): t for key, t in tensors.items() if key.startswith(ADAPTER_PREFIX)}
+    layers = sorted({name.removesuffix(A_WEIGHT).removesuffix(B_WEIGHT) for name in adapters})
+    config = _peft_config(kind.path)
+    targets = config.get("target_modules")
+    listed = targets if isinstance(targets, list) and not config.get("exclude_modules") else []  # else a pattern
+    absent = [str(target) for target in listed if not any(f".{layer}".endswith(f".{target}") for layer in layers)]
+    problems = {
+        "lacks": [la + end for la in layers for end in (A_WEIGHT, B_WEIGHT) if la + end not in adapters] + absent,
+        "has NaN, Inf or integers in": [
+            name for name, t in adapters.items() if not (t.is_floating_point() and t.float().isfinite().all())
+        ],
+        f"has another rank than r={kind.rank} in": [
+            name for name, t in adapters.items() if kind.rank not in t.shape[1 if name.endswith(B_WEIGHT) else 0 :][:1]
+        ],
+    }
+    for problem, names in problems.items():
+        if names:
+            raise ValueError(f"{kind.path / _PEFT_WEIGHTS} {problem} {some_of(names)}: write or copy it again")
+    if not layers:
+        raise ValueError(f"{kind.path / _PEFT_WEIGHTS} holds no adapters")
 
 
 def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:

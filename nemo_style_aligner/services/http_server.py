@@ -19,6 +19,7 @@ import errno
 import hmac
 import http
 import io
+import ipaddress
 import logging
 import math
 import re
@@ -545,6 +546,11 @@ class _Connection:
         """The application's answer, or 500: whatever happens in it, each request gets one."""
         if not request.is_known and not self._server.is_open(request.path):
             raise _without_token("authorization is needed: send")
+        server, name = self._server, re.sub(r":\d*$", "", request.fields.get("HOST", "")).strip("[]")
+        own = _address(server.host)
+        if server.token is None and own is not None and own.is_loopback and name and _address(name) is None:
+            # A page of another site may have a name that leads here ("DNS rebinding"), but none of these.
+            raise ProtocolError(403, f"without a secret, localhost and addresses are answered, not {name[:100]}")
         answer: list[Any] = []
         try:
             # Strangers wait for each other, so that no crowd of them keeps the others waiting.
@@ -653,6 +659,13 @@ class _Connection:
         self._begin_step("", _LINGER_SECONDS)
         while True:
             self._receive()
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is, or ``localhost``; None of names that anybody may give to a machine."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    return None
 
 
 def _without_token(what: str) -> ProtocolError:

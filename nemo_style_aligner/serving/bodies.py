@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer
-from nemo_style_aligner.data.chats import Conversation, read_turn
+from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, read_turn
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
 from nemo_style_aligner.engine.contract import SamplingParams
@@ -35,6 +35,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "use_beam_search": (False,),
 }
+_SEEN = {"tool_calls", "tool_call_id", *REASONING_KEYS}  # of messages: these are proved, or told by their order
 
 
 class RequestError(ProtocolError):
@@ -65,7 +66,7 @@ class Fields:
 
     def __init__(self, body: bytes) -> None:
         try:
-            fields = parse_json(body.decode())
+            fields = parse_json(body.decode(), unique=True)
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}") from error
         if not isinstance(fields, dict):
@@ -158,6 +159,10 @@ def is_text(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+def _are_flags(options: Mapping[str, Any]) -> bool:
+    return all(value is None or isinstance(value, bool) for value in options.values())
+
+
 class BodyReader:
     """Reads requests to a model.
 
@@ -188,6 +193,8 @@ class BodyReader:
         prompt = self._conversation(fields)
         old = fields.whole("max_tokens", None, 1, self._max_length)  # OpenAI's former name
         max_tokens = fields.whole("max_completion_tokens", old, 1, self._max_length)
+        if old not in (None, max_tokens):
+            raise RequestError(400, "'max_tokens' and 'max_completion_tokens' differ: leave one out", "max_tokens")
         has_logprobs = fields.flag("logprobs")
         num_top = fields.whole("top_logprobs", 0, 0, MOST_ALTERNATIVES)
         if num_top and not has_logprobs:
@@ -231,7 +238,8 @@ class BodyReader:
         for prompt in prompts:
             self._check_length(len(prompt.token_ids), max_tokens)
         streams = fields.flag("stream")
-        options = fields.take("stream_options", {}, "an object", lambda value: isinstance(value, dict))
+        flags = "an object of true and false"
+        options = fields.take("stream_options", {}, flags, lambda value: isinstance(value, dict) and _are_flags(value))
         if options and (not streams or options.keys() - {"include_usage", "include_obfuscation"}):
             raise RequestError(400, "'stream_options' needs 'stream', and has 'include_usage' alone", "stream_options")
         asked = Asked(
@@ -243,7 +251,7 @@ class BodyReader:
             echo=echo,
             echoes_alone=max_tokens == 0,
             streams=streams,
-            includes_usage=options.get("include_usage") is True,
+            includes_usage=bool(options.get("include_usage")),
             returns_ids=fields.flag("return_token_ids"),
         )
         fields.finish()
@@ -325,7 +333,13 @@ class BodyReader:
         renderer = ChatRenderer(self._tokenizer)
         try:
             turns = [read_turn(_message(number, message)) for number, message in enumerate(given)]
-            text = renderer.prompt(Record(Path("messages"), len(given) - 1, {}), Conversation(turns))
+            record = Record(Path("messages"), len(given) - 1, {})
+            text = renderer.prompt(record, Conversation(turns))
+            for key in sorted({key for turn in turns for key, value in turn.extras.items() if value} - _SEEN):
+                others = [{name: value for name, value in turn.extras.items() if name != key} for turn in turns]
+                less = [dataclasses.replace(turn, extras=extras) for turn, extras in zip(turns, others, strict=True)]
+                if renderer.prompt(record, Conversation(less)) == text:
+                    record.fail(f"{key!r} of a message is nothing that the model's chat template shows: leave it out")
         except DataError as error:
             raise RequestError(400, str(error), "messages") from error
         ids = self._tokenizer.text_to_ids(text)

@@ -95,6 +95,9 @@ METRICS = (
            "included. A steady climb or fall without more reward is a loophole.", LEARNS),
     Metric("*_rollouts/fraction_of_samples_properly_ended", "Responses that end", "share", "Responses that end by "
            "themselves, and not at the length limit.", LEARNS, low=0.7, below=_TRUNCATED, goal="up"),
+    Metric("*generation/empty_responses", "Empty responses", "share", "Responses without text, that is, the end came "
+           "first.", LEARNS, high=0.1, above="many responses are empty: the policy may have learnt to say nothing",
+           goal="down"),
     Metric("*_rollouts/overlong_penalty", "Length penalty", "", "Mean of what trainer.ppo.overlong adds to the "
            "reward.", LEARNS, goal="up"),
     Metric("*_rollouts/uninformative_samples", "Samples that teach nothing", "samples", "Samples of groups whose "

@@ -44,7 +44,7 @@ from nemo_style_aligner.services.signing import Signatures, body_digest, prove
 SECRET = "open-sesame"
 BEARER = {"Authorization": f"Bearer {SECRET}"}
 ONE = infer_body([[1, 2]], [2])
-HEAD = "POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: x\r\n"
+HEAD = "POST /v2/models/critic_infer/infer HTTP/1.1\r\nHost: localhost\r\n"
 NEIGHBOUR = "127.0.0.2"
 
 
@@ -221,7 +221,7 @@ def test_who_reads_an_answer_by_drops_is_cut_off() -> None:
 
 # ------------------------------------------------------------------ HTTP that can be read in two ways
 
-NEXT = "POST /v2/models/critic_train/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+NEXT = "POST /v2/models/critic_train/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
 TRAIN = requests.Request("POST", "http://x", json=train_body()).prepare().body.decode()
 AMBIGUOUS = {
     "length and chunks": "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",

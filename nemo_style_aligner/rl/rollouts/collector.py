@@ -25,6 +25,7 @@ from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.parallel.groups import (
     all_gather_rows,
     all_reduce_max,
+    all_reduce_sums,
     current_layout,
     device,
     exchange_rows,
@@ -80,6 +81,7 @@ class ScoredResponses:
 
     Attributes:
         results: the responses, in the order in which they were added.
+        num_empty: how many of them have no text.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class ScoredResponses:
         are_trained: bool = True,
     ) -> None:
         self.results: list[GenerationResult] = []
+        self.num_empty = 0
         self._scorer = scorer
         self._are_trained = are_trained
         self._batch_size = batch_size
@@ -103,7 +106,8 @@ class ScoredResponses:
     def add(self, result: GenerationResult) -> None:
         """Take a response; a full batch is sent."""
         self.results.append(result)
-        self._unsent.append(self._as_sample(result))
+        self._unsent.append(sample := self._as_sample(result))
+        self.num_empty += not sample.response.strip()
         if len(self._unsent) == self._batch_size:
             self.flush()
 
@@ -362,7 +366,7 @@ class RolloutCollector:
             are_trained: whether the responses are trained on.
 
         Returns:
-            The samples and the metrics.
+            The samples and the metrics, with the share of ``empty_responses``.
 
         Raises:
             StopEarlyError: a rank got a stop signal; the rollouts are abandoned on all of them.
@@ -383,6 +387,7 @@ class RolloutCollector:
         responses = ScoredResponses(self.scorer, self.scoring_batch_size, sample, are_trained=are_trained)
         metrics = generate(responses.add)
         responses.flush()
+        metrics["empty_responses"] = all_reduce_sums({"empty": responses.num_empty})["empty"] / len(prompts)
         groups = torch.arange(len(prompts)) // group_size
         return Collected(prompts, groups, [_Part(responses, {i: i for i in range(len(prompts))})]), metrics
 

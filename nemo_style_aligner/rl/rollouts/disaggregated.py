@@ -123,7 +123,9 @@ class RemoteRound:
             StopEarlyError: a rank got a stop signal. `wait` can still get the responses that are missing.
             TimeoutError: no response came for ``wait_seconds``.
         """
-        with activity.counting("responses of this rank", lambda: (len(self._results), len(self._numbers))):
+        total, ranks = len(self.prompts), dist.get_world_size()
+        # All ranks' shares grow alike, by less than one response apart.
+        with activity.counting("responses", lambda: (min(total, ranks * len(self._results)), total)):
             self._receive(take)
         metrics = None
         if self._channel.rank == 0:
