@@ -189,6 +189,7 @@ def test_stopped_and_resumed_is_as_if_never_stopped(
 
 def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() -> None:
     seeds: list[int] = []
+    trained: list[bool] = []
 
     class Generator(RemoteGenerator):
         weight_version = 0
@@ -200,7 +201,8 @@ def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() 
             seeds.append(seed)
             return SimpleNamespace(run=lambda take: {})
 
-    def collect(prompts: Any, group_size: int, generate: Any) -> Any:
+    def collect(prompts: Any, group_size: int, generate: Any, *, are_trained: bool) -> Any:
+        trained.append(are_trained)
         return None, generate(None)
 
     collector: Any = SimpleNamespace(generator=Generator(), collect=collect)
@@ -211,7 +213,7 @@ def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() 
         for stream in (0, -1, 1):
             for draw in (0, 1):
                 schedule.generate(prompts, 0, step, version=0, stream=stream, draw=draw)
-    assert len(set(seeds)) == 18
+    assert len(set(seeds)) == 18 and trained == [True, True, False, False, True, True] * 3  # validations are not
     schedule.start_ahead(prompts, 0, step=1, version=0)
     assert seeds[18] == seeds[6]
 
