@@ -977,8 +977,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
 
     jobs = {
         "bf16 distributed tp2": Job(tp=2, dtype=torch.bfloat16),
-        "fp32 plain pp2": Job(pp=2, distributed=False),
-        **unless_short(fp32_distributed_dp2=Job(dp=2)),
+        **unless_short(fp32_plain_pp2=Job(pp=2, distributed=False), fp32_distributed_dp2=Job(dp=2)),
     }
     results: dict[str, Any] = {
         name: {"clean": job.run(run, None), "with NaN": job.run(run, 1)} for name, job in jobs.items()
