@@ -171,12 +171,12 @@ def placements(args: argparse.Namespace, work: Path, found: list[dict[str, Any]]
 
 def cluster_of(device: Device, jobs: int) -> Cluster:
     """Two ranks of this machine; two jobs have one each."""
-    return Cluster(jobs, RANKS // jobs, device)
+    return Cluster(jobs, RANKS // jobs, device, jobs == 2)
 
 
 def best(run: Run, device: Device, strategy: str, jobs: int) -> Prediction:
     """The fastest plan of a placement."""
-    found, reasons = plans(run, cluster_of(device, jobs), [strategy], [0], in_two_jobs=jobs == 2)
+    found, reasons = plans(run, cluster_of(device, jobs), [strategy], [0])
     if not found:
         raise SystemExit(f"{strategy}: {reasons}")
     return found[0]
@@ -187,8 +187,7 @@ def started(
 ) -> list[Step]:
     """Steps of a plan's jobs, with the keys that ``nsa plan --write`` gives them."""
     run, cluster, prediction = planned
-    jobs = "two" if cluster.nodes == 2 else "one"
-    options = SimpleNamespace(cluster="here", estimator="gae", results_dir=folder, jobs=jobs)
+    options = SimpleNamespace(cluster="here", estimator="gae", results_dir=folder)
     written, _ = written_plan(run, cluster, options, prediction)
     keys = {
         name: [f"{key}={literal(value)}" for key, value in job.overrides.items()] for name, job in written.jobs.items()

@@ -69,7 +69,7 @@ ARGUMENTS = {
         *("--model", "tiny", "--models", "tiny", "--rollouts", "4", "8", "--lengths", "4", "--ranks", "1", "2"),
         *("--rounds", "1", "--micro-batch", "2"),
     ],
-    "timelines.py": ["--base", "tiny:8:8", "--points", "tiny:8:16", "--rounds", "1"],
+    "timelines.py": ["--base", "tiny:8:8", "--points", "tiny:8:16", "--placements", "tiny:8:8", "--rounds", "1"],
     "off_policy.py": [
         *("--model", "tiny", "--rollouts", "4", "--lengths", "2", "12", "--warm-up", "1", "--rounds", "2"),
         *("--micro-batch", "2"),
@@ -214,12 +214,13 @@ def test_scaling(reports: dict[str, Report]) -> None:
 def test_timelines(reports: dict[str, Report]) -> None:
     _, results = reports["timelines.py"]
     assert [line["point"] for line in results["points"]] == ["tiny:8:8", "tiny:8:16"]
-    for line in results["points"]:
-        assert (
-            set(line["measured"])
-            == set(line["predicted"])
-            == {"generate", "logprobs", "init_logprobs", "train", "step"}
-        )
+    (placements,) = results["placements"]
+    names = [line["placement"] for line in placements["tried"]]
+    assert names == ["flatten", "interleave, one job", "interleave, two jobs", "separate"]
+    assert {placements["recommended"], placements["fastest"]} <= {*names}
+    phases = {"generate", "logprobs", "init_logprobs", "train", "step", "rest"}
+    for line in (*results["points"], *placements["tried"]):
+        assert set(line["measured"]) == set(line["predicted"]) == phases
 
 
 def test_work_queue(reports: dict[str, Report]) -> None:

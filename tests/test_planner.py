@@ -20,7 +20,7 @@ from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.placement import critic_config
 from nemo_style_aligner.placement.costs import Layout, Model, Sample, largest_share
 from nemo_style_aligner.placement.plan import read_plan
-from nemo_style_aligner.placement.rates import DEVICES, as_in_run
+from nemo_style_aligner.placement.rates import DEVICES, Device, as_in_run
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
 from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps
 
@@ -282,15 +282,23 @@ def test_it_starts_as_a_module_and_reads_a_model_of_a_folder(tmp_path: Path) -> 
     assert "flatten" in done.stdout
 
 
-def test_rates_as_in_a_run(tmp_path: Path) -> None:
+def test_a_cpu_reads_weights_once_per_pass_and_computes_for_each_response() -> None:
+    cpu = dataclasses.replace(H100, is_cpu=True, kernel=0.0)
+    one, two, four = (Model(MODELS["1b"], device=cpu).decode(1, batch, 0.0) for batch in (1, 2, 4))
+    assert four - two == pytest.approx(2 * (two - one)) and two < 2 * one
+    assert two - one == pytest.approx(2 * MODELS["1b"].num_parameters / cpu.products / cpu.forward_share, rel=0.01)
+
+
+@pytest.mark.parametrize("device", [H100, dataclasses.replace(H100, is_cpu=True)], ids=["GPU", "CPU"])
+def test_rates_as_in_a_run(device: Device, tmp_path: Path) -> None:
     """Metrics that a device of known rates would have logged give its rates back."""
     a = ModelArchitecture(4, 128, 256, 4, 2, 1000)
-    model, updates = Model(a, device=H100), 2 * Model(a, device=H100).update(Layout())
+    updates = 2 * Model(a, device=device).update(Layout())
+    model = Model(a, device=dataclasses.replace(device, forward_share=0.5, decoding_factor=3.0))
     work = 64 * a.forward_operations(30, 20)
     seconds = {
-        "logprobs": work / H100.products / 0.5,
-        "generate": 3 * 40 * model.decode(1, 32, 32 * 20.0)
-        + Model(a, device=dataclasses.replace(H100, forward_share=0.5)).prefill(1, 640),
+        "logprobs": work / device.products / 0.5,
+        "generate": 40 * model.decode(1, 32, 32 * 20.0) + model.prefill(1, 640),
     }
     cfg = load_defaults("gpt_ppo_actor")
     cfg.model.global_batch_size = 32
@@ -298,14 +306,15 @@ def test_rates_as_in_a_run(tmp_path: Path) -> None:
     lines = [
         {"step": step, "train_rollouts/prompt_lengths": 10, "train_rollouts/generation_length": 20,
          "train_rollouts/rollout_size": 64, "generation/passes": 40, "generation/active_slots": 32,
-         "generation/prompt_tokens_computed": 640, "timers/step/train_time": 3 * work / H100.products / 0.25 + updates,
+         "generation/prompt_tokens_computed": 640,
+         "timers/step/train_time": 3 * work / device.products / 0.25 + updates,
          **{f"timers/step/rollout_time/{name}": value for name, value in seconds.items()}}
         for step in (0, 1, 2)
     ]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = as_in_run(H100, tmp_path, a, itemsize=2)
+    found = as_in_run(device, tmp_path, a, itemsize=2)
     assert (found.forward_share, found.training_share, found.decoding_factor) == pytest.approx((0.5, 0.25, 3.0))
     cfg.trainer.ppo.teacher.restore_from_path = "teacher.nemo"
     OmegaConf.save(cfg, tmp_path / "hyperparameters.yaml")
     with pytest.raises(UserError, match=r"trainer\.ppo\.teacher\.restore_from_path=teacher\.nemo"):
-        as_in_run(H100, tmp_path, a, itemsize=2)
+        as_in_run(device, tmp_path, a, itemsize=2)

@@ -29,11 +29,12 @@ _KV_RESERVE = 1.25  # of the cache, for what is held on average: lengths vary
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Machines of equal devices."""
+    """Machines of equal devices; with ``two_jobs``, a critic with ranks of its own has whole ones, in another job."""
 
     nodes: int
     devices: int
     device: Device
+    two_jobs: bool = False
 
     @property
     def room(self) -> float:
@@ -233,20 +234,15 @@ def _training(run: Run, model: Model, fit: Fit, samples: Sequence[Sample]) -> fl
 # ---- which there are ----------------------------------------------------------------------------
 
 
-def candidates(
-    run: Run, cluster: Cluster, strategy: str, staleness: Sequence[int] = (0, 1), *, in_two_jobs: bool = False
-) -> list[Candidate]:
+def candidates(run: Run, cluster: Cluster, strategy: str, staleness: Sequence[int] = (0, 1)) -> list[Candidate]:
     """Plans of a strategy that fit: for every split of the ranks and every engine, the fastest layouts.
-
-    Args:
-        in_two_jobs: a critic with ranks of its own has whole machines.
 
     Raises:
         DoesNotFitError: none does.
     """
     found: list[Candidate] = []
     reasons = ["it needs more machines, or more devices in each"]
-    search = _Search(run, cluster, strategy, cluster.devices if in_two_jobs or cluster.nodes > 1 else 1)
+    search = _Search(run, cluster, strategy, cluster.devices if cluster.two_jobs or cluster.nodes > 1 else 1)
     for split in search.splits():
         try:
             plan = search.fastest(split)
@@ -393,9 +389,8 @@ class _Search:
         device = self.cluster.device
         total, memory = sum(used.values()) + device.reserved, device.memory
         parts = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in used.items() if size >= 5e8)
-        if total <= memory and not slots:
-            return f"{who}, {layout}: a rank has no room for the engine beside {parts} GB, of {memory / 1e9:.0f}"
-        return f"{who}, {layout}: a rank needs {total / 1e9:.0f} GB of {memory / 1e9:.0f} ({parts})"
+        more = "" if slots or total > memory else " and more for an engine"
+        return f"{who}, {layout}: a rank needs {total / 1e9:.0f} GB of {memory / 1e9:.0f} ({parts}){more}"
 
     def _trained(self, shape: ModelArchitecture, layout: Layout, saved: Savings) -> dict[str, float]:
         """Bytes of a rank that trains a model."""

@@ -9,6 +9,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.activation_memory import activation_bytes
@@ -82,7 +83,7 @@ class Sizes:
         """Bytes of Adam's moments, and of fp32 main weights in bf16, divided over data-parallel ranks."""
         return (8 if self.itemsize == 4 else 12) * self.parameters(layout) / layout.dp
 
-    def activations(self, layout: Layout, tokens: int, granularity: str | None = None, **layers: bool) -> float:
+    def activations(self, layout: Layout, tokens: int, granularity: str | None = None, **layers: Any) -> float:
         """Bytes kept for the backward pass of a micro batch, with sequence parallelism, without logits.
 
         Of a pipeline's first stage: 1 / pp of the layers' for each of the pp micro batches that it has begun. Where

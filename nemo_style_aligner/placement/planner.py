@@ -42,8 +42,7 @@ def make_plan(options: SimpleNamespace) -> None:
         UserError: options that cannot be; a line for each.
     """
     run, cluster = _asked(options)
-    in_two = options.jobs == "two"
-    found, reasons = plans(run, cluster, options.strategies or STRATEGIES, options.staleness, in_two_jobs=in_two)
+    found, reasons = plans(run, cluster, options.strategies or STRATEGIES, options.staleness)
     if options.json:
         listed = [dataclasses.asdict(plan) | {"seconds": phases, "bytes": memory_of(plan)} for phases, plan in found]
         print(json.dumps({"plans": listed, "without": reasons}, indent=1))
@@ -103,11 +102,11 @@ def _asked(options: SimpleNamespace) -> tuple[Run, Cluster]:
     steps = draw_steps(prompts, responses, options.rollouts, options.group, count, options.seed)
     batch = (options.global_batch_size, options.group, options.micro_batch_tokens, itemsize)
     run = Run(policy, critic, steps, *batch, Sample(prompts.most, responses.most))
-    return run, Cluster(int(parts[1]), int(parts[2]), device)
+    return run, Cluster(int(parts[1]), int(parts[2]), device, options.jobs == "two")
 
 
 def plans(
-    run: Run, cluster: Cluster, strategies: Sequence[str], staleness: Sequence[int], *, in_two_jobs: bool = False
+    run: Run, cluster: Cluster, strategies: Sequence[str], staleness: Sequence[int]
 ) -> tuple[list[Prediction], dict[str, str]]:
     """All plans that fit with what they take, the fastest first; and why a strategy has none."""
     found: list[Prediction] = []
@@ -117,8 +116,7 @@ def plans(
             reasons[strategy] = "the same as flatten: there is no critic"
             continue
         try:
-            fitting = candidates(run, cluster, strategy, staleness, in_two_jobs=in_two_jobs)
-            found += [(predicted(run, cluster, plan), plan) for plan in fitting]
+            found += [(predicted(run, cluster, plan), plan) for plan in candidates(run, cluster, strategy, staleness)]
         except DoesNotFitError as reason:
             reasons[strategy] = f"does not fit. {reason}"
     return sorted(found, key=lambda each: each[0]["step"]), reasons
@@ -202,7 +200,7 @@ def written_plan(run: Run, cluster: Cluster, options: SimpleNamespace, fastest: 
     phases, plan = fastest
     archives, jobs = "pretrained_checkpoint.restore_from_path", dict[str, PlannedJob]()
     keys, ranks = _actor_keys(run, plan, options), plan.actor_ranks
-    if plan.critic_apart is not None and options.jobs == "two":
+    if plan.critic_apart is not None and cluster.two_jobs:
         size = _machines(plan.critic_ranks, cluster)
         of_critic = _critic_keys(run, plan.critic_apart)
         jobs["critic"] = PlannedJob("serve_ppo_critic.py", *size, of_critic, serves=["actor"])

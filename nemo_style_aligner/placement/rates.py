@@ -168,12 +168,15 @@ def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, itemsize
 
     passed = model.forward(layout, samples, tokens)
     trained = model.training(layout, samples, tokens, update)
-    updates = len(samples) // update * model.update(layout)
+    took, updates = typical("timers/step/train_time"), len(samples) // update * model.update(layout)
+    work, took = trained - updates, max(took - updates, took / 2)  # this machine may read more slowly than that one
+    if update == len(samples) and cfg.model.ppo.keep_activations != "never":
+        work *= 2 / 3  # with one update, log-probs were training's forward pass
     found = dataclasses.replace(
         device,
         source=f"{device.source}; shares as in {log_dir}",
         forward_share=device.forward_share * passed / typical(f"{timer}logprobs"),
-        training_share=device.training_share * (trained - updates) / (typical("timers/step/train_time") - updates),
+        training_share=device.training_share * work / took,
     )
     generation = cfg.trainer.ppo.generation.tensor_parallel_size or tp
     engines = (apart.get(ROLLOUT) or ranks) // generation
