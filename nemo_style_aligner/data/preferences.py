@@ -135,7 +135,8 @@ class PreferenceEncoder(ComparisonEncoder):
                 counts["without prompt"],
                 used,
             )
-        counts = counts | Counter(unrewarded=used - counts["rewarded"]) if counts["rewarded"] else counts
+        counts = Counter(counts)
+        counts["unrewarded"] = used - counts["rewarded"] if counts["rewarded"] else 0
         for what, said in (
             ("other prompts", "the chosen and the rejected response are to different prompts, which are not compared"),
             ("repeated", "both responses begin with the 'prompt', which is then in the text twice"),
