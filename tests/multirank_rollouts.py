@@ -113,7 +113,7 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
     base = open_base_model(str(folder / "sft.nemo"), cfg)
     train_prompts, _ = build_prompt_sources(cfg, base.tokenizer)
     model = base.load(trainable=False)
-    critic = RemoteCritic(build_critic_client(cfg), None, "refuse")
+    critic = RemoteCritic(build_critic_client(cfg, cfg.remote_critic_rm), None, "refuse")
     scorer = Scorer(critic, critic, 60, "the critic")
     fingerprint, longest = base.tokenizer.fingerprint(), train_prompts.longest + MAX_NEW_TOKENS
     scorer.wait_until_ready(60, SequencesToScore(longest, base.tokenizer.vocab_size, fingerprint))

@@ -633,12 +633,16 @@ def test_what_cannot_be_evaluated_is_told_in_a_line(
     hugging_face.mkdir()
     (hugging_face / "config.json").write_text("{}")
     gguf.write_bytes(b"GGUF" + bytes(2000))
+    adapter = tmp_path / "peft"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
     checkpoint = next((artefacts.sft_log / "checkpoints").glob("*-last"))
     prompts.write_text('{"text": "User: 1+1=", "answer": "2", "answer_extraction": "regex"}\n')
     for model, told in (
         (hugging_face, "is a Hugging Face directory, not an archive: convert it with nsa convert"),
         (checkpoint, "is a training checkpoint, not an archive: convert it with nsa convert"),
         (gguf, "is a GGUF file, not an archive: convert it with nsa convert"),
+        (adapter, "is PEFT's adapter: merge it into its base's archive with nsa convert --base"),
         ("org/name", "org/name does not exist; nothing is downloaded: if this is a name on the Hugging Face Hub, run"),
         (artefacts.sft, f"{prompts}:1: 'answer_extraction' should be 'whole', 'after MARKER', 'boxed'"),
     ):

@@ -303,6 +303,8 @@ ASKED, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content
         ([PAIR, PAIR | {"chosen": " "}], 2, "1 responses are empty: leave their lines out"),
         ([PAIR, PAIR | {"prompt": None}], 2, "1 of 2 pairs do not say where their responses begin"),
         ([PAIR | {"chosen_reward": 3, "rejected_reward": 1}, PAIR], 2, "in 1 of 2 pairs, a reward is missing"),
+        ([PAIR | {"chosen_reward": 3}], 1, "in 1 of 1 pairs, a reward is missing"),
+        ([PAIR | {"chosen_reward": 1, "rejected_reward": 3}], 1, "the rejected response has the larger reward"),
         ([PAIR | {"context": "zz"}], 1, "lines have 'context' (1 of them), which the text does not have"),
     ],
 )

@@ -100,6 +100,10 @@ def test_a_resumed_run_continues_the_file_and_repeated_steps_count_once(tmp_path
     second.log_metrics({"loss": 7.0}, step=2)
     second.close()
     assert read_metrics(tmp_path) == {"loss": [(1, 1.0), (2, 7.0)]}
+    for line in ('{"loss": 1.0}', '{"step": 1, "loss": "low"}', "[1]"):  # of another program
+        (tmp_path / "metrics.jsonl").write_text(line + "\n")
+        with pytest.raises(UserError, match="a line that is not a step's numbers"):
+            read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize("half", ["", "x", "x" * 2**17])

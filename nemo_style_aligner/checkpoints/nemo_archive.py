@@ -226,6 +226,8 @@ def _name_what_it_is(location: Path) -> None:
     refuse_nemo_2(location)
     if (location / _HF_CONFIG).is_file():
         raise ArchiveError(f"{location} is a Hugging Face directory, not an archive: convert it with nsa convert")
+    if (location / "adapter_config.json").is_file():
+        raise ArchiveError(f"{location} is PEFT's adapter: merge it into its base's archive with nsa convert --base")
 
 
 def _stored_checksums(source: FileSource) -> dict[str, Any]:

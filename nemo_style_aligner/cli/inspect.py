@@ -67,7 +67,7 @@ def describe(path: Path) -> dict[str, Any]:
     try:
         found |= read(path)
     except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"{path} is a {kind} that cannot be used here: {error}") from error
+        raise UserError(f"{path} is a{'n' * (kind == 'adapter')} {kind} that cannot be used here: {error}") from error
     try:
         found["tokenizer"] = _tokenizer(tokenizer_of(path))
     except (ValueError, FileNotFoundError) as error:  # the rest is worth to be known

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -60,7 +59,8 @@ class ComparisonEncoder(TextEncoder):
 
     Its settings are those of `TextEncoder`, ``append_eod`` and ``seq_length``. ``counts``: pairs, of which "equal", or
     "empty" (a response has no token) or too "long", "without prompt", with "other prompts" for either response, or with
-    one that both have "repeated"; pairs "looked at" and "strangers" (`_count_strangers`); pairs "rewarded".
+    one that both have "repeated"; pairs "looked at" and "strangers" (`_count_strangers`); pairs "rewarded", at least in
+    part, "without reward", or "against rewards".
     """
 
     def encode(self, lines: Lines) -> Samples:
@@ -94,7 +94,9 @@ class ComparisonEncoder(TextEncoder):
                 columns["rejected"].append(rejected)
                 columns["prompts"].append((prompt, other_prompt))
                 rewards = [_given_reward(pair[0].record, key) for key in _REWARDS]
-                counts["rewarded"] += not any(map(math.isnan, rewards))
+                missing = [math.isnan(reward) for reward in rewards]
+                counts.update({"rewarded": not all(missing), "without reward": any(missing)})
+                counts["against rewards"] += rewards[0] < rewards[1]
                 columns["rewards"].append(rewards)
                 columns["line"].append([pair[0].record.line])
         return samples
@@ -135,13 +137,13 @@ class PreferenceEncoder(ComparisonEncoder):
                 counts["without prompt"],
                 used,
             )
-        counts = counts | Counter(unrewarded=used - counts["rewarded"]) if counts["rewarded"] else counts
         for what, said in (
             ("other prompts", "the chosen and the rejected response are to different prompts, which are not compared"),
             ("repeated", "both responses begin with the 'prompt', which is then in the text twice"),
-            ("unrewarded", "a reward is missing, in whose place model.data.default_*_reward stands"),
+            ("without reward", "a reward is missing, in whose place model.data.default_*_reward stands"),
+            ("against rewards", "the rejected response has the larger reward"),
         ):
-            if counts[what]:
+            if counts[what] and (what != "without reward" or counts["rewarded"]):
                 warn_for_all_ranks(logger, "%s: in %d of %d pairs, %s", files, counts[what], counts["pairs"], said)
 
 

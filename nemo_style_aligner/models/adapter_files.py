@@ -156,7 +156,8 @@ def _peft_kind(path: Path) -> AdapterKind:
         warn_for_all_ranks(
             logger, "%s/%s: %s is not known here, and not heeded", path, PEFT_CONFIG, some_of(sorted(unknown))
         )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise ValueError(f"{path}/{PEFT_CONFIG}: r={rank}: the rank should be a whole number above 0")
     if type(alpha) not in (int, float) or not 0 < alpha < math.inf:

@@ -87,7 +87,8 @@ def _open(path: Path, precision: str) -> tuple[ModelArchitecture, Tokenizer, Wei
             raise UserError(f"{path} {_NO_LANGUAGE_MODEL}")
         return base.architecture, base.tokenizer, export_weights(base.load(trainable=False))
     if kind not in ("Hugging Face directory", "GGUF file"):
-        raise UserError(f"{path} is a {kind}: make a .nemo archive of it first, with nsa convert")
+        a_kind = f"a{'n' * (kind == 'adapter')} {kind}"
+        raise UserError(f"{path} is {a_kind}: make a .nemo archive of it first, with nsa convert")
     try:
         source: _Source = HuggingFaceCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
         if source.num_attributes:

@@ -27,6 +27,7 @@ from nemo_style_aligner.telemetry.log_files import (
     METRICS_FILE,
     SAMPLES_FILE,
     TABLES_FILE,
+    DamagedLogError,
     explained,
     json_number,
     open_for_append,
@@ -167,12 +168,21 @@ def read_metrics(log_dir: str | Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def curves_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Curves in lines of ``metrics.jsonl``: name -> [(step, value)], by step; the last value of a step counts."""
+    """Curves in lines of ``metrics.jsonl``: name -> [(step, value)], by step; the last value of a step counts.
+
+    Raises:
+        DamagedLogError: a line is no object of numbers with a step.
+    """
     curves: dict[str, dict[int, float]] = {}
     for record in records:
-        for name, value in record.items():
-            if name not in ("step", "time"):
-                curves.setdefault(name, {})[int(record["step"])] = float(value)
+        try:
+            step = int(record["step"])
+            for name, value in record.items():
+                if name not in ("step", "time"):
+                    curves.setdefault(name, {})[step] = float(value)
+        except (TypeError, ValueError, LookupError) as error:
+            found = f"a line that is not a step's numbers, {record!r:.80}"
+            raise DamagedLogError(f"{METRICS_FILE} has {found}: repair or remove it") from error
     return {name: sorted(points.items()) for name, points in curves.items()}
 
 
