@@ -324,5 +324,5 @@ def test_math_verify_compares_by_value_within_limits(build: Any) -> None:
     ) == [1, 0]
     (huge,) = score(source, responses(r"\boxed{9^{9^{9^9}}}", answer="2"))
     assert huge == Reward(0.0, {"math_verify": 0.0, "math_verify/undecided": 1.0})
-    (unreadable,) = score(source, responses("3", answer=""))
-    assert math.isnan(unreadable.value) and "the right answer '' cannot be read" in str(unreadable.problem)
+    (unreadable,) = score(source, responses("3", answer="$ $"))
+    assert math.isnan(unreadable.value) and "the right answer '$ $' cannot be read" in str(unreadable.problem)
