@@ -13,12 +13,15 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.parallel.detection import LOOPBACK
 from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.metrics import read_metrics
 from nemo_style_aligner.wording import counted
@@ -28,7 +31,7 @@ Curve = tuple[tuple[float, float], ...]
 
 _NVLINK: Curve = ((1 << 10, 3.4e-6), (1 << 17, 10e-6), (1 << 20, 35e-6), (1 << 22, 79e-6), (1 << 24, 197e-6))
 _NVLINK += ((1 << 26, 575e-6), (1 << 28, 2.1e-3))
-_GLOO: Curve = ((1 << 10, 2e-4), (1 << 28, 0.5))
+_SUMMED = (1 << 10, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes that ranks of a CPU add up in a trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,34 @@ def measured_here(itemsize: int, ranks: int = 1) -> Device:
         return Device("here", "measured on this machine", torch.cuda.mem_get_info()[1], bandwidth, products, 4e-6)
     source = f"measured on this machine, shared by {counted(ranks, 'ranks')}"
     rates = (available_memory() / ranks, bandwidth / ranks, products / ranks)
-    return Device("here", source, *rates, 0.0, all_reduce=_GLOO, reserved=5e8, logits=64 << 20, is_cpu=True)
+    sums = _sums_here() if ranks > 1 else _NVLINK  # which is not asked for
+    return Device("here", source, *rates, 0.0, all_reduce=sums, reserved=5e8, logits=64 << 20, is_cpu=True)
+
+
+def _sums_here() -> Curve:
+    """What it takes two ranks of this machine to add up over gloo; two threads stand for them."""
+    import torch
+    import torch.distributed as dist
+
+    gloo: Any = dist.ProcessGroupGloo  # much of which has no types
+    store = dist.HashStore()
+
+    def times(rank: int) -> Curve:
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        group = gloo(store, rank, 2, options)
+        found = []
+        for size in _SUMMED:
+            numbers, seconds = torch.ones(size // 4), []
+            for _ in range(9):
+                begun = time.perf_counter()
+                group.allreduce([numbers]).wait()
+                seconds.append(time.perf_counter() - begun)
+            found.append((size, statistics.median(seconds)))
+        return tuple(found)
+
+    with ThreadPoolExecutor(2) as pool:
+        return next(iter(pool.map(times, range(2))))
 
 
 def _best(action: Callable[[], object], is_gpu: bool) -> float:
