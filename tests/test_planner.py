@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -20,7 +21,7 @@ from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.placement import critic_config
 from nemo_style_aligner.placement.costs import Layout, Model, Sample, largest_share
 from nemo_style_aligner.placement.plan import read_plan
-from nemo_style_aligner.placement.rates import DEVICES, Device, as_in_run
+from nemo_style_aligner.placement.rates import DEVICES, Device, as_in_run, measured_here
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
 from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps
 
@@ -287,6 +288,16 @@ def test_a_cpu_reads_weights_once_per_pass_and_computes_for_each_response() -> N
     one, two, four = (Model(MODELS["1b"], device=cpu).decode(1, batch, 0.0) for batch in (1, 2, 4))
     assert four - two == pytest.approx(2 * (two - one)) and two < 2 * one
     assert two - one == pytest.approx(2 * MODELS["1b"].num_parameters / cpu.products / cpu.forward_share, rel=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine's device is a GPU")
+def test_ranks_that_share_a_cpu_are_measured() -> None:
+    """Nobody guesses what sums over gloo take: guesses that are too low let a planner choose tensor parallelism."""
+    device = measured_here(4, 2)
+    (_, shortest), *_, (largest, longest) = device.all_reduce
+    assert 0 < shortest < longest
+    assert device.all_reduce_seconds(largest) == pytest.approx(longest)
+    assert min(device.bandwidth, device.products, device.memory) > 0 and "shared by 2 ranks" in device.source
 
 
 @pytest.mark.parametrize("device", [H100, dataclasses.replace(H100, is_cpu=True)], ids=["GPU", "CPU"])
