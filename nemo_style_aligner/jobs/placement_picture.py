@@ -24,6 +24,7 @@ from nemo_style_aligner.jobs.placement import (
     frozen_config,
     frozen_spec,
     has_critic_apart,
+    has_reference_here,
     has_reward_model_here,
     strategy_of,
 )
@@ -162,7 +163,7 @@ def _roles(cfg: DictConfig, policy: BaseModel, scorer: Scorer, teacher: BaseMode
     yield _trained("policy", cfg, policy.architecture, itemsize, here)
     if ppo.reference.devices:
         yield _apart("reference", cfg, REFERENCE, policy.architecture, itemsize)
-    elif float(ppo.initial_policy_kl_penalty) > 0:
+    elif has_reference_here(cfg):
         yield _reference(cfg, policy.architecture, itemsize, here)
     if teacher is not None and ppo.teacher.devices:
         yield _apart("teacher", cfg, TEACHER, teacher.architecture, itemsize)

@@ -46,7 +46,7 @@ class Device:
         kernel: seconds that a kernel takes at least, beyond its reading or computing.
         forward_share, training_share: of ``products``, what passes forward, and forward and backward, reach.
         decoding_factor: times the seconds of a pass in decoding that follow from these; on a CPU without computing.
-        all_reduce: seconds by bytes, between devices of one machine; () where ranks are on their own.
+        all_reduce: seconds by bytes, between devices of one machine.
         network: bytes per second of each device, between machines.
         host: bytes per second between device and host memory.
         reserved: bytes that no model gets: the driver's, libraries', fragments.
@@ -113,8 +113,7 @@ def measured_here(itemsize: int, ranks: int = 1) -> Device:
         return Device("here", "measured on this machine", torch.cuda.mem_get_info()[1], bandwidth, products, 4e-6)
     source = f"measured on this machine, shared by {counted(ranks, 'ranks')}"
     rates = (available_memory() / ranks, bandwidth / ranks, products / ranks)
-    sums = _sums_here() if ranks > 1 else _NVLINK  # which is not asked for
-    return Device("here", source, *rates, 0.0, all_reduce=sums, reserved=5e8, logits=64 << 20, is_cpu=True)
+    return Device("here", source, *rates, 0.0, all_reduce=_sums_here(), reserved=5e8, logits=64 << 20, is_cpu=True)
 
 
 def _sums_here() -> Curve:
