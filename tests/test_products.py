@@ -49,6 +49,19 @@ def test_products_are_exact(
 
 
 @LIBRARIES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_one_product(openblas: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows [s, 1, k] whose second stride means nothing, matmul makes s products, in bf16 with a copy of b for each."""
+    monkeypatch.setattr(products, "_prefers_openblas", lambda: openblas)
+    rows, weight = random(1, 60, 40).to(dtype).transpose(0, 1), random(30, 40).to(dtype)
+    assert rows.is_contiguous() and rows.stride(1) != 40
+    with torch.profiler.profile() as profile:
+        found = products.product(rows, weight.t())
+    torch.testing.assert_close(found, rows.contiguous() @ weight.t())
+    assert "aten::bmm" not in {event.name for event in profile.events()}
+
+
+@LIBRARIES
 def test_storages_can_be_resized_afterwards(openblas: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `offload` and `swap` do with weights and gradients."""
     monkeypatch.setattr(products, "_prefers_openblas", lambda: openblas)
