@@ -226,7 +226,7 @@ def test_the_check_survives_instructions_that_the_processor_lacks(tmp_path: Path
 
 @pytest.mark.parametrize(("error", "hint"), [(errno.EOPNOTSUPP, "Linux 5.16"), (errno.ENOSPC, "signal stack")])
 def test_why_the_system_refuses_instructions(error: int, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = SimpleNamespace(step_prepare=lambda: error)
+    refusing = SimpleNamespace(prepare=lambda: error)
     monkeypatch.setattr(library, "find_or_compile", lambda *_: refusing)
     with pytest.raises(NativeUnavailable, match=hint):
         load_library(SHAPE, "avx2")

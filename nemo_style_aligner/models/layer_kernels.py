@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from nemo_style_aligner.native.compilation import (
     AMX,
-    DOT,
+    FMA,
     INCLUDES,
     KERNELS,
     NativeUnavailable,
@@ -28,6 +28,7 @@ from nemo_style_aligner.native.compilation import (
     compiler_flags,
     find_compiler,
     find_or_compile,
+    prepare,
     usable_kernels,
 )
 
@@ -44,7 +45,7 @@ _NAMES = (
     "rows.h",
     "weight_gradients.h",
 )
-_SOURCES = [*(_FOLDER / name for name in _NAMES), *(INCLUDES / name for name in ("threads.h", "vectors.h"))]
+_SOURCES = [*(_FOLDER / name for name in _NAMES), *(INCLUDES / name for name in ("threads.h", "tiles.h", "vectors.h"))]
 _PANEL = 32  # columns of a panel of packed weights, as in ``packed_products.h``
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest relative error in the check, by dtype: several times the rounding error."""
@@ -76,16 +77,21 @@ class LayerKernels:
     @property
     def multiplies(self) -> bool:
         """Whether there are products of matrices (the next three methods): they need bf16 dot products."""
-        return KERNELS[self.kernel].number == DOT
+        return KERNELS[self.kernel].number != FMA
+
+    @property
+    def depth_step(self) -> int:
+        """Products with weights need a depth that is a multiple of this: a pair of numbers, or a tile's."""
+        return 32 if KERNELS[self.kernel].number == AMX else 2
 
     def packed(self, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
         """``weight`` (bf16 [n, k]) rearranged for `multiply_packed` by it or, ``transposed``, by its transpose.
 
-        The products' depth, n or k if transposed, must be even.
+        The products' depth, n or k if transposed, must be a multiple of `depth_step`.
         """
         n, k = weight.shape
         columns, depth = (n, k) if transposed else (k, n)
-        if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or depth % 2:
+        if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or depth % self.depth_step:
             raise ValueError(f"products by a {weight.dtype} {list(weight.shape)} with a depth of {depth}")
         out = weight.new_empty(-(-columns // _PANEL), depth, _PANEL)
         pointers = [_Pointer(x.data_ptr()) for x in (weight, out)]
@@ -303,10 +309,12 @@ def load(kernel: str) -> LayerKernels:
     """Load the functions compiled for ``kernel``, a name of `compilation.KERNELS`, and check their results.
 
     Raises:
-        NativeUnavailable: they cannot be compiled, or their results differ from torch's.
+        NativeUnavailable: they cannot be compiled, the system refuses the instructions, or results differ from torch's.
     """
     command = [*find_compiler(), *compiler_flags(kernel), "-O3"]
-    kernels = LayerKernels(find_or_compile(command, _SOURCES), kernel)
+    library = find_or_compile(command, _SOURCES)
+    prepare(library, kernel)
+    kernels = LayerKernels(library, kernel)
     for dtype, tolerance in _TOLERANCES.items():
         error = _largest_error(kernels, dtype)
         if not error < tolerance:
@@ -320,10 +328,7 @@ def load(kernel: str) -> LayerKernels:
 def best_kernels() -> LayerKernels | None:
     """The best functions for this processor, compiled if no process has done so yet; None, with a warning, without."""
     problem = NativeUnavailable("they need an x86-64 processor with AVX2 and FMA")
-    # The best have bf16 dot products, where processor and compiler do. None of these functions uses AMX tiles.
-    for name in usable_kernels(torch.bfloat16):
-        if KERNELS[name].number == AMX:
-            continue
+    for name in usable_kernels(torch.bfloat16):  # the best multiply bf16, where processor and compiler do
         try:
             return load(name)
         except NativeUnavailable as error:
@@ -370,10 +375,12 @@ def _largest_error(kernels: LayerKernels, dtype: torch.dtype) -> float:
     pairs = [(at_target - normalizer, picked), (entropies, entropy), *zip(gradients, exact, strict=True)]
 
     if kernels.multiplies and dtype == torch.bfloat16:
-        rows, columns, total, matrix = numbers(29, 46), numbers(29, 70), numbers(70, 46), numbers(70, 46)
-        a, b, packable = (each.to(dtype) for each in (rows, columns, matrix))
-        pairs.append((kernels.multiply_packed(a, kernels.packed(packable, transposed=True), 70), rows @ matrix.t()))
-        pairs.append((kernels.multiply_packed(b, kernels.packed(packable, transposed=False), 46), columns @ matrix))
+        rows, columns, total = numbers(61, 46), numbers(61, 70), numbers(70, 46)
+        a, b = rows.to(dtype), columns.to(dtype)
+        for matrix, transposed in ((numbers(70, 64), True), (numbers(64, 70), False)):
+            left, right = numbers(61, 64), matrix.t() if transposed else matrix
+            packed = kernels.packed(matrix.to(dtype), transposed)
+            pairs.append((kernels.multiply_packed(left.to(dtype), packed, 70), left @ right))
         expected = total + columns.t() @ rows
         kernels.add_product(total, b, a)
         pairs.append((total, expected))

@@ -109,9 +109,10 @@ def _kernels_for(a: torch.Tensor, weight: torch.Tensor, transposed: bool) -> Lay
     """The kernels that multiply these; None where torch does."""
     is_bf16 = all(x.device.type == "cpu" and x.dtype == torch.bfloat16 for x in (a, weight))
     depth = weight.shape[1 if transposed else 0]
-    if not is_bf16 or depth % 2 or a.numel() < _FEWEST_ROWS * depth or not weight.is_contiguous():
+    if not is_bf16 or a.numel() < _FEWEST_ROWS * depth or not weight.is_contiguous():
         return None
-    return own_kernels()
+    kernels = own_kernels()
+    return kernels if kernels is not None and depth % kernels.depth_step == 0 else None
 
 
 def _room() -> float:

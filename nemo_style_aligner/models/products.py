@@ -3,9 +3,9 @@
 - In bf16 on processors without bf16 arithmetic, which torch emulates, matrices are `widened` to fp32.
 - In fp32 on AMD's processors, numpy's OpenBLAS multiplies in place of torch's MKL, in a few threads of our own, which
   sleep while they wait: docs/decisions/0005-products.md has the reasons and the figures.
-- In bf16 on processors with bf16 dot products, but no AMX tiles, our own kernels compute linear layers: products with
-  weights (`packed_weights`) and the weights' gradients, which are summed in fp32. Torch would first round each micro
-  batch's gradient to bf16, which takes longer.
+- In bf16 on processors that multiply it, our own kernels compute linear layers: products with weights
+  (`packed_weights`) and the weights' gradients, which are summed in fp32. Torch would first round each micro batch's
+  gradient to bf16, which takes longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_style_aligner.models.layer_kernels import LayerKernels, best_kernels
-from nemo_style_aligner.native.compilation import usable_kernels
 from nemo_style_aligner.parallel.machine import computes_in_bf16, processor_model
 
 _AMD = ("AuthenticAMD", "HygonGenuine")
@@ -80,11 +79,9 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
 
 @functools.cache
 def own_kernels() -> LayerKernels | None:
-    """Our kernels for bf16, where they are faster than torch's library: not where it has AMX tiles, which they lack."""
+    """Our kernels for bf16, where the processor multiplies it."""
     kernels = best_kernels()
-    if kernels is None or not kernels.multiplies or "amx" in usable_kernels(torch.bfloat16):
-        return None
-    return kernels
+    return kernels if kernels is not None and kernels.multiplies else None
 
 
 def add_product(total: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:

@@ -152,6 +152,18 @@ def find_or_compile(
         ) from error
 
 
+def prepare(library: ctypes.CDLL, kernel: str) -> None:
+    """Ask the system for the instructions of ``kernel``, before the library's first function is called.
+
+    Raises:
+        NativeUnavailable: it refuses them.
+    """
+    if error := library.prepare():
+        too_small = "a thread's alternate signal stack is too small for their registers"
+        hint = too_small if error == errno.ENOSPC else "Linux 5.16 or newer has them"
+        raise NativeUnavailable(f"the system refused the {kernel} instructions ({os.strerror(error)}): {hint}")
+
+
 def _find_or_compile(command: list[str], source: Path, path: Path, check: Callable[[Path], None] | None) -> ctypes.CDLL:
     """Load the library at ``path``; compile it first if there is none, or none that can be loaded."""
     library = _open(path)

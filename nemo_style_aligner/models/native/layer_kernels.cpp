@@ -76,7 +76,7 @@ int layer_logits_gradient(const void* logits, const int64_t* targets, const floa
     });
 }
 
-#if KERNEL == KERNEL_DOT
+#if KERNEL != KERNEL_FMA
 int layer_add_product(float* total, const void* columns, const void* rows, int tokens, int n, int k, int threads) {
     return with_type(1, [&](auto) {
         weight_gradients::add_product({total, (const bf16*)columns, (const bf16*)rows, tokens, n, k}, threads);

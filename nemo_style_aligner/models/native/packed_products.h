@@ -5,7 +5,7 @@
 #pragma once
 #include "weight_gradients.h"
 
-#if KERNEL == KERNEL_DOT
+#if KERNEL != KERNEL_FMA
 namespace packed_products {
 
 using weight_gradients::TILE_COLUMNS;
@@ -54,15 +54,11 @@ inline void pack(const bf16* weight, int n, int k, bool is_transposed, uint32_t*
         const int column = panel * TILE_COLUMNS;
         uint32_t* to = out + panel * shape.panel_words();
         if (is_transposed) pack_rows(weight, n, k, panel, to);
-        else weight_gradients::pack<TILE_COLUMNS>(weight + column, n, k, std::min(TILE_COLUMNS, k - column), to, 0);
+        else
+            weight_gradients::pack<TILE_COLUMNS>(weight + column, n, n / 2, k, std::min(TILE_COLUMNS, k - column), to,
+                                                 0);
     });
 }
-
-// What is multiplied with next, prefetched evenly meanwhile: `step` bytes for each pair of depth.
-struct Ahead {
-    const char* at;
-    int step;
-};
 
 // A tile's `rows` rows in a panel that ends within a vector.
 __attribute__((noinline)) inline void store_tile(const float* sums, int rows, bf16* out, int stride, int columns) {
@@ -71,9 +67,34 @@ __attribute__((noinline)) inline void store_tile(const float* sums, int rows, bf
             store_some(out + (size_t)i * stride + j, load<vf>(sums + i * TILE_COLUMNS + j), columns - j);
 }
 
-// A tile: N rows of a[][2 * pairs] times a panel, to N rows of out[][stride], of which `columns` columns exist.
+// What is multiplied with next, prefetched evenly meanwhile: `step` bytes for each pair of depth.
+struct Ahead {
+    const char* at;
+    int step;
+};
+
+#if KERNEL == KERNEL_AMX
+// A tile: some rows of a[][2 * pairs] times a panel, to rows of out[][stride], of which `columns` columns exist.
+INLINE void multiply_tile(const bf16* a, int rows, const uint32_t* panel, int pairs, bf16* out, int stride, int columns,
+                          Ahead&) {
+    const size_t depth = 2 * (size_t)pairs;
+    alignas(64) float sums[TILE_ROWS * TILE_COLUMNS];
+    if (rows % 16) { // rows of a tile that do not exist must be readable
+        Scratch scratch(TILE_ROWS * pairs);
+        a = (const bf16*)memcpy(scratch.take(TILE_ROWS * pairs), a, 2 * depth * rows);
+    }
+    const LeftRows left{a, 2 * depth, 32, 16 * depth};
+    if (rows > 16) multiply_tiles<2, false>(left, (int)depth, (const bf16*)panel, nullptr, sums);
+    else multiply_tiles<1, false>(left, (int)depth, (const bf16*)panel, nullptr, sums);
+    if (columns < TILE_COLUMNS) return store_tile(sums, rows, out, stride, columns);
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v)
+            store_as(out + (size_t)i * stride + v * LANES, load<vf>(sums + i * TILE_COLUMNS + v * LANES));
+}
+#else
 template <int N>
-INLINE void multiply_tile(const bf16* a, const uint32_t* panel, int pairs, bf16* out, int stride, int columns,
+INLINE void multiply_rows(const bf16* a, const uint32_t* panel, int pairs, bf16* out, int stride, int columns,
                           Ahead& ahead) {
     // Three rows share a pointer: one for each would take more registers than there are.
     const size_t row_bytes = 4 * (size_t)pairs, step = ahead.step;
@@ -114,6 +135,14 @@ INLINE void multiply_tile(const bf16* a, const uint32_t* panel, int pairs, bf16*
     store_tile(sums, N, out, stride, columns);
 }
 
+// A tile: some rows of a[][2 * pairs] times a panel, to rows of out[][stride], of which `columns` columns exist.
+INLINE void multiply_tile(const bf16* a, int rows, const uint32_t* panel, int pairs, bf16* out, int stride, int columns,
+                          Ahead& ahead) {
+    with_constant<TILE_ROWS>(
+        rows, [&](auto n) { multiply_rows<decltype(n)::value>(a, panel, pairs, out, stride, columns, ahead); });
+}
+#endif
+
 inline void multiply(const Product& p, int threads) {
     const int pairs = p.depth / 2, panels = p.panels();
     const int block = std::max(1, BLOCK_BYTES / (2 * p.depth * TILE_ROWS)) * TILE_ROWS;
@@ -121,17 +150,15 @@ inline void multiply(const Product& p, int threads) {
     parallel(threads, blocks * groups, [&](int task) {
         const int first = task / groups * block, end = std::min(first + block, p.rows);
         const int first_panel = task % groups * TASK_PANELS, end_panel = std::min(first_panel + TASK_PANELS, panels);
-        const int tiles = (end - first + TILE_ROWS - 1) / TILE_ROWS;
+        const int readings = (end - first + TILE_ROWS - 1) / TILE_ROWS;
+        const Tiles tiles;
         for (int panel = first_panel; panel < end_panel; ++panel) {
             const uint32_t* words = p.packed + panel * p.panel_words();
-            Ahead ahead{(const char*)(words + p.panel_words()), 4 * TILE_COLUMNS / tiles};
+            Ahead ahead{(const char*)(words + p.panel_words()), 4 * TILE_COLUMNS / readings};
             const int column = panel * TILE_COLUMNS;
             for (int row = first; row < end; row += TILE_ROWS)
-                with_constant<TILE_ROWS>(std::min(TILE_ROWS, end - row), [&](auto n) {
-                    multiply_tile<decltype(n)::value>(p.a + (size_t)row * p.depth, words, pairs,
-                                                      p.out + (size_t)row * p.columns + column, p.columns,
-                                                      p.columns - column, ahead);
-                });
+                multiply_tile(p.a + (size_t)row * p.depth, std::min(TILE_ROWS, end - row), words, pairs,
+                              p.out + (size_t)row * p.columns + column, p.columns, p.columns - column, ahead);
         }
     });
 }

@@ -99,10 +99,8 @@ static double activation_error() {
 }
 
 int main() {
-    if (step_prepare()) return 2;
-#if KERNEL == KERNEL_AMX
-    tiles_begin();
-#endif
+    if (prepare()) return 2;
+    const Tiles tiles;
     const double limit = KERNEL == KERNEL_FMA ? 1e-5 : 0.01;
     double worst = activation_error();
     for (int rows : {1, 5, 16, 17, 37, 64}) {
@@ -110,9 +108,6 @@ int main() {
         worst = worse(worst, product_error(rows, 40, UP));
     }
     for (int position : {0, 3, 61}) worst = worse(worst, attention_error(position, position == 3 ? 1 : 30));
-#if KERNEL == KERNEL_AMX
-    tiles_end();
-#endif
     printf("largest relative error %.2g (limit %.2g)\n", worst, limit);
     return worst < limit ? 0 : 1;
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import errno
 import os
 import subprocess
 import tempfile
@@ -25,11 +24,12 @@ from nemo_style_aligner.native.compilation import (
     compiler_flags,
     find_compiler,
     find_or_compile,
+    prepare,
 )
 
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "pairs.h", "sample.h")]
-_SOURCES += [INCLUDES / name for name in ("threads.h", "vectors.h")]
+_SOURCES += [INCLUDES / name for name in ("threads.h", "tiles.h", "vectors.h")]
 _CHECK_SECONDS = 120.0
 _CHECKED_MODEL = ModelArchitecture(
     num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
@@ -53,10 +53,7 @@ def load_library(shape: EngineShape, kernel: str) -> ctypes.CDLL:
 
     check_first = require_check if KERNELS[kernel].checked else None
     library = find_or_compile(command, _SOURCES, check_first)
-    if error := library.step_prepare():
-        too_small = "a thread's alternate signal stack is too small for their registers"
-        hint = too_small if error == errno.ENOSPC else "Linux 5.16 or newer has them"
-        raise NativeUnavailable(f"the system refused the {kernel} instructions ({os.strerror(error)}): {hint}")
+    prepare(library, kernel)
     return library
 
 

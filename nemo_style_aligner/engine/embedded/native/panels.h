@@ -3,6 +3,7 @@
 #pragma once
 #include "pairs.h"
 #include "threads.h"
+#include "tiles.h"
 
 constexpr int PANEL = 32;
 
@@ -11,91 +12,6 @@ constexpr int ACCUMULATORS = EMULATE      ? 8
                                           : 24; // vectors of sums that fit in the registers beside the operands
 constexpr int VECTOR_ROWS = ACCUMULATORS / 2;   // rows of the vector kernels, with two vectors of columns
 constexpr int BLOCK_ROWS = KERNEL == KERNEL_AMX ? 32 : VECTOR_ROWS;
-
-// ---- AMX tiles ------------------------------------------------------------------------------------------------------
-
-#if KERNEL == KERNEL_AMX
-#if EMULATE
-struct Tile {
-    unsigned char bytes[16][64];
-};
-static thread_local Tile tiles[8];
-#define TILE_ZERO(t) memset(&tiles[t], 0, sizeof(Tile))
-#define TILE_LOAD(t, p, stride)                                                                                        \
-    for (int r_ = 0; r_ < 16; ++r_) memcpy(tiles[t].bytes[r_], (const char*)(p) + (size_t)r_ * (stride), 64)
-#define TILE_STORE(t, p, stride)                                                                                       \
-    for (int r_ = 0; r_ < 16; ++r_) memcpy((char*)(p) + (size_t)r_ * (stride), tiles[t].bytes[r_], 64)
-static void tile_multiply(Tile& c, const Tile& a, const Tile& b) {
-    float (*sum)[16] = (float (*)[16])c.bytes;
-    const bf16(*x)[32] = (const bf16(*)[32])a.bytes;
-    const bf16(*w)[32] = (const bf16(*)[32])b.bytes;
-    for (int m = 0; m < 16; ++m)
-        for (int k = 0; k < 16; ++k)
-            for (int n = 0; n < 16; ++n) {
-                sum[m][n] += widen(x[m][2 * k]) * widen(w[k][2 * n]);
-                sum[m][n] += widen(x[m][2 * k + 1]) * widen(w[k][2 * n + 1]);
-            }
-}
-#define TILE_MULTIPLY(c, a, b) tile_multiply(tiles[c], tiles[a], tiles[b])
-static void tiles_begin() {}
-static void tiles_end() {}
-#else
-#define TILE_ZERO(t) _tile_zero(t)
-#define TILE_LOAD(t, p, stride) _tile_loadd(t, p, stride)
-#define TILE_STORE(t, p, stride) _tile_stored(t, p, stride)
-#define TILE_MULTIPLY(c, a, b) _tile_dpbf16ps(c, a, b)
-static void tiles_begin() { // eight tiles of 16 rows of 64 bytes
-    struct alignas(64) Config {
-        uint8_t palette, start, zero[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    };
-    static_assert(sizeof(Config) == 64);
-    // A constant: GCC's intrinsic claims to read only 8 bytes, so it might drop stores to the others.
-    static const Config config = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&config);
-}
-static void tiles_end() { _tile_release(); }
-#endif
-
-// c[16 * TALL][32] = a[16 * TALL rows][k] * panel. next: what is multiplied with after it.
-template <int TALL>
-static INLINE void multiply_tiles(const bf16* a, int lda, int k, const bf16* panel, const void* next, float* c) {
-#if !EMULATE
-    __asm__ volatile("" ::: "memory"); // GCC's tile loads do not declare that they read memory: keep earlier stores
-#endif
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    if (TALL == 2) {
-        TILE_ZERO(2);
-        TILE_ZERO(3);
-    }
-    for (int i = 0; i < k; i += 32, panel += 32 * PANEL) {
-#if !EMULATE
-        // Three blocks of k ahead; the hardware's prefetcher is too late.
-        const char* ahead = i + 96 < k ? (const char*)(panel + 96 * PANEL) : (const char*)next + (i + 96 - k) * 64;
-#pragma GCC unroll 32
-        for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
-#endif
-        TILE_LOAD(6, panel, 128);
-        TILE_LOAD(7, panel + 32, 128);
-        TILE_LOAD(4, a + i, lda * 2);
-        TILE_MULTIPLY(0, 4, 6);
-        TILE_MULTIPLY(1, 4, 7);
-        if (TALL == 2) {
-            TILE_LOAD(5, a + (size_t)16 * lda + i, lda * 2);
-            TILE_MULTIPLY(2, 5, 6);
-            TILE_MULTIPLY(3, 5, 7);
-        }
-    }
-    TILE_STORE(0, c, 128);
-    TILE_STORE(1, c + 16, 128);
-    if (TALL == 2) {
-        TILE_STORE(2, c + 16 * PANEL, 128);
-        TILE_STORE(3, c + 16 * PANEL + 16, 128);
-    }
-}
-#endif
 
 // ---- vector kernel --------------------------------------------------------------------------------------------------
 
@@ -144,8 +60,9 @@ static INLINE void multiply_panel(const act_t* a, int k, int rows, const panel_t
         const int n = rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS;
 #if KERNEL == KERNEL_AMX
         const void* then = r + BLOCK_ROWS < rows ? (const void*)panel : next;
-        if (n > 16) multiply_tiles<2>(a + (size_t)r * k, k, k, panel, then, c);
-        else multiply_tiles<1>(a + (size_t)r * k, k, k, panel, then, c);
+        const LeftRows left{a + (size_t)r * k, 2 * (size_t)k, 32, 16 * (size_t)k};
+        if (n > 16) multiply_tiles<2, true>(left, k, panel, then, c);
+        else multiply_tiles<1, true>(left, k, panel, then, c);
 #else
         multiply_rows(a + (size_t)r * k, k, n, k, panel, c, ahead);
 #endif

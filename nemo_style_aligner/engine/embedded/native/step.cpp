@@ -188,18 +188,13 @@ class Worker {
 
     // Stages: 0 embedding, 1 + 2l attention of layer l, 2 + 2l its MLP, 1 + 2 LAYERS the output layer.
     void run(int first, int end) {
-#if KERNEL == KERNEL_AMX
-        tiles_begin();
-#endif
+        const Tiles tiles;
         for (int stage = first; stage < end; ++stage) {
             if (stage == 0) embed();
             else if (stage == 1 + 2 * LAYERS) output();
             else if (stage % 2) attention((stage - 1) / 2);
             else mlp(stage / 2 - 1);
         }
-#if KERNEL == KERNEL_AMX
-        tiles_end();
-#endif
     }
 
   private:
@@ -345,23 +340,7 @@ class Worker {
 
 // ---- what Python calls ----------------------------------------------------------------------------------------------
 
-#if KERNEL == KERNEL_AMX && !EMULATE
-#include <cerrno>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 extern "C" {
-
-// Asks Linux for permission to use AMX tiles; 0 if they may be used, else errno. Once per process, before step_create.
-int step_prepare() {
-#if KERNEL == KERNEL_AMX && !EMULATE
-    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) ? errno : 0;
-#else
-    return 0;
-#endif
-}
 
 // Null where memory is short.
 void* step_create(const Model* model, int threads) {
