@@ -29,8 +29,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# The emulated ones have vectors of 16 numbers and products of pairs or tiles on any processor; tiles compile for long.
-NAMES = [pytest.param(n, marks=[pytest.mark.long] * (k.emulated and k.number == AMX)) for n, k in KERNELS.items()]
+# The emulated ones have vectors of 16 numbers and products of pairs or tiles on any processor. They compile for long.
+HERE = {KERNELS[name].number for name in usable_kernels(torch.bfloat16)}
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.long] * (kernel.emulated and kernel.number in HERE | {AMX}))
+    for name, kernel in KERNELS.items()
+]
 MULTIPLYING = [name for name in NAMES if KERNELS[str(name.values[0])].number != FMA]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # relative; bf16 results are rounded to 8 bits
 
