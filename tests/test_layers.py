@@ -364,6 +364,23 @@ def test_other_layers_are_computed_module_by_module(name: str, monkeypatch: pyte
     assert whole_layer(elsewhere, hidden.to("meta"), angles, packed.sequences) is None
 
 
+@pytest.mark.parametrize("trainable", [True, False])
+def test_one_row_reaches_matrices_as_one_product(trainable: bool) -> None:
+    """[s, 1, h] with the strides of a new tensor: with the embedding's own, torch.matmul takes each token for a batch,
+    which megatron-core's functions for frozen weights call on GPUs."""
+    model = build_model(ARCHITECTURES["llama"], {}, torch.float32, trainable=trainable)
+    strides = []
+    for module in model.gpt.decoder.modules():
+        if isinstance(module, ColumnLinear | RowLinear):
+            module.register_forward_pre_hook(lambda _, given: strides.append((given[0].shape, given[0].stride())))
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        model.gpt(ids, ids, None)
+    assert strides
+    for shape, found in strides:
+        assert shape[:2] == (12, 1) and found == torch.empty(shape).stride()
+
+
 @pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["language", "reward"])
 @pytest.mark.parametrize("name", ["llama", "tied"])
 @pytest.mark.parametrize(

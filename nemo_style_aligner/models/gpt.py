@@ -292,8 +292,10 @@ def build_model(
         gpt = GPTRewardModel(head=head, **options)
     rotary = gpt.rotary_pos_emb
     rotary.inv_freq = architecture.frequencies()[0].to(rotary.inv_freq)  # megatron-core knows few scalings
-    if layout.is_first_stage and architecture.embedding_multiplier != 1:
-        gpt.embedding.register_forward_hook(lambda _module, _ids, out: out * architecture.embedding_multiplier)
+    if layout.is_first_stage:
+        gpt.embedding.register_forward_hook(
+            lambda _module, _ids, out: _embedded(out, architecture.embedding_multiplier)
+        )
     adapters = {} if lora is None else add_adapters(gpt, architecture, layout, lora)
     for parameter in gpt.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -307,6 +309,14 @@ def build_model(
     else:
         module.eval().requires_grad_(False)
     return MegatronModel(module, gpt, config, architecture, layout, adapters)
+
+
+def _embedded(out: torch.Tensor, multiplier: float) -> torch.Tensor:
+    """What the embedding says, [s, b, h], scaled. megatron-core transposes it: where b is 1 that leaves b a stride with
+    which `torch.matmul` multiplies token by token.
+    """
+    out = out.view(out.shape)
+    return out if multiplier == 1 else out * multiplier
 
 
 def uses_distributed_optimizer(model_cfg: Mapping[str, Any]) -> bool:
