@@ -58,13 +58,12 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
     """
     if out is not None and out.dtype != a.dtype:
         return torch.mm(a, b, out_dtype=out.dtype, out=out)
-    rows = a.flatten(0, -2)  # matmul would copy b for each of them where a size of 1 before k has an odd stride
     if not _go_to_openblas(a, b):
-        found = torch.mm(rows, b, out=None if out is None else out.flatten(0, -2))
-        return found.view(*a.shape[:-1], b.shape[1])
+        # A size of 1 before k may have any stride: matmul would make a batch of the rows. A view has one that fits.
+        return torch.matmul(a.view(a.shape), b, out=out)
     if out is None:
         out = a.new_empty(*a.shape[:-1], b.shape[1])
-    left, right, result = _array(rows), _array(b), _array(out.flatten(0, -2))
+    left, right, result = _array(a.flatten(0, -2)), _array(b), _array(out.flatten(0, -2))
     is_tall = result.shape[0] >= result.shape[1]
 
     def multiply(begin: int, end: int) -> None:
