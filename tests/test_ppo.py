@@ -308,6 +308,16 @@ def test_experience_is_what_the_formulas_say() -> None:
     assert torch.all(weights == 1) and not any("importance" in name for name in metrics)
 
 
+def test_a_rank_may_have_none_of_a_steps_samples() -> None:
+    """Of fewer samples than data-parallel ranks."""
+    made, none = step(), torch.empty(0)
+    batch = dataclasses.replace(made.rollouts, own=none.long(), tokens=none.int(), engine_logprobs=none)
+    columns = dict.fromkeys(made.columns, none)
+    experience, metrics = make_experience(batch, made.scores, columns, SETTINGS, version=5)
+    assert all(torch.equal(column, none) for column in experience.columns.values())
+    assert metrics["engine_logprob_gap_max"] == 0.0
+
+
 def test_samples_are_shown_without_what_pads_them() -> None:
     made = step()
     missing: Any = None
