@@ -59,13 +59,14 @@ def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
     """
     if out is not None and out.dtype != a.dtype:
         return torch.mm(a, b, out_dtype=out.dtype, out=out)
-    rows = a.flatten(0, -2)  # matmul would copy b for each of them where a size of 1 before k has an odd stride
-    if not _go_to_openblas(a, b):
-        found = torch.mm(rows, b, out=None if out is None else out.flatten(0, -2))
-        return found.view(*a.shape[:-1], b.shape[1])
-    if out is None:
+    if out is None:  # what is returned is no view, or megatron-core could not free a pipeline stage's output
         out = a.new_empty(*a.shape[:-1], b.shape[1])
-    left, right, result = _array(rows), _array(b), _array(out.flatten(0, -2))
+    # Matmul would copy b for each row where a size of 1 before k has an odd stride.
+    a, b = a.detach().flatten(0, -2), b.detach()
+    if not _go_to_openblas(a, b):
+        torch.mm(a, b, out=out.flatten(0, -2))
+        return out
+    left, right, result = _array(a), _array(b), _array(out.flatten(0, -2))
     is_tall = result.shape[0] >= result.shape[1]
 
     def multiply(begin: int, end: int) -> None:
