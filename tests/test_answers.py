@@ -66,6 +66,7 @@ def test_right(response: str, answer: Any, rule: str | None) -> None:
         ("paris", "Paris", None),
         ("page-5", "-5", "last number"),
         ("\\boxed{7", "7", "boxed"),
+        pytest.param("\\boxed{" * 50_000, "7", "boxed", id="repeated"),  # as a model may: looked through once
         ("1/0", "1", None),
         ("1" * 5000, "1", None),
     ],

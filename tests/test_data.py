@@ -1041,6 +1041,12 @@ def test_ppo_with_another_batch_size_goes_on_at_the_same_prompt_and_ends_with_it
     assert [prompt.prompt_id for prompt in second.train_prompts.batch(second.consumed_samples)] == order[40:90].tolist()
     # Two steps with the 60 prompts left of the sixth epoch, two of the seventh.
     assert second.epoch == 5 and second.settings.max_steps == 11 + 4
+    source, ends, seen = second.train_prompts, [second.consumed_samples], list[int]()
+    while ends[-1] < 700:
+        seen += [prompt.prompt_id for prompt in source.batch(ends[-1])]
+        ends.append(source.after(ends[-1]))
+    last = EpochSampler(100, 50, 7, shuffle=True, drop_last=True).order(6)
+    assert ends == [540, 590, 600, 650, 700] and seen == [*order[40:], *last]
     assert second.optimizer.schedule.max_steps == 44 + 4 * 5
     third = trainer(40)
     third.load_state_dict(first.state_dict())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -280,6 +282,25 @@ def test_stop_strings_whose_last_token_reads_otherwise_alone(
     condition = StopCondition(SamplingParams(max_new_tokens=9, stop_strings=(string,)), 99, detokenize=detokenize)
     tokens = list(range(len(pieces)))
     assert _first_end(tokens, condition) == ((len(pieces), None) if expected is None else (expected, "stop"))
+
+
+@pytest.mark.parametrize("characters", ["", "é", "⛄", "😀", "⛄⛄", "⛄⛄é", "😀🎉", "😀⛄🎉", "😀é🎉", "😀éé⛄🎉"])
+def test_a_stop_string_is_found_behind_characters_of_several_tokens(characters: str) -> None:
+    """Llama 2's and Mistral's vocabularies spell emoji and line breaks by bytes, which are decoded all or none."""
+    pieces = ["Great", " ", *(bytes([byte]) for byte in f"{characters}\n".encode()), "User", ":"]
+
+    def detokenize(ids: Sequence[int]) -> str:
+        text = ""
+        for is_bytes, run in itertools.groupby((pieces[i] for i in ids), lambda piece: isinstance(piece, bytes)):
+            parts: Any = list(run)
+            try:
+                text += b"".join(parts).decode() if is_bytes else "".join(parts)
+            except UnicodeDecodeError:
+                text += "\ufffd" * len(parts)
+        return text
+
+    condition = StopCondition(SamplingParams(max_new_tokens=99, stop_strings=("\nUser:",)), 99, detokenize)
+    assert _first_end([*range(len(pieces))], condition, limit=99) == (len(pieces), "stop")
 
 
 @pytest.mark.parametrize(

@@ -308,6 +308,16 @@ def test_experience_is_what_the_formulas_say() -> None:
     assert torch.all(weights == 1) and not any("importance" in name for name in metrics)
 
 
+def test_a_rank_may_have_none_of_a_steps_samples() -> None:
+    """Of fewer samples than data-parallel ranks."""
+    made, none = step(), torch.empty(0)
+    batch = dataclasses.replace(made.rollouts, own=none.long(), tokens=none.int(), engine_logprobs=none)
+    columns = dict.fromkeys(made.columns, none)
+    experience, metrics = make_experience(batch, made.scores, columns, SETTINGS, version=5)
+    assert all(torch.equal(column, none) for column in experience.columns.values())
+    assert metrics["engine_logprob_gap_max"] == 0.0
+
+
 def test_samples_are_shown_without_what_pads_them() -> None:
     made = step()
     missing: Any = None
@@ -397,12 +407,27 @@ def test_every_pass_over_the_rollouts_has_an_order_of_its_own() -> None:
     assert len(orders) == 4 and all(sorted(order) == list(range(8)) for order in orders)
 
 
+def test_a_step_takes_no_more_prompts_than_its_epoch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are left, where the batch size was another one before; the epoch after it begins with its first."""
+    ppo, starts = trainer(SimpleNamespace(log_metrics=lambda *_: None)), []
+    monkeypatch.setattr(ppo, "make_room", lambda: None)
+    schedule: Any = SimpleNamespace(
+        generate=lambda _, start, *__, **___: (starts.append(start), {}),
+        unload=lambda: None, start_ahead=lambda _, start, *__: starts.append(start),
+    )  # fmt: skip
+    monkeypatch.setattr(ppo, "schedule", schedule)
+    end = 10
+    for _ in range(3):
+        _, end, _ = ppo.collect(end, 0)
+    assert starts == [10, 50, 50, 80, 80, 120]
+
+
 def test_epochs_are_counted_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's is that of its first prompt, though another may begin with the next one."""
     metrics: Any = SimpleNamespace(rank=1, log_metrics=lambda *_: None, log_table=lambda *_: None)
     ppo, made = trainer(metrics), step()
     collected: Any = SimpleNamespace(wait_for_rewards=lambda: made.scores)
-    monkeypatch.setattr(ppo, "collect", lambda *_: (collected, 6, {}))
+    monkeypatch.setattr(ppo, "collect", lambda start, _: (collected, start + 6, {}))
     monkeypatch.setattr(ppo, "deal", lambda _: made.rollouts)
     monkeypatch.setattr(ppo, "logprobs", lambda *_, **__: dict(made.columns))
     found = []

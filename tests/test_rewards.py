@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.util
 import json
 import math
@@ -12,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,12 @@ from served_critic import CountingBackend, serve
 
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.reward_config import build_reward_source
-from nemo_style_aligner.rl.rewards import Reward, RewardSource, RewardSum
+from nemo_style_aligner.rl.rewards import Reward, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.scoring import Scorer
+from nemo_style_aligner.services.client import Scores
 from nemo_style_aligner.services.endpoints import ModelLimits, reward_endpoint
 from nemo_style_aligner.services.http_client import ClientLimits, ServerUnavailableError
 from nemo_style_aligner.services.reward_client import SequencesToScore
@@ -299,6 +304,30 @@ def test_a_service_is_a_source(build: Any, functions: str) -> None:
             wrong.wait_until_ready(10, sequences)
     with pytest.raises(ServerUnavailableError):
         score(source, responses("2"))
+
+
+def test_a_critic_with_rewards_is_asked_once_whoever_gets_them() -> None:
+    """Values and rewards come with one answer, also where only some of the rewards count, or each elsewhere."""
+    asked: list[int] = []
+
+    def infer(tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
+        asked.append(len(tokens))
+        answer: concurrent.futures.Future[Scores] = concurrent.futures.Future()
+        answer.set_result(Scores(tokens[:, 1:].float(), 10.0 * tokens[:, 0]))
+        return answer
+
+    client: Any = SimpleNamespace(infer_async=infer)
+    critic = RemoteCritic(client, None, "refuse")
+    of_kinds = [WeightedSource(kind, critic, weight, {"kind": [kind]}) for kind, weight in (("a", 1.0), ("b", 2.0))]
+    for rewards in (critic, RewardSum([WeightedSource("all", critic)]), RewardSum(of_kinds)):
+        samples = [
+            Sample(0, 0, {"kind": kind}, [n, n + 1, n + 2], 1, True, str) for n, kind in ((3, "a"), (5, "b"), (7, "a"))
+        ]
+        found = [*Scorer(rewards, critic, 60, "the critic").score(samples).result()]
+        assert [columns["values"].tolist() for *_, columns in found] == [[4.0, 5.0], [6.0, 7.0], [8.0, 9.0]]
+        middle = 100.0 if len(asked) == 3 else 50.0
+        assert [reward.value for _, reward, _ in found] == [30.0, middle, 70.0]
+    assert asked == [3, 3, 3]
 
 
 def test_the_function_in_the_documentation_works(build: Any, tmp_path: Path) -> None:

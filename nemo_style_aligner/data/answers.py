@@ -28,6 +28,7 @@ ANSWER, EXTRACTION = "answer", "answer_extraction"
 
 _MARKED = ("after ####", "boxed")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_BRACE = re.compile(r"(\\f?boxed\s*)?\{|\}")
 _LAST_NUMBER = re.compile(rf"(?:(?<![\w.])[-−])?(?:{_DIGITS})")
 _WORD = r"[^\W\d_][^\s\d=]*"
 _QUANTITY = re.compile(
@@ -111,14 +112,15 @@ def find_answer(text: str, rule: str | None = None) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """The content of the last ``\\boxed{...}`` whose braces are closed."""
-    for begin in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
-        depth = 1
-        for end in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[begin:end].strip()
-    return None
+    """The content of the last ``\\boxed{...}`` whose braces are closed, in one pass: models may repeat it for ever."""
+    opened: list[int | None] = []  # of each brace that is not closed, where a box's content begins
+    last, content = -1, None
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(None if brace[1] is None else brace.end())
+        elif opened and (begin := opened.pop()) is not None and begin > last:
+            last, content = begin, text[begin : brace.start()].strip()
+    return content
 
 
 def _same(given: str, right: str) -> bool:

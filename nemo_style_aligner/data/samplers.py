@@ -62,6 +62,11 @@ class EpochSampler:
         """Batches of a whole epoch, including a smaller last one unless it is left out."""
         return -(-self.samples_per_epoch // self.global_batch_size)
 
+    @property
+    def after_batch(self) -> int:
+        """``consumed_samples`` once the next batch is handed out, of which the epoch's end may leave fewer samples."""
+        return min(self.consumed_samples + self.global_batch_size, (self.epoch + 1) * self.samples_per_epoch)
+
     def batches_until(self, epoch: int) -> int:
         """Batches that are left before ``epoch`` (counted from 0) begins. For a sampler with ``drop_last``."""
         return -(-max(0, epoch * self.samples_per_epoch - self.consumed_samples) // self.global_batch_size)
@@ -101,7 +106,6 @@ class EpochSampler:
         epoch = self.epoch
         order = self.order(epoch)
         while self.epoch == epoch:
-            start = self.consumed_samples - epoch * self.samples_per_epoch
-            batch = order[start : start + self.global_batch_size].tolist()
-            self.consumed_samples += len(batch)
-            yield batch
+            start, self.consumed_samples = self.consumed_samples, self.after_batch
+            before = epoch * self.samples_per_epoch
+            yield order[start - before : self.consumed_samples - before].tolist()

@@ -30,7 +30,8 @@ TokenToId = Callable[[str], int | None]
 NO_WEIGHTS = -1  # the version of an engine without complete weights
 
 _DIVISORS = (1e-20, 1e20)  # logits that are divided by others may leave the range of float32
-_CONTEXT_TOKENS = 4  # decoded in front of the tokens that may hold a stop string
+_CONTEXT_TOKENS = 4  # decoded in front of the tokens that may hold a stop string; more than a cut character leaves
+_PART_OF_A_CHARACTER = "\ufffd"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -459,6 +460,12 @@ class StopCondition:
             return False
         tail = token_ids[-self._tail_tokens :]
         text = self._detokenize(tail)
+        for _ in range(_CONTEXT_TOKENS - 1):
+            if not text.startswith(_PART_OF_A_CHARACTER):
+                break
+            # A character that the tail cuts spoils all bytes beside it, where a tokenizer decodes these together.
+            tail = tail[1:]
+            text = self._detokenize(tail)
         found = [string for string in self._strings if string in text]
         if not found:
             return False
@@ -469,5 +476,5 @@ class StopCondition:
     def _may_end_a_string(self, text: str) -> bool:
         """Whether a token that decodes to ``text`` on its own may complete a stop string."""
         # Decoded alone, a token may lack a space that it has within a text, or be only part of a character.
-        is_whole = text != "" and "\ufffd" not in text
+        is_whole = text != "" and _PART_OF_A_CHARACTER not in text
         return not is_whole or any(end in text or end.isspace() for end in self._last_characters)

@@ -409,7 +409,9 @@ def engine_gap(rollouts: Rollouts, logprobs: torch.Tensor) -> dict[str, float]:
     ``engine_kl`` is the k3 estimate of KL(engine || trainer).
     """
     gap = (rollouts.engine_logprobs - logprobs).abs()
-    largest = rollouts.everywhere(torch.segment_reduce(gap, "max", lengths=rollouts.own_responses, initial=0.0))
+    # Torch's check of the lengths, which fit, would refuse a share without samples.
+    own = torch.segment_reduce(gap, "max", lengths=rollouts.own_responses, initial=0.0, unsafe=True)
+    largest = rollouts.everywhere(own)
     kl = functional.kl_penalty(rollouts.engine_logprobs, logprobs, "k3")
     return {
         "engine_logprob_gap_mean": _token_mean(rollouts, gap, rollouts.counts).item(),

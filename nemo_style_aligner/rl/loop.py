@@ -129,7 +129,7 @@ class RLTrainer(TrainingLoop):
         start = self.consumed_samples if offset is None else offset
         epoch = self.epoch
         with self.timer("rollout_time"):
-            collected, consumed, drawn = self.collect(start, stream)
+            collected, end, drawn = self.collect(start, stream)
             rollouts = self.deal(collected)
             columns = self.logprobs(rollouts, is_trained=stream == TRAINING)
             with self.timer("critic_wait"):
@@ -138,8 +138,8 @@ class RLTrainer(TrainingLoop):
             columns |= self.values(collected, rollouts)
         self.run_control.check(ahead="training")
         self.train_prompts.observe(rollouts)  # changes the state, so after the last point that can abandon the step
-        self.consumed_samples = start + consumed
-        self.redrawn_samples += consumed - self.train_prompts.batch_size
+        self.consumed_samples = end
+        self.redrawn_samples += end - self.train_prompts.after(start)
         rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.nonfinite)
         advantages, version = self.settings.advantages, self.ppo_optimization_step
         experience, metrics = make_experience(rollouts, scores, columns, advantages, version)
@@ -163,23 +163,23 @@ class RLTrainer(TrainingLoop):
             stream: see `generate_experience`.
 
         Returns:
-            The samples, how many prompts they took, and metrics of what was drawn.
+            The samples, how many prompts to skip after them, and metrics of what was drawn.
         """
         prompts, version, settings = self.train_prompts, self.ppo_optimization_step, self.settings
         self.make_room()
         collected, of_generation = self.schedule.generate(prompts, start, self.step, version, stream=stream)
-        consumed, metrics = prompts.batch_size, dict[str, float]()
+        end, metrics = prompts.after(start), dict[str, float]()
         if settings.sampling_rounds > 1:
-            collected, consumed, metrics = self._with_useful_groups(collected, start, stream)
+            collected, end, metrics = self._with_useful_groups(collected, start, stream)
         if settings.top_n_rollouts is not None:
             collected, of_all = self._best(collected, settings.top_n_rollouts)
             metrics |= of_all
         self.schedule.unload()
         self._log(of_generation, "generation/")
         if stream == TRAINING and self.step + 1 < settings.max_steps:
-            self.schedule.start_ahead(prompts, start + consumed, self.step + 1, version)
+            self.schedule.start_ahead(prompts, end, self.step + 1, version)
         self.run_control.check()
-        return collected, consumed, metrics
+        return collected, end, metrics
 
     def make_room(self) -> None:
         """Leave the device to the engine and to scoring: what only training needs moves to host memory."""
@@ -194,17 +194,18 @@ class RLTrainer(TrainingLoop):
         Where the last round leaves some missing, such groups of the first round take their places.
         """
         prompts, version = self.train_prompts, self.ppo_optimization_step
+        end = prompts.after(start)
         useful, spare = self._useful(first)
         kept, rounds, dropped = first.only(useful), 1, len(spare)
         while len(kept) < len(first) and rounds < self.settings.sampling_rounds:
-            offset = start + rounds * prompts.batch_size
-            more, _ = self.schedule.generate(prompts, offset, self.step, version, stream=stream, draw=rounds)
+            more, _ = self.schedule.generate(prompts, end, self.step, version, stream=stream, draw=rounds)
+            end = prompts.after(end)
             useful, useless = self._useful(more)
             kept, rounds, dropped = kept.followed_by(more.only(useful)), rounds + 1, dropped + len(useless)
         missing = max(0, len(first) - len(kept))
         kept = kept.only(range(len(first) - missing)).followed_by(first.only(spare[:missing]))
         metrics = {"sampling_rounds": rounds, "dropped_samples": dropped - missing, "uninformative_samples": missing}
-        return kept, rounds * prompts.batch_size, {name: float(number) for name, number in metrics.items()}
+        return kept, end, {name: float(number) for name, number in metrics.items()}
 
     def _best(self, collected: Collected, count: int) -> tuple[Collected, dict[str, float]]:
         """The samples with the largest rewards of each group; the mean of all rewards, and of theirs. Collective."""

@@ -76,7 +76,8 @@ class RemoteCritic(ValueSource, RewardSource):
         self._resumed: CriticPosition | None = None
         self._saved_numbers: list[int] = []  # next_number at the last saves of both jobs
         self._published_history: str | None = None  # the critic's, at this job's newest checkpoint
-        self._asked: tuple[Sequence[Sample], concurrent.futures.Future[Scores]] | None = None  # the newest request
+        self._asked: Sequence[Sample] = ()  # whose scores the newest request asks for
+        self._answer: concurrent.futures.Future[Scores] = concurrent.futures.Future()
 
     # ---- scores -----------------------------------------------------------------------------
 
@@ -87,27 +88,28 @@ class RemoteCritic(ValueSource, RewardSource):
 
     def values(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]]:
         """See `ValueSource.values`."""
-        answer = self._ask(samples)
-        return when_all([answer], lambda: of_responses(answer.result().values, samples))
+        rows, answer = self._ask(samples)
+        return when_all([answer], lambda: of_responses(answer.result().values[rows], samples))
 
     def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
         """See `RewardSource.score`."""
-        answer = self._ask(samples)
+        rows, answer = self._ask(samples)
 
         def rewards() -> list[Reward]:
             given = answer.result().rewards
             assert given is not None  # else another source was built
-            return [Reward(reward) for reward in given.tolist()]
+            return [Reward(reward) for reward in given[rows].tolist()]
 
         return when_all([answer], rewards)
 
-    def _ask(self, samples: Sequence[Sample]) -> concurrent.futures.Future[Scores]:
-        """One request for both values and rewards."""
-        if self._asked is None or self._asked[0] is not samples:
-            sequences = [sample.token_ids for sample in samples]
-            answer = self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences))
-            self._asked = samples, answer
-        return self._asked[1]
+    def _ask(self, samples: Sequence[Sample]) -> tuple[list[int], concurrent.futures.Future[Scores]]:
+        """One request for both values and rewards, which may be those of some samples alone; their rows in it."""
+        rows = {id(sample): row for row, sample in enumerate(self._asked)}
+        if all(id(sample) in rows for sample in samples):
+            return [rows[id(sample)] for sample in samples], self._answer
+        sequences = [sample.token_ids for sample in samples]
+        self._asked, self._answer = samples, self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences))
+        return [*range(len(samples))], self._answer
 
     def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
         """See `ValueSource.wait_until_ready`."""

@@ -69,9 +69,13 @@ class PromptSource:
         return {item.place: item.line for item in items}
 
     def batch(self, consumed_samples: int) -> list[Prompt]:
-        """The next ``batch_size`` prompts after ``consumed_samples``, each as often as it has samples."""
+        """The prompts after ``consumed_samples`` and before `after` it, each as often as it has samples."""
         prompts = map(self._prompt, next(iter(self.sampler(consumed_samples))))
         return [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
+
+    def after(self, consumed_samples: int) -> int:
+        """``consumed_samples`` after the next `batch`: an epoch's last one is smaller if ``batch_size`` has changed."""
+        return self.sampler(consumed_samples).after_batch
 
     def sampler(self, consumed_samples: int) -> EpochSampler:
         """A sampler of prompt indices that continues after ``consumed_samples``."""

@@ -124,14 +124,15 @@ class WorkQueue:
     def take(self, n: int, worker: str | None = None, number: int = 0) -> list[int]:
         """Hand out up to ``n`` ids.
 
-        Without ``worker`` they are exactly ``n``, if that many are left (NeMo-Aligner's protocol). A repeat of the
-        worker's last request, known by its ``number``, gets the same ids: a lost answer loses none.
+        Without ``worker`` they are exactly ``n``, if that many are left (NeMo-Aligner's protocol). A repeat of a
+        worker's request, known by its ``number``, gets the ids of the last one: neither a lost answer loses any, nor a
+        try that was given up and arrives late.
         """
         with self._lock:
             if worker is None:
                 return self._pop(n)
-            last, ids = self._answers.get(worker, (None, []))
-            if number != last:
+            last, ids = self._answers.get(worker, (-1, []))
+            if number > last:
                 ids = self._pop(min(n, self._guided_size()))
                 self._answers[worker] = (number, ids)
             return ids
