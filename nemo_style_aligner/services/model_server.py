@@ -281,6 +281,7 @@ class ModelServer:
         job.future.set_result({"loss_mean": np.array([loss], dtype=np.float32)})
 
     def _restore(self, job: RestoreJob) -> None:
+        self._last_saved = None  # a damaged checkpoint may be put aside now
         position = self._command("restore", run_id=job.run_id, histories=job.histories)
         if position is not None:
             job.future.set_result({"position": np.array([position], dtype=np.int64)})
