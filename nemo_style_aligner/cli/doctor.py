@@ -26,16 +26,6 @@ Examples:
 _CHECKOUT = Path(__file__).parents[2]  # whose extras have the versions that fit
 _SECONDS = 120.0  # for a program that is asked for its version
 _MARKS = {"ok": ("ok", "green"), "missing": ("--", "yellow"), "broken": ("!!", "red")}
-_ASYNC_API = """
-import importlib
-for module in ("tensorrt_llm.llmapi", "tensorrt_llm._torch.async_llm"):
-    try:
-        importlib.import_module(module).AsyncLLM
-    except (ImportError, AttributeError):
-        continue
-    raise SystemExit(print(f"{module}.AsyncLLM"))
-raise SystemExit("it has no AsyncLLM")
-"""
 
 
 class _Missing(Exception):
@@ -218,10 +208,12 @@ def _nccl() -> str:
 
 def _tensorrt_llm(python: str) -> str:
     from nemo_style_aligner.engine.trtllm.construct import PIN, installed_version
+    from nemo_style_aligner.engine.trtllm.sidecar.process import PROGRAM
 
     if (version := installed_version(python)) is None:
         raise _Missing(f"not in the environment of {python}; {PIN} is the version to take")
-    return f"{version}, {_said([python, '-c', _ASYNC_API])}"
+    find = "import runpy, sys; print(runpy.run_path(sys.argv[1])['async_llm']())"
+    return f"{version}, {_said([python, '-c', find, str(PROGRAM)])}"
 
 
 # ---- programs, processor ------------------------------------------------------------------------
@@ -231,7 +223,7 @@ def _said(command: list[str], given: str | None = None) -> str:
     """The first line that a program prints. Raises if it fails, or takes too long."""
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_SECONDS)
     if done.returncode:
-        raise OSError(f"{command[0]} ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
+        raise OSError(f"{command[0]} ended with status {done.returncode}: {' '.join(done.stderr.split())[-200:]}")
     return done.stdout.partition("\n")[0]
 
 
