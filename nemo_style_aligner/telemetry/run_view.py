@@ -72,11 +72,6 @@ class Change:
     after: float
 
     @property
-    def trouble(self) -> str:
-        """What is wrong with the value after; "" if nothing is."""
-        return self.metric.trouble(self.after)
-
-    @property
     def verdict(self) -> str:
         """``better``, ``worse`` or "" (neither, or unknown)."""
         if self.metric.goal is None or self.before == self.after:
