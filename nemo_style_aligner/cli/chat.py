@@ -181,14 +181,13 @@ def _served_here(checkpoint: Path, precision: str) -> Iterator[Server]:
         raise click.BadParameter(f"{checkpoint} does not exist", param_hint="CHECKPOINT")
     from nemo_style_aligner.cli.serve import model_name
     from nemo_style_aligner.parallel.groups import single_process
-    from nemo_style_aligner.serving.app import ServedModel, ServingSettings
+    from nemo_style_aligner.serving.app import ServedModel
     from nemo_style_aligner.serving.checkpoint import load_model
 
     key = secrets.token_urlsafe()
     with single_process():
         engine, tokenizer = load_model(checkpoint, precision=precision, num_slots=1)
-        settings = ServingSettings(host="127.0.0.1", port=0, token=key)
-        served = ServedModel(engine, tokenizer, model_name(checkpoint), settings)
+        served = ServedModel(engine, tokenizer, model_name(checkpoint), host="127.0.0.1", port=0, token=key)
         try:
             yield Server(f"http://127.0.0.1:{served.server.port}/v1", key)
         finally:

@@ -124,22 +124,19 @@ def _job_of(first: Record) -> str:
 
 def _lines(path: Path, line: int, count: int, per_example: int) -> list[Lines]:
     """The lines of the examples to show: ``count`` of them, beginning with that of which ``line`` is a part."""
-    from nemo_style_aligner.data.encoding import Lines
-    from nemo_style_aligner.data.jsonl import DataError, read_lines
+    from nemo_style_aligner.data.encoding import batches
+    from nemo_style_aligner.data.jsonl import DataError
 
-    example: list[tuple[int, bytes]] = []
     found: list[Lines] = []
-    first = last = None
-    for place, numbered in enumerate(read_lines(path)):
-        first, last = first or numbered, numbered
-        example = [*example, numbered] if place % per_example else [numbered]
-        is_whole = len(example) == per_example
-        if is_whole and numbered[0] >= line:
-            found.append(Lines(path, 0, place + 1 - per_example, first, example))
-            if len(found) == count:
-                break
+    last = 0
+    for example in batches([path], per_example):
+        last = example.lines[-1][0]
+        if last >= line and len(example.lines) == per_example:
+            found.append(example)
+        if len(found) == count:
+            break
     if not found:
-        raise DataError(f"{path}: --line {line}: the last line is {last and last[0]}")
+        raise DataError(f"{path}: --line {line}: the last line is {last}")
     return found
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 
@@ -26,16 +26,6 @@ Examples:
 _CHECKOUT = Path(__file__).parents[2]  # whose extras have the versions that fit
 _SECONDS = 120.0  # for a program that is asked for its version
 _MARKS = {"ok": ("ok", "green"), "missing": ("--", "yellow"), "broken": ("!!", "red")}
-_ASYNC_API = """
-import importlib
-for module in ("tensorrt_llm.llmapi", "tensorrt_llm._torch.async_llm"):
-    try:
-        importlib.import_module(module).AsyncLLM
-    except (ImportError, AttributeError):
-        continue
-    raise SystemExit(print(f"{module}.AsyncLLM"))
-raise SystemExit("it has no AsyncLLM")
-"""
 
 
 class _Missing(Exception):
@@ -57,10 +47,6 @@ class _Part(NamedTuple):
     remedy: str = ""
     is_required: bool = False
 
-    def described(self) -> dict[str, Any]:
-        """All but the check."""
-        return {name: value for name, value in self._asdict().items() if name != "check"}
-
 
 @click.command(epilog=_EXAMPLES)
 @click.option("--need", multiple=True, metavar="PART", help="Fail unless this part is usable; may be given repeatedly.")
@@ -77,7 +63,8 @@ def command(need: tuple[str, ...], trtllm_python: str | None, as_json: bool) -> 
     findings = []
     for name, part in parts.items():
         state, detail = _examine(part)
-        findings.append({"name": name, "state": state, "detail": detail, **part.described()})
+        described = {"cost": part.cost, "remedy": part.remedy, "is_required": part.is_required}
+        findings.append({"name": name, "state": state, "detail": detail, **described})
         if not as_json:
             _show(name, part, state, detail)
     if as_json:
@@ -120,7 +107,9 @@ def _parts(trtllm_python: str) -> dict[str, _Part]:
         "python": _Part(lambda: f"{platform.python_version()}, {sys.executable}", nothing, is_required=True),
         "packages": _Part(_packages, "what they do fails, or computes something else", "make install", True),
         "torch": _Part(_torch, nothing, "make install", True),
-        "megatron-core": _Part(_megatron, nothing, "make install", True),
+        "megatron-core": _Part(
+            partial(_package, "megatron-core", "megatron.core.models.gpt"), nothing, "make install", True
+        ),
         "gloo": _Part(_gloo, "ranks cannot talk to each other", "make install", True),
         "gpu": _Part(_gpus, "training and generation run on the CPU"),
         "nccl": _Part(_nccl, "ranks talk by gloo, through host memory"),
@@ -168,7 +157,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _package(name: str, module: str | None = None) -> str:
-    """The version of an optional package, of which ``module`` must be importable."""
+    """The version of a package, of which ``module`` must be importable."""
     if (version := _version(name)) is None:
         raise _Missing("not installed")
     if module is not None:
@@ -180,12 +169,6 @@ def _torch() -> str:
     import torch
 
     return f"{torch.__version__}, {torch.get_num_threads()} threads"
-
-
-def _megatron() -> str:
-    from megatron.core.models.gpt import GPTModel
-
-    return f"{_version('megatron-core')}, {GPTModel.__name__} can be imported"
 
 
 def _gloo() -> str:
@@ -225,10 +208,12 @@ def _nccl() -> str:
 
 def _tensorrt_llm(python: str) -> str:
     from nemo_style_aligner.engine.trtllm.construct import PIN, installed_version
+    from nemo_style_aligner.engine.trtllm.sidecar.process import PROGRAM
 
     if (version := installed_version(python)) is None:
         raise _Missing(f"not in the environment of {python}; {PIN} is the version to take")
-    return f"{version}, {_said([python, '-c', _ASYNC_API])}"
+    find = "import runpy, sys; print(runpy.run_path(sys.argv[1])['async_llm']())"
+    return f"{version}, {_said([python, '-c', find, str(PROGRAM)])}"
 
 
 # ---- programs, processor ------------------------------------------------------------------------
@@ -238,7 +223,7 @@ def _said(command: list[str], given: str | None = None) -> str:
     """The first line that a program prints. Raises if it fails, or takes too long."""
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_SECONDS)
     if done.returncode:
-        raise OSError(f"{command[0]} ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
+        raise OSError(f"{command[0]} ended with status {done.returncode}: {' '.join(done.stderr.split())[-200:]}")
     return done.stdout.partition("\n")[0]
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nemo_style_aligner.arguments import why_unwritable
-from nemo_style_aligner.cli.main import SETTINGS, run
+from nemo_style_aligner.cli.main import SETTINGS, run, writable
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.seeds import LARGEST_SEED
 from nemo_style_aligner.wording import download_hint, unescaped
@@ -36,12 +35,6 @@ Examples:
 def _model(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
     if value is not None and not value.exists():
         raise click.BadParameter(f"{value} does not exist{download_hint(str(value))}")
-    return value
-
-
-def _output(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    if value is not None and (reason := why_unwritable(value.absolute().parent)) is not None:
-        raise click.BadParameter(f"{value} cannot be written: {reason}")
     return value
 
 
@@ -72,8 +65,8 @@ _count = click.IntRange(min=1)
 @click.option("--num-slots", type=_count, default=32, help="Responses generated at the same time.")
 @click.option("--precision", type=click.Choice(["bf16", "32"]), default="bf16", help="Of weights and computation.")
 @click.option("--seed", type=click.IntRange(0, LARGEST_SEED), default=1234, help="Of sampling.")
-@click.option("--output", type=_file, callback=_output, help="Results and all responses, as JSON.")
-@click.option("--sheet", type=_file, callback=_output, help="What to read, as HTML; as JSONL if it ends with .jsonl.")
+@click.option("--output", type=_file, callback=writable, help="Results and all responses, as JSON.")
+@click.option("--sheet", type=_file, callback=writable, help="What to read, as HTML; as JSONL if it ends with .jsonl.")
 def command(output: Path | None, sheet: Path | None, **options: Any) -> None:
     """Measure MODEL, a .nemo archive of a policy or of a reward model.
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from nemo_style_aligner import __version__
+from nemo_style_aligner.arguments import why_unwritable
 from nemo_style_aligner.errors import UserError
 
 COMMANDS = {
@@ -51,6 +53,13 @@ SETTINGS: dict[str, Any] = {
     "show_default": True,
 }
 """The settings of all commands."""
+
+
+def writable(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """The value of an option that names a file to write; click looks only at files that exist."""
+    if value is not None and (reason := why_unwritable(value.absolute().parent)) is not None:
+        raise click.BadParameter(f"{value} cannot be written: {reason}")
+    return value
 
 
 class _Imported(click.Command):

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from nemo_style_aligner.arguments import why_unwritable
-from nemo_style_aligner.cli.main import SETTINGS
+from nemo_style_aligner.cli.main import SETTINGS, writable
 
 _EXAMPLES = """\b
 Examples:
@@ -26,12 +25,6 @@ _LENGTHS = "lognormal:mean=330,sigma=1,max=2048"
 _positive, _path = click.IntRange(min=1), click.Path(path_type=Path)
 _folder = click.Path(exists=True, file_okay=False, path_type=Path)
 _strategy = click.Choice(("flatten", "interleave", "separate"))
-
-
-def _output(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    if value is not None and (reason := why_unwritable(value.absolute().parent)) is not None:
-        raise click.BadParameter(f"{value} cannot be written: {reason}")
-    return value
 
 
 @click.command(epilog=_EXAMPLES, context_settings=SETTINGS)
@@ -54,7 +47,7 @@ def _output(context: click.Context, parameter: click.Parameter, value: Path | No
 @click.option("--steps", type=_positive, default=3, help="Steps to simulate.")
 @click.option("--seed", type=int, default=0, help="Of the lengths drawn.")
 @click.option("--as-in", type=_folder, metavar="LOG_DIR", help="Take rates from this actor's run of the same model.")
-@click.option("--write", type=_path, callback=_output, metavar="PLAN.yaml", help="Write the fastest plan.")
+@click.option("--write", type=_path, callback=writable, metavar="PLAN.yaml", help="Write the fastest plan.")
 @click.option("--results-dir", default="/results", help="Of the plan: where its jobs write.")
 @click.option("--json", is_flag=True, help="Print all plans as JSON.")
 def command(**options: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -42,14 +43,11 @@ def command(
     name: str | None,
     api_key_file: Path | None,
     no_auth: bool,
-    precision: str,
-    max_length: int | None,
-    num_slots: int,
-    kv_cache_tokens: int | None,
     max_queued: int,
     timeout: float,
     drain_seconds: float,
     log_level: str,
+    **of_engine: Any,
 ) -> None:
     """Serve CHECKPOINT (a .nemo archive, a Hugging Face directory or a GGUF file) behind an OpenAI-compatible API.
 
@@ -63,7 +61,7 @@ def command(
     from nemo_style_aligner.parallel.groups import single_process
     from nemo_style_aligner.services.http_client import server_url
     from nemo_style_aligner.services.secret import AUTO, NONE, read_secret, resolve_token
-    from nemo_style_aligner.serving.app import ServedModel, ServingSettings
+    from nemo_style_aligner.serving.app import ServedModel
     from nemo_style_aligner.serving.checkpoint import load_model
     from nemo_style_aligner.telemetry.log_lines import configure_logging
 
@@ -75,24 +73,16 @@ def command(
     token = key or resolve_token(NONE if no_auth else AUTO, "--no-auth")
     stopped = threading.Event()
     with single_process():
-        engine, tokenizer = load_model(
-            checkpoint,
-            precision=precision,
-            num_slots=num_slots,
-            max_length=max_length,
-            kv_cache_tokens=kv_cache_tokens,
-        )
+        engine, tokenizer = load_model(checkpoint, **of_engine)
         served = ServedModel(
             engine,
             tokenizer,
             name or model_name(checkpoint),
-            ServingSettings(
-                host=host,
-                port=port,
-                token=token,
-                request_seconds=timeout,
-                max_outstanding=max_queued,
-            ),
+            host=host,
+            port=port,
+            token=token,
+            request_seconds=timeout,
+            max_outstanding=max_queued,
         )
         for number in (signal.SIGTERM, signal.SIGINT):  # before, they end the process: there is nothing to finish
             signal.signal(number, lambda *_: stopped.set())

@@ -159,7 +159,7 @@ def encode_files(paths: Sequence[str | Path], encoder: TextEncoder) -> Samples:
         with concurrent.futures.ThreadPoolExecutor(processes) as pool:  # each takes its encoder once it has started
             started += pool.map(lambda _: HelperProcess(__name__, encoder), range(processes))
     try:
-        for lines, process in zip(_batches(paths), itertools.cycle(started or [None])):
+        for lines, process in zip(batches(paths), itertools.cycle(started or [None])):
             if len(pending) == max(1, len(started)):
                 finish()
             if process is not None:
@@ -193,10 +193,11 @@ def _progress(files: str, total: int) -> Callable[[int], None]:
     return tell
 
 
-def _batches(paths: Sequence[str | Path]) -> Iterator[Lines]:
+def batches(paths: Sequence[str | Path], size: int = _LINES) -> Iterator[Lines]:
+    """The lines of files, ``size`` at a time."""
     for file, path in enumerate(map(Path, paths)):
         first, start, lines = None, 0, read_lines(path)
-        while batch := list(itertools.islice(lines, _LINES)):
+        while batch := list(itertools.islice(lines, size)):
             first = first or batch[0]
             yield Lines(path, file, start, first, batch)
             start += len(batch)

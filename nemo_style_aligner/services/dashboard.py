@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import http
-import json
 import logging
 import math
 import threading
 import time
-import urllib.parse
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from flask import Flask, Response, abort, request
 
 from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.services.http_server import WsgiServer
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.log_files import METRICS_FILE, DamagedLogError
+from nemo_style_aligner.telemetry.log_files import METRICS_FILE
 from nemo_style_aligner.telemetry.metric_table import phase_title
 from nemo_style_aligner.telemetry.progress import how_far
 from nemo_style_aligner.telemetry.report import render, render_samples
@@ -31,7 +29,6 @@ logger = logging.getLogger(__name__)
 _LOG_LINES = 300
 _SHARE_OF_TIME = 0.05  # of the run's, for pages of what is new
 _KEY = "exp_manager.dashboard_port"
-_PAGE, _STATE, _ROLLOUTS = "/", "/state", "/rollouts"
 
 
 class Dashboard:
@@ -55,8 +52,13 @@ class Dashboard:
         self._page: tuple[str, bytes] = ("", b"")
         self._known, self._look_again = "0", -math.inf  # the version, and when it may change
         self._timeline: tuple[str, dict[int, list[tuple[str, float, float]]]] = ("", {})
+        app = Flask("nemo_style_aligner.dashboard", static_folder=None)
+        app.add_url_rule("/", view_func=self._whole_page)
+        app.add_url_rule("/state", view_func=self._state)
+        app.add_url_rule("/rollouts", view_func=self._rollouts)
+        app.after_request(_with_fields)
         self._server = WsgiServer(
-            self._answer, "127.0.0.1", port, max_body_bytes=0, name="dashboard", port_key=_KEY, token=token
+            app, "127.0.0.1", port, max_body_bytes=0, name="dashboard", port_key=_KEY, token=token
         )
         self.port = self._server.port
         logger.info("dashboard on http://127.0.0.1:%d, password: the shared secret", self.port)
@@ -65,22 +67,6 @@ class Dashboard:
         """Stop listening."""
         logging.getLogger().removeHandler(self._lines)
         self._server.stop(flush_seconds=1.0)
-
-    def _answer(self, request: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
-        path, query = request["PATH_INFO"], dict(urllib.parse.parse_qsl(request.get("QUERY_STRING", "")))
-        made = {_PAGE: self._whole_page, _STATE: self._state, _ROLLOUTS: lambda: self._rollouts(query)}.get(path)
-        status = 404 if made is None else 200 if request["REQUEST_METHOD"] in ("GET", "HEAD") else 405
-        body = b""
-        try:
-            body = made() if made is not None and status == 200 else b""
-        except DamagedLogError:
-            raise
-        except ValueError:  # what is asked for is no number
-            status = 400
-        kind = "text/html; charset=utf-8" if path == _PAGE else "application/json"
-        fields = [("Content-Type", kind), ("Cache-Control", "no-store"), ("X-Frame-Options", "DENY")]
-        begin(f"{status} {http.HTTPStatus(status).phrase}", [*fields, ("X-Content-Type-Options", "nosniff")])
-        return [body]
 
     def _version(self) -> str:
         """Changes when the run has logged something; less often where a page takes long: the run needs the time."""
@@ -104,12 +90,12 @@ class Dashboard:
                 self._look_again = now + (now - began) / _SHARE_OF_TIME
             return self._page[1]
 
-    def _state(self) -> bytes:
+    def _state(self) -> dict[str, Any]:
         """What goes on now."""
         now, version = activity.current(), self._version()
         if self._timeline[0] != version:
             self._timeline = version, last_phases(self.log_dir)
-        state = {
+        return {
             "version": version,
             "phase": " › ".join(map(phase_title, now.phase.split("/"))),
             "counts": how_far(activity.counts()),
@@ -118,14 +104,22 @@ class Dashboard:
             "log": list(self._lines.last),
             "timeline": self._timeline[1],
         }
-        return json.dumps(state).encode()
 
-    def _rollouts(self, query: Mapping[str, str]) -> bytes:
+    def _rollouts(self) -> dict[str, Any]:
         """Samples of any step: those that ``text``, ``step``, ``low`` and ``high`` want; see `find_samples`."""
-        low, high = (float(query.get(name, bound)) for name, bound in (("low", "-inf"), ("high", "inf")))
-        step, before = (int(query[name]) if name in query else None for name in ("step", "before"))
+        query = request.args
+        try:
+            low, high = (float(query.get(name, bound)) for name, bound in (("low", "-inf"), ("high", "inf")))
+            step, before = (int(query[name]) if name in query else None for name in ("step", "before"))
+        except ValueError as error:
+            abort(400, str(error))
         found, older = find_samples(self.log_dir, query.get("text", ""), step, low, high, before)
-        return json.dumps({"html": render_samples(found), "older": older}).encode()
+        return {"html": render_samples(found), "older": older}
+
+
+def _with_fields(response: Response) -> Response:
+    response.headers |= {"Cache-Control": "no-store", "X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
+    return response
 
 
 class _Lines(logging.Handler):

@@ -525,6 +525,8 @@ class _Connection:
             raise _without_token("a body of this size is read only with")
         if size > server.max_body_bytes:
             raise ProtocolError(413, f"the body is larger than {server.max_body_bytes} bytes")
+        if "CONTENT_ENCODING" in request.fields:
+            raise ProtocolError(415, "a body with a Content-Encoding is not read: send it as it is")
         if len(self._buffer) < size and request.fields.get("EXPECT", "").lower() == "100-continue":
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._begin_receiving(0)

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import json
 import logging
 import re
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import prometheus_client as prometheus
 from flask import Flask, Response, request
-from werkzeug.exceptions import HTTPException
 
 import nemo_style_aligner
 from nemo_style_aligner.services.endpoints import MODEL_VERSION, Endpoint
 from nemo_style_aligner.services.exactly_once.ledger import INSTANCE_HEADER
+from nemo_style_aligner.services.flask_app import note, service_app
 from nemo_style_aligner.services.http_client import server_url
 from nemo_style_aligner.services.http_server import ConnectionLimits, WsgiServer
 from nemo_style_aligner.services.jobs import InferJob, Job, JobQueue, QueueState
 from nemo_style_aligner.services.protocol import (
     HEADER_LENGTH_FIELD,
-    JSON_TYPE,
     LIVE_PATH,
     READY_PATH,
     InferRequest,
@@ -38,7 +37,7 @@ from nemo_style_aligner.services.protocol import (
     encode_infer_response,
     is_int,
 )
-from nemo_style_aligner.services.request_log import NOTES_KEY, REQUEST_ID_HEADER, request_id
+from nemo_style_aligner.services.request_log import REQUEST_ID_HEADER, request_id
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,6 @@ class HttpSettings:
     connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
 
 
-_PREFIX = "aligner_server_"
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -74,43 +72,29 @@ class ServiceMetrics:
 
     def __init__(self) -> None:
         self.registry = prometheus.CollectorRegistry()
-
-        def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS, label: str = "") -> Any:
-            labels = [label] if label else []
-            return prometheus.Histogram(_PREFIX + name, what, labels, buckets=buckets, registry=self.registry)
-
-        def counter(name: str, what: str, *labels: str) -> Any:
-            return prometheus.Counter(_PREFIX + name, what, labels, registry=self.registry)
-
-        self.requests = counter("requests", "Inference-protocol requests answered", "model", "status")
-        self.latency = histogram("request_seconds", "Time from a request's arrival to its answer", label="model")
+        of: Any = {"namespace": "aligner", "subsystem": "server", "registry": self.registry}
+        counter: Any = partial(prometheus.Counter, **of)
+        histogram: Any = partial(prometheus.Histogram, buckets=_SECONDS, **of)
+        self.requests = counter("requests", "Inference-protocol requests answered", ["model", "status"])
+        self.latency = histogram("request_seconds", "Time from a request's arrival to its answer", ["model"])
         self.queue_time = histogram("queue_seconds", "Time a job waited for the model")
-        self.batch_rows = histogram("batch_rows", "Rows in a merged inference batch", _ROWS)
-        self.command_time = histogram("command_seconds", "Time the model took for one command", label="command")
+        self.batch_rows = histogram("batch_rows", "Rows in a merged inference batch", buckets=_ROWS)
+        self.command_time = histogram("command_seconds", "Time the model took for one command", ["command"])
         self.training_steps = counter("training_steps", "Training requests applied")
         self.training_repeats = counter("training_repeats", "Training requests answered from the ledger")
-        self.outstanding = prometheus.Gauge(
-            f"{_PREFIX}outstanding_requests", "Requests accepted and not yet answered", registry=self.registry
-        )
-
-    def exposition(self) -> tuple[bytes, str]:
-        """The text for Prometheus, and its content type."""
-        return prometheus.generate_latest(self.registry), prometheus.CONTENT_TYPE_LATEST
+        self.outstanding = prometheus.Gauge("outstanding_requests", "Requests accepted and not yet answered", **of)
 
 
 def create_app(
     endpoints: Sequence[Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
 ) -> Flask:
     """The Flask app of a service with these endpoints."""
-    app = Flask("nemo_style_aligner.service")
+    app = service_app("nemo_style_aligner.service", metrics.registry)
+    metrics.outstanding.set_function(lambda: queue.outstanding)
     routes = _Routes({endpoint.name: endpoint for endpoint in endpoints}, queue, settings, metrics)
-    app.register_error_handler(ProtocolError, _protocol_error)
-    app.register_error_handler(HTTPException, _http_error)
-
     app.add_url_rule("/v2", view_func=routes.server_metadata)
     app.add_url_rule(LIVE_PATH, view_func=routes.live)
     app.add_url_rule(READY_PATH, view_func=routes.ready)
-    app.add_url_rule("/metrics", view_func=routes.metrics)
     for prefix in ("/v2/models/<model>", "/v2/models/<model>/versions/<version>"):
         app.add_url_rule(prefix, view_func=routes.model_metadata)
         app.add_url_rule(f"{prefix}/ready", view_func=routes.model_ready)
@@ -140,28 +124,6 @@ def start_http_server(
     return server
 
 
-def _note(**details: Any) -> None:
-    """Add to the present request's line in the log."""
-    request.environ.setdefault(NOTES_KEY, {}).update(details)
-
-
-def _protocol_error(error: ProtocolError) -> Response:
-    _note(error=error.message)
-    return Response(error.body(), error.status, error.headers, content_type=JSON_TYPE)
-
-
-def _http_error(error: HTTPException) -> Response:
-    """Flask's own errors (404, 405, and 500 for a bug here, which Flask logs) in the protocol's form."""
-    message = f"{error.name}: {error.description}"
-    _note(error=message)
-    headers = {name: value for name, value in error.get_headers() if name == "Allow"}
-    return Response(ProtocolError(error.code or 500, message).body(), error.code, headers, content_type=JSON_TYPE)
-
-
-def _json(content: Any) -> Response:
-    return Response(json.dumps(content), content_type=JSON_TYPE)
-
-
 class _Routes:
     """The view functions."""
 
@@ -174,8 +136,8 @@ class _Routes:
         self._metrics = metrics
         self._instance = uuid.uuid4().hex
 
-    def server_metadata(self) -> Response:
-        return _json({"name": SERVER_NAME, "version": nemo_style_aligner.__version__, "extensions": EXTENSIONS})
+    def server_metadata(self) -> dict[str, Any]:
+        return {"name": SERVER_NAME, "version": nemo_style_aligner.__version__, "extensions": EXTENSIONS}
 
     def live(self) -> Response:
         return Response(status=503 if self._queue.state is QueueState.FAILED else 200)
@@ -184,32 +146,25 @@ class _Routes:
         status = 200 if self._queue.state is QueueState.SERVING else 503
         return Response(status=status, headers={INSTANCE_HEADER: self._instance})  # tells a restart from a pause
 
-    def metrics(self) -> Response:
-        self._metrics.outstanding.set(self._queue.outstanding)
-        text, content_type = self._metrics.exposition()
-        return Response(text, content_type=content_type)
-
-    def model_metadata(self, model: str, version: str = MODEL_VERSION) -> Response:
-        return _json(self._endpoint(model, version).metadata())
+    def model_metadata(self, model: str, version: str = MODEL_VERSION) -> dict[str, Any]:
+        return self._endpoint(model, version).metadata()
 
     def model_ready(self, model: str, version: str = MODEL_VERSION) -> Response:
         self._endpoint(model, version)
         return self.ready()
 
-    def model_config(self, model: str, version: str = MODEL_VERSION) -> Response:
-        return _json(self._endpoint(model, version).config())
+    def model_config(self, model: str, version: str = MODEL_VERSION) -> dict[str, Any]:
+        return self._endpoint(model, version).config()
 
     def infer(self, model: str, version: str = MODEL_VERSION) -> Response:
         endpoint = self._endpoint(model, version)
         started = time.monotonic()
         status = 500
         try:
-            if "Content-Encoding" in request.headers:
-                raise ProtocolError(415, "a body with a Content-Encoding is not read: send it as it is")
             decoded = decode_infer_request(request.get_data(cache=False), request.headers.get(HEADER_LENGTH_FIELD))
             job = endpoint.make_job(decoded)
             job.request_id = request_id(request.headers.get(REQUEST_ID_HEADER, ""), decoded.id)
-            _note(request_id=job.request_id)
+            note(request_id=job.request_id)
             outputs = self._wait(job, endpoint, decoded)
             body, headers = encode_infer_response(model, MODEL_VERSION, outputs, decoded)
             status = 200
@@ -219,7 +174,7 @@ class _Routes:
         finally:
             self._metrics.requests.labels(model, str(status)).inc()
             self._metrics.latency.labels(model).observe(time.monotonic() - started)
-        _note(
+        note(
             model=model,
             rows=job.rows,
             batch_rows=job.batch_rows,

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
-import prometheus_client as prometheus
 from flask import Flask, Response, request
-from werkzeug.exceptions import HTTPException
+from flask.typing import ResponseReturnValue
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.services.flask_app import service_app
 from nemo_style_aligner.services.http_server import CLIENT_IS_THERE_KEY, EVENT_STREAM, WsgiServer
-from nemo_style_aligner.services.protocol import JSON_TYPE, ProtocolError
 from nemo_style_aligner.services.request_log import NOTES_KEY
 from nemo_style_aligner.serving.answers import Answer
 from nemo_style_aligner.serving.bodies import Asked, BodyReader, RequestError, error_body, error_object
@@ -26,20 +24,8 @@ from nemo_style_aligner.serving.generation import Generation, Metrics, Ticket
 logger = logging.getLogger(__name__)
 
 _HEALTH_PATH = "/health"
+_MAX_BODY_BYTES = 2**25
 _POLL_SECONDS = 0.25  # how soon it is noticed that a client is gone
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServingSettings:
-    """What the API lets in."""
-
-    host: str
-    port: int  # 0: a free one
-    token: str | None = dataclasses.field(repr=False)  # clients' API key; None: anybody
-    section: str | None = None  # of the config that host and port are from, for errors
-    request_seconds: float = 600.0  # for a request to be answered whole
-    max_outstanding: int = 1024  # responses
-    max_body_bytes: int = 2**25
 
 
 class ServedModel:
@@ -48,25 +34,42 @@ class ServedModel:
     Args:
         engine: nobody else may use it until `close`.
         name: what requests call the model.
+        host, port: where to listen; port 0 is a free one.
+        token: clients' API key; None: whoever reaches the port is answered.
+        section: of the config that host and port are from, for errors.
+        request_seconds: for a request to be answered whole.
+        max_outstanding: responses that wait or are made.
 
     Raises:
         PlaceTakenError: nothing can listen there.
     """
 
-    def __init__(self, engine: EmbeddedEngine, tokenizer: Tokenizer, name: str, settings: ServingSettings) -> None:
-        self._settings, self._name = settings, name
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        tokenizer: Tokenizer,
+        name: str,
+        *,
+        host: str,
+        port: int,
+        token: str | None,
+        section: str | None = None,
+        request_seconds: float = 600.0,
+        max_outstanding: int = 1024,
+    ) -> None:
+        self._name, self._request_seconds = name, request_seconds
         self._tokenizer, self._max_length = tokenizer, engine.max_sequence_length
         self._metrics, self._created = Metrics(), int(time.time())
-        self._bodies = BodyReader(tokenizer, name, self._max_length, engine.vocab_size, settings.max_outstanding)
-        self.generation = Generation(engine, settings.max_outstanding, self._metrics)
+        self._bodies = BodyReader(tokenizer, name, self._max_length, engine.vocab_size, max_outstanding)
+        self.generation = Generation(engine, max_outstanding, self._metrics)
         self.server = WsgiServer(
             self._app(),
-            settings.host,
-            settings.port,
-            max_body_bytes=settings.max_body_bytes,
+            host,
+            port,
+            max_body_bytes=_MAX_BODY_BYTES,
             name="the API",
-            section=settings.section,
-            token=settings.token,
+            section=section,
+            token=token,
             is_open=lambda path: path == _HEALTH_PATH,
             error_body=error_body,
         )
@@ -79,9 +82,7 @@ class ServedModel:
         self.server.stop(max(0.0, deadline - time.monotonic()))
 
     def _app(self) -> Flask:
-        app = Flask("nemo_style_aligner.serving")
-        app.register_error_handler(ProtocolError, _refuse)
-        app.register_error_handler(HTTPException, _refuse_route)
+        app = service_app("nemo_style_aligner.serving", self._metrics.registry, error_body)
         app.after_request(self._count)
         posts = {"/v1/completions": self._completion, "/v1/chat/completions": self._chat}
         for path, view in (posts | {"/tokenize": self._tokenize, "/detokenize": self._detokenize}).items():
@@ -89,19 +90,18 @@ class ServedModel:
         app.add_url_rule("/v1/models", view_func=self._models)
         app.add_url_rule("/v1/models/<path:name>", view_func=self._model)
         app.add_url_rule("/tokenizer_info", view_func=self._tokenizer_info)
-        app.add_url_rule("/metrics", view_func=self._exposition)
         app.add_url_rule(_HEALTH_PATH, view_func=lambda: Response(""), endpoint="health")
         return app
 
     # ---- completions ----------------------------------------------------------------------------
 
-    def _completion(self) -> Response:
+    def _completion(self) -> ResponseReturnValue:
         return self._answer(self._bodies.completion(_body()), is_chat=False)
 
-    def _chat(self) -> Response:
+    def _chat(self) -> ResponseReturnValue:
         return self._answer(self._bodies.chat(_body()), is_chat=True)
 
-    def _answer(self, asked: Asked, *, is_chat: bool) -> Response:
+    def _answer(self, asked: Asked, *, is_chat: bool) -> ResponseReturnValue:
         ticket = self.generation.submit(asked)
         answer = Answer(asked, ticket, self._name, self._tokenizer, is_chat=is_chat)
         news = self._news(ticket, request.environ[CLIENT_IS_THERE_KEY], request.environ[NOTES_KEY])
@@ -109,7 +109,7 @@ class ServedModel:
         if asked.streams:
             return Response(_events(asked, answer, news), content_type=EVENT_STREAM)
         news.close()
-        return _json(answer.whole())
+        return answer.whole()
 
     def _news(self, ticket: Ticket, client_is_there: Any, notes: dict[str, Any]) -> Generator[None, None, None]:
         """Yield when all responses are finished; in streams, whenever there is news of one. No end of its own.
@@ -125,8 +125,8 @@ class ServedModel:
                     yield
                 elif not client_is_there():
                     raise RequestError(408, "the client is gone")
-                if time.monotonic() - ticket.arrived > self._settings.request_seconds:
-                    raise RequestError(504, f"no answer within {self._settings.request_seconds:g} s", code="timeout")
+                if time.monotonic() - ticket.arrived > self._request_seconds:
+                    raise RequestError(504, f"no answer within {self._request_seconds:g} s", code="timeout")
         finally:
             notes["responses"] = len(ticket.choices)
             self._metrics.request_seconds.observe(time.monotonic() - ticket.arrived)
@@ -135,41 +135,36 @@ class ServedModel:
 
     # ---- the rest -------------------------------------------------------------------------------
 
-    def _tokenize(self) -> Response:
+    def _tokenize(self) -> dict[str, Any]:
         ids = self._bodies.to_tokenize(_body())
-        return _json({"count": len(ids), "max_model_len": self._max_length, "tokens": ids})
+        return {"count": len(ids), "max_model_len": self._max_length, "tokens": ids}
 
-    def _detokenize(self) -> Response:
-        return _json({"prompt": self._tokenizer.ids_to_text(self._bodies.to_detokenize(_body()), keep_special=True)})
+    def _detokenize(self) -> dict[str, Any]:
+        return {"prompt": self._tokenizer.ids_to_text(self._bodies.to_detokenize(_body()), keep_special=True)}
 
-    def _tokenizer_info(self) -> Response:
+    def _tokenizer_info(self) -> dict[str, Any]:
         tokenizer = self._tokenizer
         tokens = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id, "pad_token": tokenizer.pad_id}
         spelt = {n: None if i is None else tokenizer.ids_to_text([i], keep_special=True) for n, i in tokens.items()}
-        return _json(
-            {
-                "tokenizer_class": type(tokenizer).__name__,
-                "chat_template": tokenizer.chat_template,
-                "vocab_size": tokenizer.vocab_size,
-                "model_max_length": self._max_length,
-                **spelt,
-            }
-        )
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "chat_template": tokenizer.chat_template,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": self._max_length,
+            **spelt,
+        }
 
-    def _models(self) -> Response:
-        return _json({"object": "list", "data": [self._described()]})
+    def _models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._described()]}
 
-    def _model(self, name: str) -> Response:
+    def _model(self, name: str) -> dict[str, Any]:
         if name != self._name:
             raise RequestError(404, f"the model '{name}' is not served here", "model", "model_not_found")
-        return _json(self._described())
+        return self._described()
 
     def _described(self) -> dict[str, Any]:
         owner = {"created": self._created, "owned_by": "nemo_style_aligner"}
         return {"id": self._name, "object": "model", **owner, "max_model_len": self._max_length}
-
-    def _exposition(self) -> Response:
-        return Response(prometheus.generate_latest(self._metrics.registry), content_type=prometheus.CONTENT_TYPE_LATEST)
 
     def _count(self, response: Response) -> Response:
         path = request.url_rule.rule if request.url_rule is not None else "other"
@@ -202,22 +197,4 @@ def _body() -> bytes:
     """The request's body. Pages of other sites cannot send this content type without asking, which nobody answers."""
     if request.mimetype != "application/json":
         raise RequestError(415, "the body should be JSON: send 'Content-Type: application/json'")
-    if "Content-Encoding" in request.headers:
-        raise RequestError(415, "a body with a Content-Encoding is not read: send it as it is")
     return request.get_data(cache=False)
-
-
-def _json(content: Any) -> Response:
-    return Response(json.dumps(content), content_type=JSON_TYPE)
-
-
-def _refuse(error: ProtocolError) -> Response:
-    request.environ[NOTES_KEY]["error"] = error.message
-    return Response(error_body(error), error.status, error.headers, content_type=JSON_TYPE)
-
-
-def _refuse_route(error: HTTPException) -> Response:
-    """Flask's own errors: an unknown path or method, and 500 for a bug here, which Flask logs."""
-    headers = {name: value for name, value in error.get_headers() if name == "Allow"}
-    refusal = ProtocolError(error.code or 500, f"{error.name}: {error.description}", headers)
-    return _refuse(refusal)

@@ -10,6 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import prometheus_client as prometheus
 
@@ -23,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 300.0
 _LAST_PASS_SECONDS = 5.0
-_PREFIX = "aligner_generation_"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
@@ -31,18 +32,12 @@ class Metrics:
     """What `/metrics` shows."""
 
     def __init__(self) -> None:
-        self.registry = registry = prometheus.CollectorRegistry()
-
-        def gauge(name: str, what: str) -> prometheus.Gauge:
-            return prometheus.Gauge(_PREFIX + name, what, registry=registry)
-
-        def histogram(name: str, what: str) -> prometheus.Histogram:
-            return prometheus.Histogram(_PREFIX + name, what, buckets=_SECONDS, registry=registry)
-
-        def counter(name: str, what: str, *labels: str) -> prometheus.Counter:
-            return prometheus.Counter(_PREFIX + name, what, labels, registry=registry)
-
-        self.requests = counter("requests", "Requests answered", "path", "status")
+        self.registry = prometheus.CollectorRegistry()
+        of: Any = {"namespace": "aligner", "subsystem": "generation", "registry": self.registry}
+        counter: Any = partial(prometheus.Counter, **of)
+        gauge: Any = partial(prometheus.Gauge, **of)
+        histogram: Any = partial(prometheus.Histogram, buckets=_SECONDS, **of)
+        self.requests = counter("requests", "Requests answered", ["path", "status"])
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
         self.tokens = counter("tokens", "Tokens generated")
         self.abandoned = counter("abandoned_responses", "Responses whose client was gone or too slow")

@@ -11,7 +11,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rl.rollouts.setup import shared_token, vocabulary_options
-from nemo_style_aligner.serving.app import ServedModel, ServingSettings
+from nemo_style_aligner.serving.app import ServedModel
 from nemo_style_aligner.weights.stream import export_weights
 
 _SECTION = "trainer.ppo.serve_policy"
@@ -54,7 +54,10 @@ class PolicyServer:
             self._engine,
             base.tokenizer,
             "policy",
-            ServingSettings(host=str(section.host), port=int(section.port), token=shared_token(cfg), section=_SECTION),
+            host=str(section.host),
+            port=int(section.port),
+            token=shared_token(cfg),
+            section=_SECTION,
         )
 
     def refit(self, model: MegatronModel, version: int) -> None:

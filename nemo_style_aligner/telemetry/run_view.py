@@ -35,6 +35,14 @@ QUESTIONS = {
     STABLE: ("Is it stable?", "What should stay calm, whatever is learnt."),
     TIME: ("Where does the time go?", "Of rank 0, by phase; memory and how evenly the ranks are loaded."),
 }
+_KINDS = {  # of jobs, by the config's section for each; an actor has model.ppo as well
+    "trainer.sft": "supervised fine-tuning",
+    "trainer.rm": "reward model",
+    "trainer.dpo": "direct preferences (DPO)",
+    "trainer.kto": "direct preferences (KTO)",
+    "trainer.knowledge_distillation": "knowledge distillation",
+    "trainer.ppo": "critic",
+}
 _OUTCOME = (  # rows of the metrics that sum up a run, in this order
     "*_rollouts/rewards",
     "*/accuracy",
@@ -64,11 +72,6 @@ class Change:
     after: float
 
     @property
-    def trouble(self) -> str:
-        """What is wrong with the value after; "" if nothing is."""
-        return self.metric.trouble(self.after)
-
-    @property
     def verdict(self) -> str:
         """``better``, ``worse`` or "" (neither, or unknown)."""
         if self.metric.goal is None or self.before == self.after:
@@ -85,30 +88,18 @@ class Chart:
         kind: ``line``, or ``stack``: parts of a whole.
     """
 
-    title: str
-    unit: str
-    meaning: str
+    metric: Metric
     series: dict[str, tuple[list[int], list[float | None]]]
     kind: str = "line"
     x: str = "step"
-    healthy: str = ""
-    low: float | None = None
-    high: float | None = None
 
     @property
     def data(self) -> dict[str, Any]:
         """What draws it in the browser."""
-        return {**dataclasses.asdict(self), "series": [[name, *points] for name, points in self.series.items()]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Constant:
-    """A metric that never changed: a number says it all."""
-
-    title: str
-    value: float
-    unit: str
-    trouble: str
+        low, high = (None if math.isinf(bound) else bound for bound in (self.metric.low, self.metric.high))
+        series = [[name, *points] for name, points in self.series.items()]
+        of_metric = {"title": self.metric.title, "unit": self.metric.unit, "low": low, "high": high}
+        return of_metric | {"series": series, "kind": self.kind, "x": self.x}
 
 
 class RunView:
@@ -148,27 +139,22 @@ class RunView:
     @property
     def kind(self) -> str:
         """What the job does, in two or three words."""
-        if self.get("trainer.sft"):
-            return "supervised fine-tuning"
-        if self.get("trainer.rm"):
-            return "reward model"
-        if self.get("trainer.dpo") or self.get("trainer.kto"):
-            return "direct preferences (DPO, KTO)"
-        if self.get("trainer.knowledge_distillation"):
-            return "knowledge distillation"
         if self.get("model.ppo"):
             estimator = str(self.get("trainer.ppo.estimator") or "gae")
             return "PPO" if estimator == "gae" else estimator.replace("_", " ").upper()
-        return "critic" if self.get("trainer.ppo") else "run"
+        return _KINDS.get(self._section, "run")
+
+    @property
+    def _section(self) -> str:
+        """The section of the config for this kind of job; "" if there is none."""
+        return next((section for section in _KINDS if self.get(section)), "")
 
     @property
     def facts(self) -> list[tuple[str, str]]:
         """What was trained on what, for how long: label and text."""
-        names = ("sft", "rm", "dpo", "kto", "knowledge_distillation", "ppo")
-        section = next((s for s in map("trainer.{}".format, names) if self.get(s)), "")
         base = self.get("model.restore_from_path") or self.get("pretrained_checkpoint.restore_from_path")
         data = self.get("model.data.train_ds.file_path") or self.get("model.data.data_prefix.train")
-        limit = self.get(f"{section}.max_steps") if section else None
+        limit = self.get(f"{self._section}.max_steps")
         steps = f"{self.last_step}" + (f" of {limit}" if isinstance(limit, int) and limit >= self.last_step > 0 else "")
         ranks = (self.get("trainer.devices") or 1) * (self.get("trainer.num_nodes") or 1)
         known = {
@@ -235,22 +221,24 @@ class RunView:
 
     # ---- charts -----------------------------------------------------------------------------
 
-    def charts(self, question: str) -> tuple[list[Chart], list[Constant]]:
-        """The charts that answer a question, and what would be a straight line."""
+    def charts(self, question: str) -> tuple[list[Chart], list[tuple[Metric, float]]]:
+        """The charts that answer a question, and the metrics that never changed, of which a number says it all."""
         groups: dict[str, list[str]] = {}
         for name in self.curves:
             metric = find_metric(name)
             if question == (STABLE if metric is None else metric.question) and not self._is_inner(name):
                 groups.setdefault(metric.title if metric else name, []).append(name)
-        charts, constants = ([self._phases()] if question == TIME and _STEP in self.curves else []), []
+        charts = [self._phases()] if question == TIME and _STEP in self.curves else []
+        constants: list[tuple[Metric, float]] = []
         for _, names in sorted(groups.items(), key=lambda group: _place(group[1][0])):
             metric = find_metric(names[0]) or Metric(names[0], names[0], "", "Of your own policy loss.", STABLE)
             values = {value for name in names for _, value in self.curves[name]}
             if len(values) == 1:
-                value = values.pop()
-                constants.append(Constant(metric.title, value, metric.unit, metric.trouble(value)))
+                constants.append((metric, values.pop()))
             else:
-                charts.append(self._chart(metric, names))
+                series = {_series(name, metric): _thinned(self.curves[name]) for name in names}
+                is_by_update = all(name.startswith("train_optim/") for name in names)
+                charts.append(Chart(metric, series, x="update" if is_by_update else "step"))
         return charts, constants
 
     def _is_inner(self, name: str) -> bool:
@@ -259,12 +247,6 @@ class RunView:
         inside = name.count("/") > 1 and find_metric(name) is not None and not name.endswith("*")
         is_phase = name.startswith(("timers/", "memory/", "train/save_time/"))
         return name.startswith(WARM_UP) or of_warm_up or (inside and is_phase) or name == _STEP
-
-    def _chart(self, metric: Metric, names: Sequence[str]) -> Chart:
-        series = {_series(name, metric): _thinned(self.curves[name]) for name in names}
-        low, high = (None if math.isinf(bound) else bound for bound in (metric.low, metric.high))
-        x = "update" if all(name.startswith("train_optim/") for name in names) else "step"
-        return Chart(metric.title, metric.unit, metric.meaning, series, "line", x, metric.healthy, low, high)
 
     def _phases(self) -> Chart:
         """Seconds of each step by phase, the phases that take hardly any together."""
@@ -283,7 +265,8 @@ class RunView:
             phase_title(name): (steps, [points.get(step, 0.0) for step in steps])
             for name, points in {**shown, f"{_STEP}/everything else": rest}.items()
         }
-        return Chart("A step, by phase", "s", "What rank 0 spent each step on.", series, kind="stack")
+        metric = Metric(_STEP, "A step, by phase", "s", "What rank 0 spent each step on.", TIME)
+        return Chart(metric, series, kind="stack")
 
     def every_metric(self) -> list[tuple[str, Metric | None, Sequence[float]]]:
         """Name, row of the table, and first, smallest, largest and last value of all that was logged."""

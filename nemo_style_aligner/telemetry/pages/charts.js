@@ -20,6 +20,20 @@ function html(name, className, text) {
 
 function colour(index) { return `var(--c${index % 10})`; }
 
+// A text behind a square of a curve's colour.
+function coloured(name, text, index) {
+  const made = html(name, "", text), swatch = html("span", "swatch");
+  swatch.style.background = colour(index);
+  made.prepend(swatch);
+  return made;
+}
+
+function keys(names) {
+  const box = html("div", "keys");
+  box.append(...names.map((name, i) => coloured("span", name, i)));
+  return box;
+}
+
 function format(value) {
   if (value === null) return "not finite";
   const size = Math.abs(value);
@@ -139,11 +153,8 @@ function follow(box, chart, state) {
     chart.series.forEach(([name, own, values], i) => {
       const place = own.indexOf(step);
       if (place < 0) return;
-      const row = html("div", "", `${format(values[place])} ${chart.unit}`.trim() + (chart.series.length > 1 ? ` ${name}` : ""));
-      const swatch = html("span", "swatch");
-      swatch.style.background = colour(i);
-      row.prepend(swatch);
-      tip.append(row);
+      const text = `${format(values[place])} ${chart.unit}`.trim() + (chart.series.length > 1 ? ` ${name}` : "");
+      tip.append(coloured("div", text, i));
     });
     box.append(tip);
     const room = box.clientWidth - tip.offsetWidth;
@@ -168,16 +179,7 @@ function follow(box, chart, state) {
 
 function start(figure) {
   const box = figure.querySelector(".chart"), chart = JSON.parse(figure.querySelector("script").textContent);
-  if (chart.series.length > 1) {
-    const keys = html("div", "keys");
-    chart.series.forEach(([name], i) => {
-      const key = html("span", "", name), swatch = html("span", "swatch");
-      swatch.style.background = colour(i);
-      key.prepend(swatch);
-      keys.append(key);
-    });
-    box.before(keys);
-  }
+  if (chart.series.length > 1) box.before(keys(chart.series.map(([name]) => name)));
   const state = { drawn: null };
   let width = 0;
   new ResizeObserver(() => {

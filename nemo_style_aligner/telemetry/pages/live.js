@@ -101,16 +101,9 @@ function showTimeline(ranks) {
   });
   for (const tick of ticks(0, last - first, Math.max(2, Math.floor(width / 110))))
     svg.append(element("text", { x: x(first + tick), y: height - 4, "text-anchor": "middle" }, `${format(tick)} s`));
-  const keys = html("div", "keys");
-  names.forEach((name, i) => {
-    const key = html("span", "", name), swatch = html("span", "swatch");
-    swatch.style.background = colour(i);
-    key.prepend(swatch);
-    keys.append(key);
-  });
   const chart = html("div", "chart");
   chart.append(svg);
-  box.replaceChildren(keys, chart, html("p", "quiet", "A gap is time that no phase claims; where one rank's bar ends early, it waits for the others."));
+  box.replaceChildren(keys(names), chart, html("p", "quiet", "A gap is time that no phase claims; where one rank's bar ends early, it waits for the others."));
 }
 
 look();

@@ -90,7 +90,7 @@ class Service:
         import tensorrt_llm
         from tensorrt_llm.llmapi import KvCacheConfig
 
-        engine = _async_llm()
+        engine = async_llm()
         needed = (*_METHODS, *(_SLEEP_METHODS if sleep else ()))
         if lacking := [name for name in needed if not callable(getattr(engine, name, None))]:
             raise RuntimeError(
@@ -254,7 +254,7 @@ class Service:
         return [tag for group in what for tag in wanted[group] if tag in known]
 
 
-def _async_llm() -> Any:
+def async_llm() -> Any:
     """The class ``AsyncLLM``, where its documentation has it, or where versions before 1.4 have it."""
     try:
         from tensorrt_llm.llmapi import AsyncLLM
