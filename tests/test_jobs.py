@@ -296,6 +296,7 @@ def test_tutorial_pair(tutorial_actor: tuple[Path, str], tutorial_critic: tuple[
     log_dir, output = tutorial_actor
     curves = check_actor_log(log_dir, steps=2)
     assert [step for step, _ in curves["val_rollouts/rewards"]] == [2]
+    assert [table["step"] for table in read_tables(log_dir) if table["key"] == "table/val_rollouts"] == [2]
     names = sorted(path.name for path in (log_dir / "checkpoints").iterdir())
     assert names[0].startswith("megatron_gpt-step=2-consumed_samples=32-ppo_optimization_step=4-epoch=0-val_rewards=")
     assert names[1:] == ["megatron_gpt_ppo_actor.nemo"]

@@ -162,6 +162,10 @@ def test_a_missing_reward_is_never_dropped_in_silence(caplog: pytest.LogCaptureF
     assert not caplog.messages  # it is among those that are trained on, and will be left out there
     report_missing_rewards(whole.scores, prompt_ids, dropped, SKIP)
     assert "reward of samples [1] (prompts [41]): these samples are left out" in caplog.text
+    scores = dataclasses.replace(whole.scores, rewards=torch.full((1000,), math.nan), problems=["sample 0: why"])
+    with pytest.raises(NonFiniteError, match=r"7 and 992 more.*sample 0: why") as error:
+        report_missing_rewards(scores, torch.arange(1000) // 4, torch.ones(1000, dtype=torch.bool), STOP)
+    assert len(str(error.value)) < 500, "the reason is lost behind numbers"
 
 
 def test_a_step_of_nothing_but_nan_ends_the_job_in_any_case() -> None:

@@ -279,12 +279,23 @@ def test_the_dashboard_shows_what_is_new_to_who_knows_the_secret(dashboard: Dash
     assert requests.post(address, auth=known, timeout=5).status_code == 405
 
 
+def test_a_browser_shows_what_goes_on(dashboard: Dashboard, chromium: str, tmp_path: Path) -> None:
+    """Also where the secret stands in the URL."""
+    with activity.phase("step"):
+        shown = drawn_by(chromium, f"http://anybody:s3cret@127.0.0.1:{dashboard.port}/", tmp_path)
+    assert re.findall(r'id="phase"[^>]*>([^<]*)<', shown) == ["A step"]
+
+
+def drawn_by(chromium: str, url: str, folder: Path) -> str:
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    command += ["--virtual-time-budget=2000", "--dump-dom", url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+
+
 def test_a_browser_draws_the_charts_and_runs_nothing_else(run: Path, chromium: str, tmp_path: Path) -> None:
     hostile = make_run(tmp_path / "run", [0.0, 1.0, 3.0], HOSTILE.replace("\ud800", ""))
     page = write_report(tmp_path / "r.html", "Demo", {"PPO": run, HOSTILE: hostile})
-    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += ["--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
-    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    drawn = drawn_by(chromium, page.as_uri(), tmp_path)
     charts = len(Page(page.read_text()).charts)
     assert drawn.count("<svg") == charts > 5 and drawn.count("<polyline") > 5 and drawn.count("<polygon") > 2
     assert "<title>Demo</title>" in drawn

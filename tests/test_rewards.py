@@ -168,10 +168,11 @@ def test_a_failing_function_gives_no_reward_but_a_problem(
     assert scored == Reward(1.0, {"odd": 1.0, "exact_match": 0.0})
 
 
-def test_calls_over_their_limit_fail(build: Any, functions: str) -> None:
+def test_calls_over_their_limit_fail(build: Any, functions: str, caplog: pytest.LogCaptureFixture) -> None:
     judge = build({"source": f"{functions}:judge"}, seconds=0.2)
     late, *others = score(judge, responses("30", *["0"] * 20))
     assert "functions.py:judge took more than 0.2 s for the prompt of x.jsonl:0" in str(late.problem)
+    assert str(late.problem).removeprefix("reward judge: ") in caplog.text, "hours of such calls would be silent"
     assert [other.value for other in others] == [1] * 20
     for _ in range(3):  # coroutines end, so there may be any number
         assert all(reward.problem for reward in score(judge, responses(*["30"] * 10)))

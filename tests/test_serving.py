@@ -480,6 +480,7 @@ def test_the_policy_during_training(tmp_path: Path, one_rank: None) -> None:
                 seen.append((choice["weight_version"], choice["logprobs"]["token_logprobs"][1:6]))
             time.sleep(0.02)
         job.check(240)
+        assert (f"policy served on http://127.0.0.1:{port}/v1" in job.output()) == bool(more)
         weights.append(stored_weights(next((tmp_path / name / "checkpoints").glob("*.nemo"))))
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])

@@ -61,7 +61,8 @@ class SamplingParams:
                 f"min_new_tokens must lie in [0, max_new_tokens={self.max_new_tokens}], got {self.min_new_tokens}"
             )
         if not self.use_greedy and not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}; for argmax set use_greedy=True")
+            hint = "; for argmax set use_greedy=True" if self.temperature == 0 else ""
+            raise ValueError(f"temperature must be above 0, got {self.temperature}{hint}")
         if not self.use_greedy and not _DIVISORS[0] <= self.temperature <= _DIVISORS[1]:
             raise ValueError(f"temperature must lie in {list(_DIVISORS)}, got {self.temperature}")
         if self.top_k < 0:

@@ -20,6 +20,7 @@ from nemo_style_aligner.rl.sample import Rollouts
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.values import ValueBatch
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
 
@@ -143,11 +144,7 @@ def leave_out_nonfinite(
         of_tokens["the engine's log-probs"] = rollouts.engine_logprobs
     bad = {"reward": ~scores.rewards.isfinite()}
     bad |= {name: rollouts.sums(~column.isfinite()) > 0 for name, column in of_tokens.items()}
-    troubles = [
-        f"{name} of samples {rows.nonzero()[:, 0].tolist()} (prompts {rollouts.prompt_ids[rows].tolist()})"
-        for name, rows in bad.items()
-        if rows.any()
-    ]
+    troubles = [_named(name, rows, rollouts.prompt_ids) for name, rows in bad.items() if rows.any()]
     if not troubles:
         return rollouts, dict(columns)
     counts = ~torch.stack(list(bad.values())).any(0)
@@ -175,8 +172,14 @@ def report_missing_rewards(
     if policy.action == "skip":
         missing &= dropped
     if missing.any():
-        rows = missing.nonzero()[:, 0].tolist()
-        _report(f"reward of samples {rows} (prompts {prompt_ids[missing].tolist()})", scores, policy)
+        _report(_named("reward", missing, prompt_ids), scores, policy)
+
+
+def _named(what: str, rows: torch.Tensor, prompt_ids: torch.Tensor) -> str:
+    """What is wrong, and where: ``rows`` is bool [N]. The first of many, or the reason would be lost behind them."""
+    samples, prompts = rows.nonzero()[:, 0].tolist(), dict.fromkeys(prompt_ids[rows].tolist())
+    of_samples, of_prompts = (some_of([str(number) for number in numbers], 8) for numbers in (samples, prompts))
+    return f"{what} of samples [{of_samples}] (prompts [{of_prompts}])"
 
 
 def _report(troubles: str, scores: Scores, policy: NonFinitePolicy) -> None:

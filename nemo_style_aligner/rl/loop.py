@@ -149,7 +149,8 @@ class RLTrainer(TrainingLoop):
             logger.warning("step %d: %s", self.step + 1, reason)
         metrics |= drawn | {"consumed_samples": self.consumed_samples, "epoch": epoch + 1}
         self._log(metrics, "train_rollouts/")
-        self._log_samples("table/train_rollouts", rollouts, scores)
+        prefix, number = self._where_to_log()
+        self._log_samples(f"{prefix}table/train_rollouts", rollouts, scores, number)
         if self.settings.save_samples and stream == TRAINING:
             records = self.collector.sample_records(rollouts, scores, experience.columns)
             self.metrics.log_samples([{"step": self.step + 1, **record} for record in records])
@@ -354,7 +355,7 @@ class RLTrainer(TrainingLoop):
         rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.nonfinite)
         metrics = rollout_metrics(rollouts, scores, columns.get("values"), version)
         self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
-        self._log_samples("table/val_rollouts", rollouts, scores)
+        self._log_samples("table/val_rollouts", rollouts, scores, self.step)
         return metrics
 
     def begin_save(self) -> tuple[MayPublish | None, OnEnd]:
@@ -407,10 +408,9 @@ class RLTrainer(TrainingLoop):
         rewards = {name: self._last_metrics[name] for name in shown if name in self._last_metrics}
         return {"loss": self._last_loss, **rewards}
 
-    def _log_samples(self, key: str, rollouts: Rollouts, scores: Scores) -> None:
+    def _log_samples(self, key: str, rollouts: Rollouts, scores: Scores, number: int) -> None:
         table = self.collector.sample_table(rollouts, scores, self.settings.num_table_rows)
-        prefix, number = self._where_to_log()
-        self.metrics.log_table(prefix + key, ("prompt", "response", "reward"), table, number)
+        self.metrics.log_table(key, ("prompt", "response", "reward"), table, number)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything beside weights, optimizer and random states that a resumed run needs. Collective."""

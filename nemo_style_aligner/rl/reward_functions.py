@@ -93,9 +93,9 @@ class FunctionRewards(RewardSource):
                 raise RewardError(f"the reward function {self._name} was closed")
             cancel()
             hangs = "; the call goes on, for a thread cannot be ended" if self._loop is None else ""
-            return Reward.failed(
-                f"the reward function {self._name} took more than {self._seconds:g} s for {response}{hangs}"
-            )
+            problem = f"the reward function {self._name} took more than {self._seconds:g} s for {response}{hangs}"
+            logger.error(problem)
+            return Reward.failed(problem)
         try:
             returned = call.result()
         except BaseException as error:  # also sys.exit(), and a panic in a library's Rust code

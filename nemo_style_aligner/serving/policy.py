@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch.distributed as dist
 from omegaconf import DictConfig
 
@@ -11,8 +13,11 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rl.rollouts.setup import shared_token, vocabulary_options
+from nemo_style_aligner.services.http_client import server_url
 from nemo_style_aligner.serving.app import ServedModel
 from nemo_style_aligner.weights.stream import export_weights
+
+logger = logging.getLogger(__name__)
 
 _SECTION = "trainer.ppo.serve_policy"
 
@@ -59,6 +64,8 @@ class PolicyServer:
             token=shared_token(cfg),
             section=_SECTION,
         )
+        server = self._served.server
+        logger.info("policy served on %s/v1, API key: the shared secret", server_url(server.host, server.port))
 
     def refit(self, model: MegatronModel, version: int) -> None:
         """Take over the weights of the policy. Collective over rank 0's replica of the model."""

@@ -213,7 +213,7 @@ class RunView:
         gain, noise = fmean(last) - fmean(first), math.hypot(stdev(first), stdev(last)) / math.sqrt(third)
         if gain > noise:
             return []
-        what = "fell" if gain < -noise else "did not rise"
+        what = "fell" if gain < -2 * noise else "did not rise"
         return [
             f"The reward {what}: from {number(fmean(first))} to {number(fmean(last))} (means of the first and last "
             "third of the steps). Do rewards differ between samples of a prompt, and is the learning rate high enough?"

@@ -4,9 +4,15 @@ let version = null, shownTimeline = "";
 
 function say(id, text) { document.getElementById(id).textContent = text; }
 
+// By a URL without the name and password with which the page may have been opened: fetch refuses those.
+function ask(path, seconds) {
+  const url = new URL(path, location.origin + location.pathname);
+  return fetch(url, { cache: "no-store", signal: AbortSignal.timeout(1000 * seconds) });
+}
+
 async function look() {
   try {
-    const answer = await fetch("state", { cache: "no-store", signal: AbortSignal.timeout(10000) });
+    const answer = await ask("state", 10);
     if (!answer.ok) throw new Error(`the job answers ${answer.status}`);
     const state = await answer.json();
     document.body.classList.remove("away");
@@ -36,7 +42,7 @@ function showLog(lines) {
 
 // What the reader has opened and chosen stays as it was.
 async function refresh() {
-  const text = await (await fetch(".", { cache: "no-store", signal: AbortSignal.timeout(30000) })).text();
+  const text = await (await ask(".", 30)).text();
   const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("main"), old = document.getElementById("main");
   const open = [...old.querySelectorAll("details")].map(one => one.open);
   const chosen = [...old.querySelectorAll("input[type=radio]")].map(one => one.checked);
@@ -62,7 +68,7 @@ async function find(more) {
   button.hidden = true;
   say("found", "Looking …");
   try {
-    const answer = await fetch(`rollouts?${wanted}${more ? `&before=${older}` : ""}`, { cache: "no-store", signal: AbortSignal.timeout(60000) });
+    const answer = await ask(`rollouts?${wanted}${more ? `&before=${older}` : ""}`, 60);
     if (!answer.ok) throw new Error(`the job answers ${answer.status}`);
     const page = await answer.json(), fresh = new DOMParser().parseFromString(page.html, "text/html");
     shown += fresh.querySelectorAll(".sample").length;
