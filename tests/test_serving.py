@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -340,17 +341,20 @@ def test_what_cannot_be_served_is_named(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_checkpoints_that_cannot_be_served(folder: Path, tmp_path: Path) -> None:
-    """One line that says what is missing, and status 2."""
+    """One line that says what is missing, and status 2; a taken port is said before anything is loaded."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    done = subprocess.run(
-        [sys.executable, "-m", "nemo_style_aligner.cli", "serve", str(tmp_path), "--port", "0"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2 and "lacks model.safetensors" in done.stderr and "Traceback" not in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for given, message in ((0, "lacks model.safetensors"), (port, f"cannot listen on 127.0.0.1:{port}")):
+            done = subprocess.run(
+                [sys.executable, "-m", "nemo_style_aligner.cli", "serve", str(tmp_path), "--port", str(given)],
+                env=environment(),
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def chat(model: str, *options: str) -> subprocess.CompletedProcess[str]:

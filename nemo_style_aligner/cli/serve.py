@@ -60,6 +60,7 @@ def command(
 
     from nemo_style_aligner.parallel.groups import single_process
     from nemo_style_aligner.services.http_client import server_url
+    from nemo_style_aligner.services.http_server import require_free
     from nemo_style_aligner.services.secret import AUTO, NONE, read_secret, resolve_token
     from nemo_style_aligner.serving.app import ServedModel
     from nemo_style_aligner.serving.checkpoint import load_model
@@ -72,6 +73,7 @@ def command(
     key = read_secret(api_key_file).value if api_key_file else None
     token = key or resolve_token(NONE if no_auth else AUTO, "--no-auth")
     stopped = threading.Event()
+    require_free(host, port, "the API")
     with single_process():
         engine, tokenizer = load_model(checkpoint, **of_engine)
         served = ServedModel(

@@ -703,6 +703,15 @@ class PlaceTakenError(UserError, OSError):
         return str(self.strerror)
 
 
+def require_free(host: str, port: int, name: str) -> None:
+    """Find out whether a `WsgiServer` could listen there, before what takes long.
+
+    Raises:
+        PlaceTakenError: it could not.
+    """
+    _bind(host, port, name, None, None).close()
+
+
 def _bind(host: str, port: int, name: str, section: str | None, port_key: str | None) -> socket.socket:
     if host == "localhost":  # clients resolve this name to its IPv4 address, see `http_client`
         host = "127.0.0.1"
