@@ -51,7 +51,7 @@ def test_products_are_exact(
 @LIBRARIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_is_one_product(openblas: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows [s, 1, k] whose second stride means nothing, matmul makes s products, in bf16 with a copy of b for each."""
+    """Of rows [s, 1, k] whose second stride means nothing, matmul makes s products, in bf16 with a copy of b each."""
     monkeypatch.setattr(products, "_prefers_openblas", lambda: openblas)
     rows, weight = random(1, 60, 40).to(dtype).transpose(0, 1), random(30, 40).to(dtype)
     assert rows.is_contiguous() and rows.stride(1) != 40
