@@ -44,9 +44,10 @@ NUM_PROMPTS = 16
 STEPS, PROMPTS, RESPONSES = 5, 4, 4
 SAMPLES = PROMPTS * RESPONSES
 
-# `kill_at` beside the file: the call at which the process that makes it is killed, once.
+# `kill_at` beside the file: the call at which the process that makes it, or a rank that it names, is killed, once.
 REWARDS = """
-import os, pathlib, signal, time
+import pathlib, time
+import psutil
 
 HERE, calls = pathlib.Path(__file__).parent, 0
 
@@ -54,9 +55,13 @@ def form(prompt, response, line):
     global calls
     calls += 1
     marker = HERE / "kill_at"
-    if marker.exists() and calls == int(marker.read_text()):
+    at, *ranks = marker.read_text().split() if marker.exists() else "0"
+    if calls == int(at):
         marker.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
+        me = psutil.Process()
+        for process in me.parent().children() if ranks else [me]:
+            if not ranks or process.environ()["RANK"] in ranks:
+                process.kill()
     return {"digits": float(sum(map(str.isdigit, response)) > 3), "brief": 0.5 * (len(response) < 3)}
 
 def troubled(prompt, response, line):

@@ -63,6 +63,8 @@ if mode == "fail" and rank == last:
     while not all((folder / f"rank-{other}-{starts}").exists() for other in range(last)):
         time.sleep(0.02)
     sys.exit(3)
+if mode == "killed" and rank == last:
+    os.kill(os.getpid(), signal.SIGKILL)
 deadline = time.monotonic() + (0.5 if mode == "well" else 100)
 while not stops and time.monotonic() < deadline:
     time.sleep(0.02)
@@ -150,8 +152,9 @@ def test_one_failure_ends_all_and_all_start_again(told: Callable[..., Path]) -> 
     pids = [seen(plan, name, rank)["pid"] for name, rank in (("trainer", 0), ("trainer", 1), ("service", 0))]
     assert not any(map(is_alive, pids))
     assert "restart" not in job.output()
-    second = told("fail,fail,well", devices=2)
-    assert "restart 1 of at most 1" in launch(second, "--restarts", "1").check(60)
+    second = told("fail,killed,well", devices=2)
+    output = launch(second, "--restarts", "1").check(60)
+    assert "restart 1 of at most 1" in output and "rank 1 was ended by signal 9 (Killed)" in output
     assert seen(second, "trainer", 1, start=2)["pid"] != pids[1]
 
 

@@ -143,14 +143,14 @@ def _run_job(
     notes = [*composed.notes, *check_config(cfg, name)]
     _use_one_queue(cfg)
     check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
+    level = cfg.exp_manager.log_level if cfg.exp_manager.log_level in LOG_LEVELS else "info"  # else it is refused below
+    configure_logging(info.rank, getattr(logging, level.upper()), cfg.exp_manager.log_format)
     if info.world_size == 1 and cfg.trainer.devices > 1:
         status = supervise(cfg.trainer.devices)
         ignore()
         if status != EXIT_REQUEUE:
             sys.exit(status)
         return status
-    level = cfg.exp_manager.log_level if cfg.exp_manager.log_level in LOG_LEVELS else "info"  # else it is refused below
-    configure_logging(info.rank, getattr(logging, level.upper()), cfg.exp_manager.log_format)
     _logger.info("starting %s: loading torch and megatron-core", name)
     if check is not None:
         # This imports nearly all that a rank needs. It stays, and Python's garbage collector would scan it again and

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE, taken
 from nemo_style_aligner.parallel.detection import LOOPBACK, SUPERVISOR_PID, LaunchInfo
 from nemo_style_aligner.parallel.machine import available_cores, free_port
 from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK
+
+_logger = logging.getLogger(__name__)
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that are handed on to ranks."""
@@ -31,28 +35,55 @@ _OTHER_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "TORCHELASTIC_")
 
 
 class Ranks:
-    """A job's ranks on this machine: processes that are started, watched and ended together."""
+    """A job's ranks on this machine: processes that are started, watched and ended together.
 
-    def __init__(self) -> None:
+    Args:
+        output: the file that what they print is added to; None: they print where this process does.
+    """
+
+    def __init__(self, output: Path | None = None) -> None:
+        self._output = output
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._names: list[str] = []  # and each one's rank
+        self._sent: set[int] = set()
         self._status: int | None = None
 
-    def start(
-        self, command: Sequence[str], env: Mapping[str, str], *, output: IO[bytes] | None = None, cwd: str | None = None
-    ) -> None:
-        """Start one more rank; ``output``: where what it prints goes, else where this process prints."""
-        # Sessions of their own: a Ctrl-C in the terminal reaches the ranks once, through `send_signal`.
-        options: dict[str, Any] = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
-        self._processes.append(subprocess.Popen(command, env=env, cwd=cwd, start_new_session=True, **options))
+    def start(self, command: Sequence[str], env: Mapping[str, str], *, cwd: str | None = None) -> None:
+        """Start one more rank."""
+        with contextlib.ExitStack() as stack:
+            options: dict[str, Any] = {}
+            if self._output is not None:
+                options = {"stdout": stack.enter_context(self._output.open("ab")), "stderr": subprocess.STDOUT}
+            # Sessions of their own: a Ctrl-C in the terminal reaches the ranks once, through `send_signal`.
+            self._processes.append(subprocess.Popen(command, env=env, cwd=cwd, start_new_session=True, **options))
+        self._names.append(env["RANK"])
 
     def poll(self) -> int | None:
-        """The job's status as these ranks know it (`status_of`); None while they run."""
+        """The job's status as these ranks know it (`status_of`); None while they run.
+
+        Ranks that a signal ended which they were not sent from here are named once: they cannot say it themselves.
+        """
         if self._status is None:
-            self._status = status_of([rank.poll() for rank in self._processes])
+            codes = [rank.poll() for rank in self._processes]
+            self._status = status_of(codes)
+            if self._status is not None:
+                self._name_killed(codes)
         return self._status
+
+    def _name_killed(self, codes: Sequence[int | None]) -> None:
+        for name, code in zip(self._names, codes, strict=True):
+            if code is not None and code < 0 and -code not in self._sent:
+                reason = "; if nobody did that, the machine had no memory left" if -code == signal.SIGKILL else ""
+                said = f"rank {name} was ended by signal {-code} ({signal.strsignal(-code)}){reason}"
+                if self._output is None:
+                    _logger.error(said)
+                else:
+                    with self._output.open("a", encoding="utf-8") as output:
+                        output.write(f"{said}\n")
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the ranks that are there."""
+        self._sent.add(number)
         for rank in self._processes:
             if rank.poll() is None:
                 rank.send_signal(number)

@@ -41,14 +41,13 @@ def start_ranks(arguments: Sequence[str], env: Mapping[str, str], share: Share, 
         cwd: the folder that they start in.
     """
     share.log_dir.mkdir(parents=True, exist_ok=True)
-    ranks = Ranks()
+    ranks = Ranks(share.log_dir / f"output-{share.node}.log")
     try:
-        with open(share.log_dir / f"output-{share.node}.log", "ab") as output:
-            for local_rank in range(share.devices):
-                rank, ranks_in_all = share.node * share.devices + local_rank, share.nodes * share.devices
-                meeting = (share.master_addr, share.master_port)
-                place = LaunchInfo(rank, ranks_in_all, local_rank, share.devices, "supervisor", *meeting)
-                ranks.start([sys.executable, *arguments], rank_environment(env, place), output=output, cwd=cwd)
+        for local_rank in range(share.devices):
+            rank, ranks_in_all = share.node * share.devices + local_rank, share.nodes * share.devices
+            meeting = (share.master_addr, share.master_port)
+            place = LaunchInfo(rank, ranks_in_all, local_rank, share.devices, "supervisor", *meeting)
+            ranks.start([sys.executable, *arguments], rank_environment(env, place), cwd=cwd)
     except BaseException:
         ranks.end()
         raise

@@ -11,7 +11,6 @@ import pytest
 ROUNDS = int(os.environ.get("ATTACK_ROUNDS", "1"))
 """How many times as much is tried as in the test suite; `make attack` sets it."""
 
-whole_scripts = pytest.mark.skipif(ROUNDS == 1, reason="starts whole scripts: make attack")
 
 _PROPERTY = "attack"
 

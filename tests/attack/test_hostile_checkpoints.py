@@ -26,7 +26,7 @@ from small_models import SHAPE
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from attack.conftest import ROUNDS, whole_scripts
+from attack.conftest import ROUNDS
 from attack.hostile_pickles import enumeration_attack, hostile_pickles, sign, torch_file
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints import sharded_writing
@@ -164,7 +164,7 @@ def _replace_chunk(folder: Path, key: str, content: bytes) -> None:
     (state / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@whole_scripts
+@pytest.mark.long
 def test_no_script_that_users_start_runs_anything(
     victims: Victims, tmp_path: Path, attack_count: Callable[..., None]
 ) -> None:

@@ -29,7 +29,6 @@ from job_processes import Job, environment, script
 from omegaconf import OmegaConf
 from small_models import SHAPE
 
-from attack.conftest import whole_scripts
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.file_source import open_source
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, DamagedCheckpointError, Manifest
@@ -542,7 +541,7 @@ def limited(command: list[str], log: Path) -> Job:
         del os.environ[VARIABLE]
 
 
-@whole_scripts
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_scripts_given_hostile_files(model: tuple[Path, Path], tmp_path: Path) -> None:
     archive, hf = model
