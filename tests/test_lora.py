@@ -240,12 +240,13 @@ def test_a_resumed_job_equals_an_undisturbed_one(sft: Path, artefacts: Artefacts
 @pytest.mark.long
 def test_engine_and_reference_of_a_job_with_adapters(artefacts: Artefacts, tmp_path: Path) -> None:
     prompts = artefacts.data("train_prompts")
+    (tmp_path / "rewards.py").write_text("def length(prompt, response, line):\n    return len(response)\n")
     flags = [
         f"pretrained_checkpoint.restore_from_path={artefacts.sft}", *TUNING,
         f"model.data.data_prefix={{train: [{prompts}], validation: [{prompts}], test: [{prompts}]}}",
         f"exp_manager.explicit_log_dir={tmp_path / 'grpo'}", "trainer.precision=32", "trainer.devices=2",
         "model.tensor_model_parallel_size=2", "model.sequence_parallel=True", "trainer.ppo.estimator=grpo",
-        "trainer.ppo.rewards=[{name: right, source: exact_match}]", "trainer.ppo.num_rollouts_per_prompt=4",
+        f"trainer.ppo.rewards=[{{source: '{tmp_path}/rewards.py:length'}}]", "trainer.ppo.num_rollouts_per_prompt=4",
         "trainer.ppo.max_steps=3", "trainer.ppo.val_check_interval=0", "trainer.ppo.initial_policy_kl_penalty=0.1",
         "model.ppo.num_rollout_samples=4", "model.ppo.rollout_micro_batch_size=4", "model.encoder_seq_length=64",
         "model.ppo.length_params.max_length=8", "model.global_batch_size=16", "model.optim.lr=3e-2",
