@@ -671,7 +671,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _without_token(what: str) -> ProtocolError:
-    message = f"{what} the header 'Authorization: Bearer <token of this run>'"
+    message = f"{what} the header 'Authorization: Bearer <this server's secret or key>'"
     # The scheme for browsers alone: Chromium asks nobody for a password where another stands in the same field.
     return ProtocolError(401, message, {"WWW-Authenticate": 'Basic realm="nemo_style_aligner"'})
 
