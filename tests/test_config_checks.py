@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
 import shlex
+import signal
 import sys
 import types
 from pathlib import Path
@@ -26,8 +28,17 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.manifest import Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.config.loading import ConfigError, check_config, complete_config, load_defaults, required_keys
+from nemo_style_aligner.config import command_line
+from nemo_style_aligner.config.loading import (
+    CONF_DIR,
+    ConfigError,
+    check_config,
+    complete_config,
+    load_defaults,
+    required_keys,
+)
 from nemo_style_aligner.config.schema import JOBS
+from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.jobs.config_checks import check_job, find_problems
 from nemo_style_aligner.jobs.log_lock import hold_log_directory
@@ -1311,3 +1322,34 @@ def test_every_key_of_nemo_aligners_yaml_files_is_honoured_or_reported(job: str)
         line for line in find_problems(job, complete, world_size=8) if ": must be " in line or ": choose " in line
     ]
     assert not refused
+
+
+# ---- what a command line says, word for word ----------------------------------------------------
+
+SURFACE = Path(__file__).parent / "data" / "command_lines.json"
+
+
+def said(model: Path, line: str) -> str:
+    """What a job's command line leads to: its messages, places on this machine left out."""
+    job, *arguments = shlex.split(line)
+    found = "\n".join(problems(model, job, shlex.join(arguments), 4))
+    return names_of(job).translated(found).replace(str(model.parent), "DIR").replace(str(CONF_DIR.parent), "REPO")
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_help_and_composed_configs_are_those_that_users_know(
+    job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To change them on purpose, put into the file what this test says is printed now."""
+    known = json.loads(SURFACE.read_text())["digests"][job]
+    for flags in (["--help"], ["--cfg", "job"]):
+        monkeypatch.setattr(sys, "argv", ["job.py", *flags, "exp_manager.name=x"])
+        monkeypatch.setattr(signal, "signal", Mock())  # for pipes that end early
+        assert command_line.compose(job, "A job.") is None
+        text = capsys.readouterr().out.replace(str(CONF_DIR.parent), "REPO")
+        assert hashlib.sha256(text.encode()).hexdigest()[:16] == known[flags[0]], f"{job} {flags[0]}"
+
+
+def test_messages_on_wrong_command_lines_are_those_that_users_know(model: Path) -> None:
+    known = json.loads(SURFACE.read_text())["messages"]
+    assert {line: said(model, line).splitlines() for line in known} == known
