@@ -22,10 +22,11 @@ from nemo_style_aligner.config.loading import (
     ConfigError,
     check_config,
     complete_config,
+    for_log,
     load_defaults,
     log_directory,
 )
-from nemo_style_aligner.config.schema import JOBS, fields_of_job, may_change
+from nemo_style_aligner.config.schema import JOBS, ExpManager, fields_of_job, may_change
 from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.jobs.run_settings import changed_settings, settings_of_run
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
@@ -428,7 +429,7 @@ def test_hyperparameters_are_kept_by_the_names_of_the_jobs_file(tmp_path: Path) 
     section_names.speak_as("gpt_reinforce_actor")
     try:
         metrics = MetricsLogger(tmp_path, 0)
-        metrics.log_hyperparameters(cfg)
+        metrics.log_hyperparameters(*for_log(cfg))
         metrics.close()
     finally:
         section_names.speak_as("gpt_ppo_actor")
@@ -602,14 +603,11 @@ def test_interpolations_in_paths_stay_so() -> None:
 
 
 def test_log_directory() -> None:
-    section = OmegaConf.create({"explicit_log_dir": None, "exp_dir": None, "name": "n"})
+    section = ExpManager(explicit_log_dir=None, name="n")
     assert log_directory(section) == Path("nemo_experiments/n")
-    section.exp_dir = "/e"
-    assert log_directory(section) == Path("/e/n")
-    section.explicit_log_dir = "/l"
-    assert log_directory(section) == Path("/l")
-    section.explicit_log_dir = "~/runs"
-    assert log_directory(section) == Path.home() / "runs"
+    assert log_directory(section.replaced(exp_dir="/e")) == Path("/e/n")
+    assert log_directory(section.replaced(exp_dir="/e", explicit_log_dir="/l")) == Path("/l")
+    assert log_directory(section.replaced(explicit_log_dir="~/runs")) == Path.home() / "runs"
 
 
 def test_exp_dir_beside_an_explicit_log_dir() -> None:

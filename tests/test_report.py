@@ -18,6 +18,7 @@ import pytest
 import requests
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.config.loading import for_log
 from nemo_style_aligner.services.dashboard import Dashboard
 from nemo_style_aligner.telemetry import activity, timeline
 from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
@@ -64,7 +65,9 @@ class Page(HTMLParser):
 def make_run(folder: Path, rewards: list[float], text: str = "4") -> Path:
     """A run as an actor job writes it."""
     logger = MetricsLogger(folder)
-    logger.log_hyperparameters(OmegaConf.create({"trainer": {"ppo": {"max_steps": 9}}, "model": {"ppo": {"x": text}}}))
+    logger.log_hyperparameters(
+        *for_log(OmegaConf.create({"trainer": {"ppo": {"max_steps": 9}}, "model": {"ppo": {"x": text}}}))
+    )
     logger.log_metrics({"rewards": -3.0}, 0, "warm_up/train_rollouts/")
     for step, reward in enumerate(rewards):
         logger.log_metrics({"rewards": reward, "init_policy_kl": 0.01 * step}, step, "train_rollouts/")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.loading import for_log, load_defaults
 from nemo_style_aligner.jobs import service_setup
 from nemo_style_aligner.jobs.path_checks import secret_problems
 from nemo_style_aligner.services import secret
@@ -181,7 +181,7 @@ def test_the_secret_is_in_no_log(home: Path, caplog: pytest.LogCaptureFixture) -
         {"trainer": {"ppo": {"token": value}}, "remote_critic_rm": {"token": "${trainer.ppo.token}"}}
     )
     metrics = MetricsLogger(home / "log")
-    metrics.log_hyperparameters(config)
+    metrics.log_hyperparameters(*for_log(config))
     metrics.close()
     written = b"".join(path.read_bytes() for path in (home / "log").rglob("*") if path.is_file())
     assert written.count(b"(secret)") >= 2

@@ -24,7 +24,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.loading import for_log, load_defaults
 from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.jobs import job_setup
 from nemo_style_aligner.jobs.job_setup import Run
@@ -84,7 +84,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path / "run", rank=1)
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.log_table("samples", ["a"], [["b"]], step=1)
-    logger.log_hyperparameters(OmegaConf.create({"a": 1}))
+    logger.log_hyperparameters({"a": 1}, "a: 1\n")
     logger.close()
     assert not (tmp_path / "run").exists()
 
@@ -131,7 +131,7 @@ def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
 def test_tables_and_hyperparameters(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path)
     logger.log_table("samples", ["prompt", "reward"], [["2 | 3\n", 0.5]], step=2)
-    logger.log_hyperparameters(OmegaConf.create({"a": 1, "b": "${a}"}))
+    logger.log_hyperparameters(*for_log(OmegaConf.create({"a": 1, "b": "${a}"})))
     logger.close()
     (table,) = read_tables(tmp_path)
     assert table["columns"] == ["prompt", "reward"] and table["rows"] == [["2 | 3\n", 0.5]] and table["step"] == 2
@@ -300,10 +300,10 @@ def test_so_do_tensorboards_curves(tmp_path: Path) -> None:
 @needs_full_disk
 def test_a_full_disk_leaves_the_hyperparameters_of_the_start_before(tmp_path: Path) -> None:
     log = MetricsLogger(tmp_path)
-    log.log_hyperparameters(OmegaConf.create({"a": 1}))
+    log.log_hyperparameters({"a": 1}, "a: 1\n")
     (tmp_path / ".hyperparameters.yaml.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"make room and start the job again: '.*/hyperparameters.yaml'"):
-        log.log_hyperparameters(OmegaConf.create({"a": 2}))
+        log.log_hyperparameters({"a": 2}, "a: 2\n")
     log.close()
     assert OmegaConf.load(tmp_path / "hyperparameters.yaml") == {"a": 1}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config.fields import find_field, value_problems
 from nemo_style_aligner.config.foreign_keys import ConfigError, find_foreign, take_foreign
-from nemo_style_aligner.config.schema import fields_of_job
-from nemo_style_aligner.config.section_names import names_of
+from nemo_style_aligner.config.job_config import plain_config
+from nemo_style_aligner.config.schema import ExpManager, fields_of_job
+from nemo_style_aligner.config.section_names import given, names_of
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The repository's ``conf/``: one YAML file per job."""
@@ -148,11 +148,11 @@ def check_config(cfg: DictConfig, job: str) -> list[str]:
     return [note for note in notes if note]
 
 
-def log_directory(exp_manager: DictConfig) -> Path:
+def log_directory(exp_manager: ExpManager) -> Path:
     """Where a job writes: ``explicit_log_dir``, else ``<exp_dir>/<name>``, else ``nemo_experiments/<name>``."""
     if exp_manager.explicit_log_dir:
-        return Path(str(exp_manager.explicit_log_dir)).expanduser()
-    return Path(str(exp_manager.exp_dir or "nemo_experiments")).expanduser() / str(exp_manager.name)
+        return Path(exp_manager.explicit_log_dir).expanduser()
+    return Path(exp_manager.exp_dir or "nemo_experiments").expanduser() / exp_manager.name
 
 
 def _note_on_directories(cfg: DictConfig, defaults: DictConfig) -> str:
@@ -193,28 +193,15 @@ def leaves_of(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[st
             yield key, value
 
 
-def plain_config(content: Mapping[str, Any]) -> DictConfig:
-    """A config of plain values, in which nothing is computed: ``${...}`` in a text is text."""
-    return OmegaConf.create(_escaped(content))
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escaped(item) for item in value]
-    # In OmegaConf's grammar a backslash takes the meaning from ``${``, and from backslashes before it.
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def without_secrets(cfg: DictConfig) -> DictConfig:
-    """A copy for logs: interpolations resolved, secrets masked."""
-    content: Any = OmegaConf.to_container(cfg, resolve=True)
-    copy = plain_config(content)
-    for key in _leaves(copy):
-        if key.rsplit(".", 1)[-1] in SECRET_KEYS and str(OmegaConf.select(copy, key)).lower() not in ("auto", "none"):
-            OmegaConf.update(copy, key, "(secret)")
-    return copy
+def for_log(cfg: DictConfig) -> tuple[dict[str, Any], str]:
+    """A job's whole config for its user, plain and as YAML: interpolations resolved, secrets masked."""
+    content: Any = OmegaConf.to_container(given(cfg), resolve=True)
+    shown = plain_config(content)
+    for key in _leaves(shown):
+        if key.rsplit(".", 1)[-1] in SECRET_KEYS and str(OmegaConf.select(shown, key)).lower() not in ("auto", "none"):
+            OmegaConf.update(shown, key, "(secret)")
+    plain: Any = OmegaConf.to_container(shown, resolve=True)
+    return plain, OmegaConf.to_yaml(shown, resolve=True)
 
 
 # What TRL, verl and OpenRLHF call settings of ours, by the last part of their names.

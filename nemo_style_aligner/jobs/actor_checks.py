@@ -13,7 +13,8 @@ from omegaconf import ListConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.fields import values
-from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import Reward
 from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.job_view import (
@@ -45,7 +46,7 @@ from nemo_style_aligner.models.policy_losses import LOSSES, find_policy_loss
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.rl.estimators import ESTIMATORS, Estimator, find_estimator
 from nemo_style_aligner.rl.math_verifier import MathVerifier
-from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, FrozenSpec, RewardSpec, reward_specs
+from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, kind_of, reward_problems, reward_specs
 from nemo_style_aligner.rl.reward_functions import load_reward_function
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 
@@ -105,7 +106,7 @@ def _trtllm(view: JobView) -> Iterator[str]:
     if view.get(engine) != "trtllm":
         return
     try:
-        find_trtllm(view.cfg)
+        find_trtllm(view.actor.trainer.ppo.trt_llm.sidecar_python)
     except (TensorRTLLMUnavailable, TensorRTLLMMismatch) as error:
         yield f"{view.show(engine)}: {error}"
 
@@ -199,32 +200,32 @@ def needs_critic(view: JobView) -> bool:
 
 def has_remote_critic(view: JobView) -> bool:
     """Whether there must be a critic in a job of its own."""
-    return needs_critic(view) and not has_critic_here(view.cfg)
+    return needs_critic(view) and not has_critic_here(view.actor)
 
 
 def uses_reward_service(view: JobView) -> bool:
     """Whether rewards come from the service that ``remote_critic_rm`` names."""
-    is_here = needs_critic(view) and has_critic_here(view.cfg) and has_reward_model_here(view.cfg)
-    return not is_here and any(spec.kind == "service" for spec in _specs(view))
+    is_here = needs_critic(view) and has_critic_here(view.actor) and has_reward_model_here(view.actor)
+    return not is_here and any(kind_of(spec.source) == "service" for spec in _specs(view))
 
 
 def shares_secret(view: JobView) -> bool:
     """Whether the actor job serves anybody, or asks a service."""
-    is_asking = has_remote_critic(view) or uses_reward_service(view) or any(s.kind == "url" for s in _specs(view))
+    asks_others = any(kind_of(spec.source) == "url" for spec in _specs(view))
+    is_asking = has_remote_critic(view) or uses_reward_service(view) or asks_others
     serves = bool({*view.apart} - {ROLLOUT}) or bool(view.get("trainer.ppo.batch_iterator.use_flask"))
     return is_asking or serves
 
 
-def _specs(view: JobView) -> list[RewardSpec]:
+def _specs(view: JobView) -> list[Reward]:
     """Where rewards come from; nowhere if that cannot be read, which `_rewards` reports."""
-    with contextlib.suppress(ConfigError):
-        return reward_specs(_plain_rewards(view))
-    return []
+    return [] if _reward_problems(view) else reward_specs(view.actor.trainer.ppo.rewards)
 
 
-def _plain_rewards(view: JobView) -> Any:
+def _reward_problems(view: JobView) -> list[str]:
     rewards = view.get(REWARDS)
-    return OmegaConf.to_container(rewards, resolve=True) if isinstance(rewards, ListConfig) else None
+    plain: Any = OmegaConf.to_container(rewards, resolve=True) if isinstance(rewards, ListConfig) else []
+    return [*reward_problems(plain)]
 
 
 def _estimator(view: JobView) -> Iterator[str]:
@@ -296,19 +297,18 @@ def _overlong(view: JobView) -> Iterator[str]:
 
 
 def _rewards(view: JobView) -> Iterator[str]:
-    try:
-        specs = reward_specs(_plain_rewards(view))
-    except ConfigError as error:
-        yield from str(error).splitlines()
+    yield from (problems := _reward_problems(view))
+    if problems or view.is_apart:
         return
-    if view.is_apart:
-        return
+    specs = _specs(view)
     if not specs and not view.get(TEACHER_ARCHIVE):
         yield f"{REWARDS}=[]: nothing would be rewarded; list a source, or give null for the service"
     for place, spec in enumerate(specs):
         entry = f"{REWARDS}[{place}]"
         yield from (
-            _misfits(view, spec, entry, "source") if spec.kind == "archive" else _missing(spec, f"{entry}.source")
+            _misfits(view, spec, entry, "source")
+            if kind_of(spec.source) == "archive"
+            else _missing(spec, f"{entry}.source")
         )
 
 
@@ -316,7 +316,7 @@ def _teacher(view: JobView) -> Iterator[str]:
     path, weight = view.get(TEACHER_ARCHIVE), f"{TEACHER}.weight"
     yield from _own_ranks(view, TEACHER, TEACHER_ARCHIVE, "there is no teacher")
     if path and not view.is_apart:
-        yield from _misfits(view, frozen_spec(view.cfg, TEACHER), TEACHER, "restore_from_path")
+        yield from _misfits(view, frozen_spec(view.actor, TEACHER), TEACHER, "restore_from_path")
     if path and not view.get(weight):
         yield f"{view.show(TEACHER_ARCHIVE, weight)}: nothing would be learnt from it; give a weight, or leave it out"
     if not path and view.get(_ESTIMATOR) == "on_policy_distillation":
@@ -329,8 +329,8 @@ def _reference(view: JobView) -> Iterator[str]:
     if not view.get(devices):
         return
     if view.architecture is not None:
-        yield from _layout_problems(view, frozen_spec(view.cfg, REFERENCE), REFERENCE, view.architecture)
-    lora, init = LoraSettings.from_config(view.cfg.model), "model.peft.lora_tuning.row_init_method"
+        yield from _layout_problems(view, frozen_spec(view.actor, REFERENCE), REFERENCE, view.architecture)
+    lora, init = LoraSettings.from_config(view.config.given.model), "model.peft.lora_tuning.row_init_method"
     if lora is not None and (view.get(start) or "zero" not in (lora.init_a, lora.init_b)):
         yield (
             f"{view.show(devices, start, init)}: a reference there has no adapters, and the policy begins with some "
@@ -347,12 +347,11 @@ def _own_ranks(view: JobView, role: str, needed: str, why_not: str) -> Iterator[
         yield f"{view.show(*given)}: it is of ranks that this model has for itself: give {devices}"
 
 
-def _misfits(view: JobView, spec: FrozenSpec, role: str, source: str) -> Iterator[str]:
+def _misfits(view: JobView, spec: Reward, role: str, source: str) -> Iterator[str]:
     """Problems of a frozen model in this job, as far as its config tells; the key ``source`` names its archive."""
     key = f"{role}.{source}"
     try:
-        given = OmegaConf.to_container(as_served(view.cfg).model, resolve=True)
-        config = lay_over(base_config(spec.source, key), given)
+        config = lay_over(base_config(spec.source, key), as_served(view.config).model_given())
         RewardHeadConfig.from_model_config(config)
         problems = [*_layout_problems(view, spec, role, ModelArchitecture.from_nemo_config(config))]
     except (ValueError, KeyError) as error:
@@ -361,7 +360,7 @@ def _misfits(view: JobView, spec: FrozenSpec, role: str, source: str) -> Iterato
         yield problem if problem.startswith(role) else f"{key}={spec.source}: {problem}"
 
 
-def _layout_problems(view: JobView, spec: FrozenSpec, role: str, architecture: ModelArchitecture) -> Iterator[str]:
+def _layout_problems(view: JobView, spec: Reward, role: str, architecture: ModelArchitecture) -> Iterator[str]:
     """Why a frozen model cannot be divided among the ranks that train, or its own."""
     if not spec.devices:
         yield from architecture.layout_problems(view.tp_size, view.pp_size)
@@ -373,12 +372,12 @@ def _layout_problems(view: JobView, spec: FrozenSpec, role: str, architecture: M
         yield problem.replace(TP, f"{role}.tensor_parallel_size").replace(PP, f"{role}.pipeline_parallel_size")
 
 
-def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
+def _missing(spec: Reward, key: str) -> Iterator[str]:
     """A problem if what a source of rewards needs is not on this machine."""
     try:
-        if spec.kind == "function":
+        if kind_of(spec.source) == "function":
             load_reward_function(spec.source, key)
-        elif spec.kind == "math_verify":
+        elif kind_of(spec.source) == "math_verify":
             MathVerifier()
     except UserError as error:
         yield str(error) if str(error).startswith(key) else f"{key}={spec.source}: {error}"
@@ -386,7 +385,7 @@ def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
 
 def settings_in_vain(view: JobView) -> Iterator[str]:
     """A line for each of an actor's settings that makes others that have been given pointless, with these."""
-    defaults, present = load_defaults(view.name), dict(values(view.cfg))
+    defaults, present = load_defaults(view.name), dict(values(view.config.given))
     for key, patterns in _in_vain(view):
         given = [
             name
@@ -402,7 +401,7 @@ def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
     loss, service = view.get(_LOSS), "remote_critic_rm"
     if not has_remote_critic(view):
         of_critic: tuple[str, ...] = ("critic.*", "combine_rm_and_critic_server")
-        if not has_critic_apart(view.cfg):
+        if not has_critic_apart(view.actor):
             of_critic += ("trained_critic", "journal_*", "timeouts.training_*")
         key = PLACEMENT if needs_critic(view) else _ESTIMATOR
         yield key, tuple(f"{service}.{name}" for name in of_critic)

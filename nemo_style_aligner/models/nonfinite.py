@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 from nemo_style_aligner.config.schema import Action
 from nemo_style_aligner.errors import NonFiniteError
@@ -25,11 +23,6 @@ class NonFinitePolicy:
 
     action: Action
     max_consecutive_skips: int
-
-    @classmethod
-    def from_config(cls, section: Mapping[str, Any]) -> NonFinitePolicy:
-        """Read a trainer's section (``trainer.sft``, ``trainer.rm`` or ``trainer.ppo``)."""
-        return cls(section["on_nonfinite"], int(section["max_consecutive_skips"]))
 
 
 STOP = NonFinitePolicy("stop", 0)

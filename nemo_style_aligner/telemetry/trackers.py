@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from omegaconf import DictConfig, OmegaConf
-
+from nemo_style_aligner.config.fields import Section
 from nemo_style_aligner.config.loading import leaves_of
+from nemo_style_aligner.config.schema import ExpManager
 from nemo_style_aligner.errors import UserError, excepthook_kept
 from nemo_style_aligner.telemetry.log_files import replace_text
 
@@ -80,20 +80,19 @@ class Tracker:
         )
 
 
-def start_trackers(exp_manager: DictConfig, log_dir: Path) -> list[Tracker]:
+def start_trackers(exp_manager: ExpManager, log_dir: Path) -> list[Tracker]:
     """Those that ``exp_manager`` asks for. Raises `TrackerError` if one does not start."""
     services: list[Service] = []
     if exp_manager.create_wandb_logger:
         services.append(Wandb(log_dir, _arguments(exp_manager.wandb_logger_kwargs)))
     if exp_manager.create_mlflow_logger:
-        named = {"experiment_name": str(exp_manager.name)}
+        named = {"experiment_name": exp_manager.name}
         services.append(MLflow(log_dir, named | _arguments(exp_manager.mlflow_logger_kwargs)))
     return [Tracker(service) for service in services]
 
 
-def _arguments(section: DictConfig | None) -> dict[str, Any]:
-    container: Any = OmegaConf.to_container(section, resolve=True) if section is not None else {}
-    return {key: value for key, value in container.items() if value is not None}
+def _arguments(section: Section) -> dict[str, Any]:
+    return {key: value for key, value in vars(section).items() if value is not None}
 
 
 @contextlib.contextmanager
