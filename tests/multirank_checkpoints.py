@@ -43,6 +43,7 @@ from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, Part, _parts, stored_shapes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
@@ -108,7 +109,7 @@ class Job:
         }
         head = RewardHeadConfig() if self.reward else None
         model = build_model(self.architecture, config, self.dtype, head=head)
-        return model, Optimizer(model, optim, Schedule(lr=1e-3, warmup_steps=1, max_steps=8), 1.0)
+        return model, Optimizer(model, schema.Optimizer(**optim), Schedule(lr=1e-3, warmup_steps=1, max_steps=8), 1.0)
 
     def run(self, action: Callable[..., Any], *args: Any, expect_death: bool = False) -> Any:
         """Fork the ranks, run ``action(model, optimizer, *args)`` on each; rank 0's result.

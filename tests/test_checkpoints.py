@@ -71,7 +71,9 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     stored_shapes,
 )
 from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.config.schema import ExpManager
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError, UnreadableError
@@ -544,7 +546,14 @@ def test_updates_skipped_in_a_row_are_counted_across_a_restart(tmp_path: Path) -
     with single_process(seed=1):
         model = build_model(ModelArchitecture(**SHAPE), {}, torch.float32)
         before, after = (
-            Optimizer(model, {}, Schedule(lr=1.0, name="constant"), 1.0, NonFinitePolicy("skip", 2)) for _ in range(2)
+            Optimizer(
+                model,
+                schema.Optimizer(weight_decay=0.0),
+                Schedule(lr=1.0, name="constant"),
+                1.0,
+                NonFinitePolicy("skip", 2),
+            )
+            for _ in range(2)
         )
         for _ in range(2):
             before.skips.skip("an update", "a batch")
@@ -569,7 +578,7 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
 
     with single_process(seed=1):
         model, other = (build_model(ModelArchitecture(**SHAPE | {"num_layers": n}), {}, torch.float32) for n in (2, 3))
-        optimizer = Optimizer(model, {}, Schedule(lr=1.0, name="constant"), 1.0)
+        optimizer = Optimizer(model, schema.Optimizer(weight_decay=0.0), Schedule(lr=1.0, name="constant"), 1.0)
         manager = run("training_rm", model).checkpoints
         manager.save(model, optimizer, {"step": 1}, {})
         manager.finish()
@@ -999,9 +1008,11 @@ def test_settings_are_read_from_exp_manager() -> None:
           model_parallel_size: 4
         """
     )
-    settings = CheckpointSettings.from_config(config)
+    settings = CheckpointSettings.from_config(ExpManager.among(OmegaConf.to_container(config, resolve=True)))
     assert settings.filename == "megatron_gpt--{val_rewards:.3f}-{step}"
     assert (settings.monitor, settings.mode, settings.nemo_name) == ("val_rewards", "max", "megatron_gpt_ppo_actor")
     assert not settings.resume_ignore_no_checkpoint
     with pytest.raises(ValueError, match="save_best_model=True with save_top_k=0"):
-        CheckpointSettings.from_config({"checkpoint_callback_params": {"save_best_model": True, "save_top_k": 0}})
+        CheckpointSettings.from_config(
+            ExpManager(checkpoint_callback_params={"save_best_model": True, "save_top_k": 0})
+        )

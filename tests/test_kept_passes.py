@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from small_models import VOCAB
-from trained_models import ARCHITECTURES, OPTIM, make_actor, policy_batch, tokens
+from trained_models import ADAM, ARCHITECTURES, OPTIM, make_actor, policy_batch, tokens
 
 from nemo_style_aligner.config.schema import KeepChoice
 from nemo_style_aligner.models import kept_passes as kept_passes_module
@@ -41,7 +41,7 @@ def keeping_actor(choice: KeepChoice, update_size: int = 5, dtype: torch.dtype =
 def keeping_critic(choice: KeepChoice, update_size: int, nonfinite: NonFinitePolicy = STOP) -> Critic:
     head = RewardHeadConfig()
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=head)
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, nonfinite)
+    optimizer = Optimizer(model, ADAM, Schedule(lr=1e-2, name="constant"), 1.0, nonfinite)
     keep_passes(model, None, choice, update_size)
     return Critic(
         model, optimizer, head, training_batching=MicroBatching(2), global_batch_size=update_size,

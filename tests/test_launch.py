@@ -476,13 +476,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 SCRIPT = """
 import os, sys, time
-from omegaconf import DictConfig
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.launch.start import job
 from nemo_style_aligner.services.http_client import ServerUnavailableError
 
 @job("gpt_ppo_critic", check=None)
-def main(cfg: DictConfig) -> None:
+def main(cfg) -> None:
     import torch
     import torch.distributed as dist
     from listeners import listeners
@@ -857,7 +856,6 @@ def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -
 
 STOP_SCRIPT = """
 import contextlib, os, signal, time
-from omegaconf import DictConfig
 from nemo_style_aligner.launch.start import job
 
 class Late:
@@ -867,7 +865,7 @@ class Late:
 late = Late()
 
 @job("gpt_ppo_critic", check=None)
-def main(cfg: DictConfig) -> int:
+def main(cfg) -> int:
     from nemo_style_aligner.training.run_control import RunControl
     from nemo_style_aligner.launch.stop_signals import StopEarlyError
 

@@ -12,6 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from small_models import TensorSource
 from trained_models import ARCHITECTURES, OPTIM, make_actor, policy_batch, reference_model, tokens
 
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
@@ -53,7 +54,7 @@ def nemo_cosine_annealing(step: int, lr: float, min_lr: float, warmup: int, cons
 )
 def test_schedule_is_nemos(lr: float, min_lr: float, warmup: int, constant: int, max_steps: int) -> None:
     sched = {"name": "CosineAnnealing", "warmup_steps": warmup, "constant_steps": constant, "min_lr": min_lr}
-    schedule = Schedule.from_config({"lr": lr, "sched": sched}, max_steps)
+    schedule = Schedule.from_config(schema.Optimizer(lr=lr, sched=sched), max_steps)
     for step in range(max_steps + 5):
         expected = nemo_cosine_annealing(step, lr, min_lr, warmup, constant, max_steps)
         assert schedule(step) == pytest.approx(expected, rel=1e-12, abs=1e-20), step
@@ -61,12 +62,12 @@ def test_schedule_is_nemos(lr: float, min_lr: float, warmup: int, constant: int,
 
 
 def test_constant_schedule_and_errors() -> None:
-    schedule = Schedule.from_config({"lr": 2.0, "sched": {"name": "constant", "warmup_steps": 3}}, 10)
+    schedule = Schedule.from_config(schema.Optimizer(lr=2.0, sched={"name": "constant", "warmup_steps": 3}), 10)
     assert [schedule(step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-    assert Schedule.from_config({"lr": 2.0}, 10)(0) == 2.0
-    given = Schedule.from_config({"lr": 2.0, "sched": {"max_steps": 7}}, 10)  # NeMo's key
+    assert Schedule.from_config(schema.Optimizer(lr=2.0, sched=None), 10)(0) == 2.0
+    given = Schedule.from_config(schema.Optimizer(lr=2.0, sched={"max_steps": 7}), 10)  # NeMo's key
     assert given.max_steps == given.ending_with_run(12).max_steps == 7
-    assert Schedule.from_config({"lr": 2.0, "sched": {"max_steps": None}}, 10).ending_with_run(12).max_steps == 12
+    assert Schedule.from_config(schema.Optimizer(lr=2.0), 10).ending_with_run(12).max_steps == 12
     with pytest.raises(ValueError, match="choose CosineAnnealing or constant"):
         Schedule(lr=1.0, name="Polynomial")
     with pytest.raises(ValueError, match=r"min_lr=2.0 is above"):

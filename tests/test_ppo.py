@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from test_nonfinite import SETTINGS, step
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.engine.contract import GenerationStatistics
 from nemo_style_aligner.jobs.rl_setup import build_actor
@@ -157,11 +158,11 @@ def model(one_rank: None) -> MegatronModel:
     return small_model()
 
 
-def settings_of(cfg: DictConfig, model: MegatronModel) -> dict[str, Any]:
+def settings_of(config: PPOActor, model: MegatronModel) -> dict[str, Any]:
     """Everything that a job's keys set of its loop, its formulas, its sampling and its policy."""
-    settings = RLSettings.from_config(cfg, steps_per_epoch=4)
+    settings = RLSettings.from_config(config, steps_per_epoch=4)
     base: Any = SimpleNamespace(build=lambda trainable: small_model(trainable))
-    actor = build_actor(cfg, base, model, settings)
+    actor = build_actor(config, base, model, settings)
     groups = actor.optimizer.megatron.param_groups
     loop = dataclasses.asdict(settings)
     loop["advantages"]["estimator"] = settings.advantages.estimator
@@ -169,7 +170,7 @@ def settings_of(cfg: DictConfig, model: MegatronModel) -> dict[str, Any]:
         "advantages": loop.pop("advantages"),
         "nonfinite": loop.pop("nonfinite"),
         "ppo": loop,
-        "sampling": dataclasses.asdict(sampling_params(cfg)),
+        "sampling": dataclasses.asdict(sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed)),
         "training": dataclasses.asdict(actor.training_batching),
         "forward": dataclasses.asdict(actor.forward_batching),
         "schedule": dataclasses.asdict(actor.optimizer.schedule),
@@ -188,7 +189,7 @@ def settings_of(cfg: DictConfig, model: MegatronModel) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def default_settings(model: MegatronModel) -> dict[str, Any]:
-    return settings_of(small_job(), model)
+    return settings_of(PPOActor.read(small_job()), model)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -199,7 +200,7 @@ def test_a_key_changes_its_settings_and_no_other(
     cfg = small_job()
     OmegaConf.update(cfg, key, value)
     assert all(default_settings[name] != changes[name] for name in changes)
-    assert settings_of(cfg, model) == default_settings | changes
+    assert settings_of(PPOActor.read(cfg), model) == default_settings | changes
 
 
 def test_no_key_and_no_setting_is_left_out(default_settings: dict[str, Any]) -> None:
@@ -220,8 +221,8 @@ def leaves(section: DictConfig, path: str) -> Iterator[str]:
 def test_without_a_penalty_there_is_no_initial_policy(model: MegatronModel) -> None:
     cfg = small_job()
     cfg.trainer.ppo.initial_policy_kl_penalty = 0.0
-    missing: Any = None
-    assert build_actor(cfg, missing, model, RLSettings.from_config(cfg, 4)).reference is None
+    config, missing = PPOActor.read(cfg), cast(Any, None)
+    assert build_actor(config, missing, model, RLSettings.from_config(config, 4)).reference is None
 
 
 # ---- what a step makes of its rollouts ----------------------------------------------------------
@@ -380,7 +381,15 @@ def trainer(metrics: Any = None, **ppo: Any) -> RLTrainer:
     )  # fmt: skip
     timer: Any = lambda name: contextlib.nullcontext()  # noqa: E731
     return RLTrainer(
-        RLSettings.from_config(cfg, 2), actor, collector, prompts, missing, nothing, metrics, nothing, timer
+        RLSettings.from_config(PPOActor.read(cfg), 2),
+        actor,
+        collector,
+        prompts,
+        missing,
+        nothing,
+        metrics,
+        nothing,
+        timer,
     )
 
 

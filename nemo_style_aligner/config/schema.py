@@ -693,7 +693,7 @@ class RewardFunctions(Section):
     seconds: Seconds = 60  # longest time of one call; then it has failed, as with an error (on_nonfinite)
 
 
-class Reward(Section):
+class ListedReward(Section):
     name: Filled[str] = of(None)  # by which it is logged; null: that of its function, model or kind
     # exact_match, math_verify (responses against the prompt line's answer), FILE.py:NAME, MODEL.nemo (a reward model in
     # this job), service (that of remote_critic_rm) or http://HOST:PORT/NAME (another one).
@@ -829,7 +829,7 @@ class ActorLoop(Updates):
     # source: exact_match, math_verify (responses against the prompt line's answer), FILE.py:NAME, MODEL.nemo (a reward
     # model in this job), service (that of remote_critic_rm) or http://HOST:PORT/NAME (another one).
     # only: the prompts whose line has VALUE, or one of [VALUES], in FIELD.
-    rewards: list[Reward] | None = None
+    rewards: list[ListedReward] | None = None
     reward_functions: Free[RewardFunctions]  # those of rewards: FILE.py:NAME
     overlong: Overlong
 

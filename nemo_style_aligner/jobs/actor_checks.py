@@ -14,7 +14,7 @@ from omegaconf import ListConfig, OmegaConf
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.fields import values
 from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import Reward
+from nemo_style_aligner.config.schema import ListedReward
 from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.job_view import (
@@ -217,7 +217,7 @@ def shares_secret(view: JobView) -> bool:
     return is_asking or serves
 
 
-def _specs(view: JobView) -> list[Reward]:
+def _specs(view: JobView) -> list[ListedReward]:
     """Where rewards come from; nowhere if that cannot be read, which `_rewards` reports."""
     return [] if _reward_problems(view) else reward_specs(view.actor.trainer.ppo.rewards)
 
@@ -347,7 +347,7 @@ def _own_ranks(view: JobView, role: str, needed: str, why_not: str) -> Iterator[
         yield f"{view.show(*given)}: it is of ranks that this model has for itself: give {devices}"
 
 
-def _misfits(view: JobView, spec: Reward, role: str, source: str) -> Iterator[str]:
+def _misfits(view: JobView, spec: ListedReward, role: str, source: str) -> Iterator[str]:
     """Problems of a frozen model in this job, as far as its config tells; the key ``source`` names its archive."""
     key = f"{role}.{source}"
     try:
@@ -360,7 +360,7 @@ def _misfits(view: JobView, spec: Reward, role: str, source: str) -> Iterator[st
         yield problem if problem.startswith(role) else f"{key}={spec.source}: {problem}"
 
 
-def _layout_problems(view: JobView, spec: Reward, role: str, architecture: ModelArchitecture) -> Iterator[str]:
+def _layout_problems(view: JobView, spec: ListedReward, role: str, architecture: ModelArchitecture) -> Iterator[str]:
     """Why a frozen model cannot be divided among the ranks that train, or its own."""
     if not spec.devices:
         yield from architecture.layout_problems(view.tp_size, view.pp_size)
@@ -372,7 +372,7 @@ def _layout_problems(view: JobView, spec: Reward, role: str, architecture: Model
         yield problem.replace(TP, f"{role}.tensor_parallel_size").replace(PP, f"{role}.pipeline_parallel_size")
 
 
-def _missing(spec: Reward, key: str) -> Iterator[str]:
+def _missing(spec: ListedReward, key: str) -> Iterator[str]:
     """A problem if what a source of rewards needs is not on this machine."""
     try:
         if kind_of(spec.source) == "function":

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.config.fields import values
 from nemo_style_aligner.config.loading import ConfigError, check_config, load_defaults, log_directory
-from nemo_style_aligner.config.schema import ActorLoop, Critic, PPOActor, Reward, RewardService
+from nemo_style_aligner.config.schema import ActorLoop, Critic, ListedReward, PPOActor, RewardService
 from nemo_style_aligner.jobs.job_view import CRITIC_RANKS, LENGTH, PP, ROLLOUT_RANKS, TP, JobView, as_served
 from nemo_style_aligner.launch.roles import REFERENCE, ROLLOUT, TEACHER
 from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, reward_specs
@@ -114,7 +114,7 @@ def has_reference_here(ppo: ActorLoop) -> bool:
     return ppo.initial_policy_kl_penalty > 0 and not ppo.reference.devices
 
 
-def frozen_spec(config: PPOActor, role: str) -> Reward:
+def frozen_spec(config: PPOActor, role: str) -> ListedReward:
     """The frozen model of a role: one of the reward models or, as if it were one, the reference or the teacher."""
     ppo = config.trainer.ppo
     if role not in (REFERENCE, TEACHER):
@@ -122,7 +122,7 @@ def frozen_spec(config: PPOActor, role: str) -> Reward:
     ranks, archive = ppo.reference, config.pretrained_checkpoint.restore_from_path
     if role == TEACHER:
         ranks, archive = ppo.teacher, str(ppo.teacher.restore_from_path)
-    return Reward(name=role.rpartition(".")[2], source=archive, **{key: vars(ranks)[key] for key in LAYOUT})
+    return ListedReward(name=role.rpartition(".")[2], source=archive, **{key: vars(ranks)[key] for key in LAYOUT})
 
 
 def frozen_config(config: PPOActor, role: str) -> RewardService:

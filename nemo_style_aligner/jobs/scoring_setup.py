@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner.checkpoints.nemo_archive import require_reward_head, require_weights
 from nemo_style_aligner.config.loading import ConfigError
-from nemo_style_aligner.config.schema import PPOActor, RemoteTimeouts, Reward
+from nemo_style_aligner.config.schema import ListedReward, PPOActor, RemoteTimeouts
 from nemo_style_aligner.config.schema import RemoteCritic as RemoteCriticKeys
 from nemo_style_aligner.jobs.critic_setup import make_critic
 from nemo_style_aligner.jobs.job_setup import Run, forward_batching
@@ -77,7 +77,7 @@ def build_scorer(
         models.append(beside_critic)
         return beside_critic
 
-    def reward_model(spec: Reward, entry: str) -> RewardSource:
+    def reward_model(spec: ListedReward, entry: str) -> RewardSource:
         if spec.devices:
             return RemoteRewards(_client(config, entry, "rewards"))
         models.append(_reward_model(config, policy, sequences, spec.source, f"{entry}.source"))
@@ -100,9 +100,9 @@ def _client(config: PPOActor, role: str, output: Literal["rewards", "logprobs"])
 
 def _listed_rewards(
     config: PPOActor,
-    listed: Sequence[Reward],
+    listed: Sequence[ListedReward],
     service: Callable[[], RewardSource],
-    reward_model: Callable[[Reward, str], RewardSource],
+    reward_model: Callable[[ListedReward, str], RewardSource],
 ) -> RewardSource:
     functions, remote = config.trainer.ppo.reward_functions, config.remote_critic_rm
     asks_others = any(kind_of(reward.source) == "url" for reward in listed)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_style_aligner.config.schema import ActorLoop, Reward
+from nemo_style_aligner.config.schema import ActorLoop, ListedReward
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def ranks_apart(ppo: ActorLoop) -> dict[str, int]:
     found = {ROLLOUT: ppo.rollout_devices, CRITIC: ppo.critic_devices}
     found |= {REFERENCE: ppo.reference.devices, TEACHER: ppo.teacher.devices}
     for place, reward in enumerate(ppo.rewards or ()):
-        if isinstance(reward, Reward):  # else it is refused later, as is a wrong number
+        if isinstance(reward, ListedReward):  # else it is refused later, as is a wrong number
             found[f"trainer.ppo.rewards[{place}]"] = reward.devices
     return {role: count for role, count in found.items() if isinstance(count, int) and count > 0}
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from nemo_style_aligner.config.schema import Reward
+from nemo_style_aligner.config.schema import ListedReward
 from nemo_style_aligner.rl.reward_functions import DEFAULT_SECONDS, FunctionRewards, MathRewards, load_reward_function
 from nemo_style_aligner.rl.rewards import ExactMatch, RemoteRewards, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.services.http_client import ClientLimits
@@ -26,14 +26,14 @@ _PATTERNS: Mapping[str, str] = {
 _KINDS: tuple[SourceKind, ...] = ("exact_match", "math_verify", "service", "url", "archive", "function")
 LAYOUT = ("devices", "tensor_parallel_size", "pipeline_parallel_size")
 """Keys of a frozen model's ranks."""
-_DEFAULTS = vars(Reward())
+_DEFAULTS = vars(ListedReward())
 _CHOICES = "exact_match, math_verify, service, http://HOST:PORT/NAME, FILE.py:NAME or MODEL.nemo"
 
 
-def reward_specs(rewards: Sequence[Reward] | None) -> list[Reward]:
+def reward_specs(rewards: Sequence[ListedReward] | None) -> list[ListedReward]:
     """The sources that ``trainer.ppo.rewards`` lists, with their names; null is the service alone."""
     if rewards is None:
-        return [Reward(name="reward", source="service")]
+        return [ListedReward(name="reward", source="service")]
     return [
         reward.replaced(name=_name(vars(reward)), only={field: _as_list(value) for field, value in reward.only.items()})
         for reward in rewards
@@ -41,10 +41,10 @@ def reward_specs(rewards: Sequence[Reward] | None) -> list[Reward]:
 
 
 def build_reward_source(
-    rewards: Sequence[Reward],
+    rewards: Sequence[ListedReward],
     *,
     service: Callable[[], RewardSource],
-    reward_model: Callable[[Reward, str], RewardSource],
+    reward_model: Callable[[ListedReward, str], RewardSource],
     limits: ClientLimits,
     token: str | None,
     threads: int | None = None,
@@ -66,7 +66,7 @@ def build_reward_source(
         MathVerifyError: the package is not installed.
     """
 
-    def build(spec: Reward, entry: str) -> RewardSource:
+    def build(spec: ListedReward, entry: str) -> RewardSource:
         key, kind = f"{entry}.source", kind_of(spec.source)
         if kind == "exact_match":
             return ExactMatch()
