@@ -73,7 +73,7 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.loading import ConfigError, load_defaults
-from nemo_style_aligner.config.schema import ExpManager
+from nemo_style_aligner.config.schema import Data, ExpManager
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError, UnreadableError
@@ -582,9 +582,9 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
         manager = run("training_rm", model).checkpoints
         manager.save(model, optimizer, {"step": 1}, {})
         manager.finish()
-        trainer, config = Mock(), OmegaConf.create({"job": "rm"})
+        trainer, config = Mock(), Mock(given=OmegaConf.create({"job": "rm"}))
         with pytest.raises(ConfigError, match="is a checkpoint of a reward model job, and this is a critic job: give"):
-            run("gpt_ppo_critic", model).resume(OmegaConf.create({"job": "critic"}), model, optimizer, trainer)
+            run("gpt_ppo_critic", model).resume(Mock(given={"job": "critic"}), model, optimizer, trainer)
         with pytest.raises(CheckpointMismatchError, match=r"another exp_manager\.explicit_log_dir"):
             run("training_rm", other).resume(config, other, optimizer, trainer)
         # The file there describes the checkpoints.
@@ -603,7 +603,7 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
             with pytest.raises(ConfigError, match=rf"began with /a\.nemo \(fingerprint 1\); /b\.nemo .* {what}"):
                 run("training_rm", model, other_base).resume(config, model, optimizer, trainer)
         file = tmp_path / "train.jsonl"
-        data = OmegaConf.create({"data_prefix": {"train": [str(file)]}})
+        data = Data(data_prefix={"train": [str(file)]}, seq_length=8)
         for step, contents in enumerate(("a", "a", "b"), 2):
             assert "SHA-256" not in caplog.text
             file.write_text(contents)

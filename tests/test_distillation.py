@@ -192,9 +192,9 @@ def test_lines_with_different_numbers_of_logits_need_a_top_k(files: Path, tmp_pa
 
 def test_a_teacher_that_does_not_fit_is_refused_before_weights_are_loaded(files: Path, tmp_path: Path) -> None:
     cfg = load_defaults("gpt_ppo_actor")
-    policy, config = open_base_model(str(files / "base.nemo"), PPOActor.read(cfg))
+    policy, job = open_base_model(str(files / "base.nemo"), PPOActor.read(cfg))
     sequences = SequencesToScore(20, policy.architecture.vocab_size, policy.tokenizer.fingerprint())
-    assert open_teacher(config, policy, sequences) is None
+    assert open_teacher(job, policy, sequences) is None
     train_character_tokenizer("xyz", tmp_path / "tokenizer")
     model = build_model(policy.architecture, {}, torch.float32, trainable=False)
     config = policy.architecture.to_nemo_config() | {"encoder_seq_length": 16}
@@ -203,7 +203,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_weights_are_loaded(files:
     for name, said in (("other", "different tokenizer from .* Give a teacher"), ("short", "at most 16 tokens")):
         key, path = "trainer.ppo.teacher.restore_from_path", str(tmp_path / f"{name}.nemo")
         with pytest.raises(UserError, match=said):
-            open_teacher(config.changed({key: path}), policy, sequences)
+            open_teacher(job.changed({key: path}), policy, sequences)
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_style_aligner.config.loading import for_log, load_defaults
+from nemo_style_aligner.config.schema import Service
 from nemo_style_aligner.jobs import service_setup
 from nemo_style_aligner.jobs.path_checks import secret_problems
 from nemo_style_aligner.services import secret
@@ -73,7 +74,7 @@ def test_authentication_is_turned_off_with_a_warning(value, caplog: pytest.LogCa
 def test_a_service_names_its_key_in_full(job: str, section: str, caplog: pytest.LogCaptureFixture) -> None:
     cfg = OmegaConf.select(load_defaults(job), section)
     cfg.merge_with({"token": "none", "host": "127.0.0.1"})
-    service_setup._http_settings(cfg, section)
+    service_setup._http_settings(Service.among(cfg), section)
     assert f"{section}.token=none: no authentication" in caplog.text
 
 

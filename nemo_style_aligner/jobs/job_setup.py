@@ -19,7 +19,16 @@ from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchErr
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
 from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.loading import ConfigError, for_log, log_directory
-from nemo_style_aligner.config.schema import CriticModel, ExpManager, Placement, Policy, ServedRewardModel, TrainedModel
+from nemo_style_aligner.config.schema import (
+    CriticModel,
+    Data,
+    ExpManager,
+    Placement,
+    Policy,
+    ServedRewardModel,
+    SFTData,
+    TrainedModel,
+)
 from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.jobs.log_lock import hold_log_directory
@@ -185,8 +194,9 @@ def start_run(config: JobConfig) -> Run:
     on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
     require_shared(log_dir)
     run_settings = settings_of_run(config.given)
-    if dist.get_rank() == 0:  # whose settings are saved and compared
-        run_settings |= digests_of_data(config)
+    data = vars(config.model).get("data")
+    if isinstance(data, SFTData | Data) and dist.get_rank() == 0:  # whose settings are saved and compared
+        run_settings |= digests_of_data(data)
     return Run(
         log_dir=log_dir,
         layout=layout,

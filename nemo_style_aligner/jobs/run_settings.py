@@ -9,7 +9,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.checkpoints.manifest import describe_file
-from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.loading import leaves_of
 from nemo_style_aligner.config.schema import Data, SFTData, may_change
 from nemo_style_aligner.data.datasets import data_source, load_data_prefix
@@ -44,15 +43,12 @@ def settings_of_run(cfg: DictConfig) -> dict[str, str]:
     return {key: value for key, value in leaves.items() if not may_change(key)}
 
 
-def digests_of_data(config: JobConfig) -> dict[str, str]:
+def digests_of_data(data: SFTData | Data) -> dict[str, str]:
     """SHA-256 of each file that a run trains on, by name: with other contents it is not the same run either."""
-    data = vars(config.model).get("data")
     if isinstance(data, SFTData):
         source = data_source(data.train_ds.file_path, "model.data.train_ds.file_path")
-    elif isinstance(data, Data):
-        source = load_data_prefix(data.data_prefix).train
     else:
-        return {}
+        source = load_data_prefix(data.data_prefix).train
     return {f"SHA-256 of {path}": describe_file(path)["sha256"][:16] for path in source.paths}
 
 
