@@ -16,7 +16,7 @@ from small_models import SHAPE, VOCAB
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.schema import KeepChoice
+from nemo_style_aligner.config.kinds import KeepChoice
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Literal
 
-from nemo_style_aligner.config.schema import LARGEST_PORT
+from nemo_style_aligner.config.kinds import LARGEST_PORT
 from nemo_style_aligner.errors import UserError
 
 Launcher = Literal["mpirun", "slurm", "torchrun", "environment", "supervisor", "python"]
