@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_style_aligner.config.schema import ChatData, SFTFiles, TruncationMethod
+from nemo_style_aligner.config.kinds import TruncationMethod
+from nemo_style_aligner.config.schema import ChatData, SFTFiles
 from nemo_style_aligner.data.chat_rendering import Segment
 from nemo_style_aligner.data.chats import is_conversation, read_conversation
 from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples

@@ -18,12 +18,12 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
 from nemo_style_aligner.config.job_config import JobConfig
+from nemo_style_aligner.config.kinds import Placement
 from nemo_style_aligner.config.loading import ConfigError, for_log, log_directory
 from nemo_style_aligner.config.schema import (
     CriticModel,
     Data,
     ExpManager,
-    Placement,
     Policy,
     ServedRewardModel,
     SFTData,

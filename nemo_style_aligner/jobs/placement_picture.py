@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.kinds import Placement
 from nemo_style_aligner.config.loading import ConfigError
-from nemo_style_aligner.config.schema import ActorModel, CriticModel, Placement, PPOActor, TrainedModel
+from nemo_style_aligner.config.schema import ActorModel, CriticModel, PPOActor, TrainedModel
 from nemo_style_aligner.jobs.placement import (
     CRITIC_ARCHIVE,
     critic_config,

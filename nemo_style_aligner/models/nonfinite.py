@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from nemo_style_aligner.config.schema import Action
+from nemo_style_aligner.config.kinds import Action
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 

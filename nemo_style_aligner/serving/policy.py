@@ -9,10 +9,10 @@ import torch.distributed as dist
 from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.config.schema import ServePolicy
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import device
-from nemo_style_aligner.rl.rollouts.setup import vocabulary_options
 from nemo_style_aligner.services.http_client import server_url
 from nemo_style_aligner.serving.app import ServedModel
 from nemo_style_aligner.weights.stream import export_weights
