@@ -30,7 +30,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import Critic, PPOActor
+from nemo_style_aligner.config.schema import Critic, PPOActor, Updates
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, forward_batching
 from nemo_style_aligner.jobs.job_view import as_served
@@ -40,7 +40,6 @@ from nemo_style_aligner.jobs.service_setup import build_critic_service
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import KeptPasses
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
 from nemo_style_aligner.rl.experience import Experience, leave_out_nonfinite, make_experience
@@ -422,7 +421,9 @@ def group_step(folder: Path, layout: Layout) -> None:
     rewards[5] = torch.nan
     scores = Scores(rewards, {}, ["sample 5 has no reward"])
     columns = trainer.logprobs(rollouts, is_trained=True)
-    rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, NonFinitePolicy("skip", 10))
+    rollouts, columns = leave_out_nonfinite(
+        rollouts, scores, columns, Updates(on_nonfinite="skip", max_consecutive_skips=10)
+    )
     experience, metrics = make_experience(rollouts, scores, columns, trainer.settings.advantages, version=0)
     trainer.train_policy(experience)
     tensors = _tensors(experience)

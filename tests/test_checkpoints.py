@@ -73,14 +73,13 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.loading import ConfigError, load_defaults
-from nemo_style_aligner.config.schema import Data, ExpManager
+from nemo_style_aligner.config.schema import Data, ExpManager, Updates
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError, UnreadableError
 from nemo_style_aligner.jobs.job_setup import Run
 from nemo_style_aligner.jobs.run_settings import digests_of_data, job_of, settings_of_run
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process
@@ -551,7 +550,7 @@ def test_updates_skipped_in_a_row_are_counted_across_a_restart(tmp_path: Path) -
                 schema.Optimizer(weight_decay=0.0),
                 Schedule(lr=1.0, name="constant"),
                 1.0,
-                NonFinitePolicy("skip", 2),
+                Updates(on_nonfinite="skip", max_consecutive_skips=2),
             )
             for _ in range(2)
         )

@@ -18,6 +18,7 @@ from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.jobs.job_setup import Run
 from nemo_style_aligner.jobs.service_setup import build_critic_service
@@ -25,7 +26,7 @@ from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import lay_over, open_base_model
@@ -116,7 +117,9 @@ def test_the_critic_answers_a_request_whose_updates_were_skipped(tmp_path: Path)
     """With a number, and the next request is applied as if this one had not been; under `stop` it answers nothing."""
     head = RewardHeadConfig()
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=head)
-    optimizer = Optimizer(model, ADAM, Schedule(lr=1e-2, name="constant"), 1.0, NonFinitePolicy("skip", 9))
+    optimizer = Optimizer(
+        model, ADAM, Schedule(lr=1e-2, name="constant"), 1.0, Updates(on_nonfinite="skip", max_consecutive_skips=9)
+    )
     batching = MicroBatching(2)
     critic = Critic(
         model,

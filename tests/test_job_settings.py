@@ -33,7 +33,6 @@ from nemo_style_aligner.jobs.service_setup import (
 from nemo_style_aligner.jobs.supervised_setup import reward_objective
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.supervised_losses import LabelledBatch
@@ -159,7 +158,8 @@ def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pyt
     critic, optimizer = service.critic, service.critic.optimizer
     assert critic.training_batching == MicroBatching(3, 50) and critic.forward_batching == MicroBatching(5, 60)
     assert (critic.global_batch_size, critic.loss_clip) == (6, 0.3)
-    assert optimizer.clip_grad == 0.5 and optimizer.skips.policy == NonFinitePolicy("skip", 4)
+    policy = optimizer.skips.policy
+    assert (optimizer.clip_grad, policy.on_nonfinite, policy.max_consecutive_skips) == (0.5, "skip", 4)
     assert optimizer.schedule == Schedule.from_config(config.model.optim, 20)
     assert asked == {"offload": True} and critic.model.kept_passes is None
     assert critic.head == RewardHeadConfig(2, "average", torch.bfloat16, True, (0.25, 0.75), 1.0, 2.0)

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.errors import NonFiniteError, UserError
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.rl.estimators import ESTIMATORS
 from nemo_style_aligner.rl.experience import (
     AdvantageSettings,
@@ -25,7 +26,7 @@ from nemo_style_aligner.rl.scoring import Scores
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 N = 6
-SKIP = NonFinitePolicy("skip", 10)
+SKIP = Updates(on_nonfinite="skip", max_consecutive_skips=10)
 SETTINGS = AdvantageSettings(
     estimator=ESTIMATORS["gae"],
     kl_coef=0.1,
@@ -75,7 +76,7 @@ class Step:
         columns = {name: flat(column, one_by_one.response_lengths) for name, column in self.columns.items()}
         return Step(rollouts, Scores(self.scores.rewards[keep], {}, []), columns)
 
-    def screened(self, policy: NonFinitePolicy) -> Step:
+    def screened(self, policy: Updates) -> Step:
         rollouts, columns = leave_out_nonfinite(self.rollouts, self.scores, self.columns, policy)
         return Step(rollouts, self.scores, columns)
 

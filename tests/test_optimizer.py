@@ -13,9 +13,9 @@ from small_models import TensorSource
 from trained_models import ARCHITECTURES, OPTIM, make_actor, policy_batch, reference_model, tokens
 
 from nemo_style_aligner.config import schema
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.models.gpt import build_model, parse_precision
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
@@ -129,7 +129,7 @@ def test_gradients_that_are_no_numbers_end_the_job_before_they_do_harm(clip: flo
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_updates_that_are_no_numbers_are_skipped_if_so_configured(value: float, caplog: Any) -> None:
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
-    actor = make_actor(model, None, nonfinite=NonFinitePolicy("skip", max_consecutive_skips=2))
+    actor = make_actor(model, None, nonfinite=Updates(on_nonfinite="skip", max_consecutive_skips=2))
     actor.update(policy_batch(tokens()))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for count in (1, 2):

@@ -67,20 +67,20 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.loss_aggregation": ("sequence_mean", {"loss.aggregation": "sequence_mean"}),
     "trainer.ppo.loss_constant_length": (77, {"loss.constant_length": 77}),
     "trainer.ppo.dual_clip": (3.0, {"loss.dual_clip": 3.0}),
-    "trainer.ppo.dynamic_sampling.enable": (True, {"ppo.sampling_rounds": 4}),
+    "trainer.ppo.dynamic_sampling.enable": (True, {}),
     "trainer.ppo.overlong.buffer_tokens": (5, {"advantages.overlong_buffer": 5}),
     "trainer.ppo.overlong.penalty": (0.5, {"advantages.overlong_penalty": 0.5}),
     "trainer.ppo.normalize_advantages": (False, {"advantages.normalize_advantages": False}),
     "trainer.ppo.advantage_whitening_unbiased": (True, {"advantages.advantage_whitening_unbiased": True}),
     "trainer.ppo.mask_truncated": (False, {"advantages.mask_truncated": False}),
-    "trainer.ppo.policy_logprobs": ("engine", {"ppo.takes_engine_logprobs": True}),
+    "trainer.ppo.policy_logprobs": ("engine", {}),
     "trainer.ppo.importance_weight_cap": (2.5, {"advantages.importance_weight_cap": 2.5}),
     "trainer.ppo.importance_sequence_bounds": ([0.5, 1.5], {"advantages.importance_sequence_bounds": (0.5, 1.5)}),
     "trainer.ppo.staleness": (1, {"ppo.staleness": 1, "advantages.importance_weight_cap": 2.0}),
     "trainer.ppo.reference_policy_placement": ("swap", {"actor.has_both_policies": False, "actor.keeps_passes": False}),
     "trainer.ppo.num_table_rows": (3, {"ppo.num_table_rows": 3}),
     "trainer.ppo.trt_llm.seed": (11, {"sampling.seed": 11}),
-    "trainer.ppo.trt_llm.unload_engine_train": (True, {"ppo.unload_engine": True}),
+    "trainer.ppo.trt_llm.unload_engine_train": (True, {}),
     "model.seed": (5, {"ppo.seed": 5, "sampling.seed": 5}),
     "model.global_batch_size": (8, {"ppo.global_batch_size": 8, "schedule.max_steps": 4}),
     "model.micro_batch_size": (2, {"training.num_rows": 2}),
@@ -120,6 +120,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.optim.sched.min_lr": (0.0, {"schedule.min_lr": 0.0}),
 }
 SECTIONS = ("trainer.ppo", "model.ppo", "model.optim")
+OF_A_STEP = ("critic_warmup_steps", "num_ppo_epochs", "top_n_rollouts", "save_samples", "num_table_rows", "staleness")
 # Keys of these sections that others read: the launcher, the engines, the prompts, the model, the optimizer on a GPU.
 ELSEWHERE = (
     "trainer.ppo.rewards",
@@ -164,12 +165,13 @@ def settings_of(config: PPOActor, model: MegatronModel) -> dict[str, Any]:
     base: Any = SimpleNamespace(build=lambda trainable: small_model(trainable))
     actor = build_actor(config, base, model, settings)
     groups = actor.optimizer.megatron.param_groups
-    loop = dataclasses.asdict(settings)
+    ppo, loop = settings.ppo, dataclasses.asdict(settings)
+    del loop["ppo"]
     loop["advantages"]["estimator"] = settings.advantages.estimator
     parts: dict[str, Mapping[str, Any]] = {
         "advantages": loop.pop("advantages"),
-        "nonfinite": loop.pop("nonfinite"),
-        "ppo": loop,
+        "nonfinite": {"action": ppo.on_nonfinite, "max_consecutive_skips": ppo.max_consecutive_skips},
+        "ppo": loop | {name: getattr(ppo, name) for name in OF_A_STEP},
         "sampling": dataclasses.asdict(sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed)),
         "training": dataclasses.asdict(actor.training_batching),
         "forward": dataclasses.asdict(actor.forward_batching),
@@ -183,7 +185,7 @@ def settings_of(config: PPOActor, model: MegatronModel) -> dict[str, Any]:
         "optimizer": {name: {group[name] for group in groups} for name in ("weight_decay", "betas", "eps")}
         | {"clip_grad": actor.optimizer.clip_grad},
     }
-    assert actor.optimizer.skips.policy == settings.nonfinite
+    assert actor.optimizer.skips.policy is ppo
     return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
 
 

@@ -45,7 +45,6 @@ from nemo_style_aligner.jobs.supervised_setup import (
 from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import open_base_model
@@ -435,7 +434,8 @@ def test_every_key_of_a_supervised_trainer_is_heeded(
     ]
     assert samplers == [(23, 4, 7, False), (9, 4, 7, True)]
     optimizer = trainer.optimizer
-    assert optimizer.clip_grad == 0.5 and optimizer.skips.policy == NonFinitePolicy("skip", 4)
+    policy = optimizer.skips.policy
+    assert (optimizer.clip_grad, policy.on_nonfinite, policy.max_consecutive_skips) == (0.5, "skip", 4)
     assert optimizer.schedule == Schedule(**sched | {"lr": 0.5, "is_given_length": True})
     assert not optimizer.megatron.config.use_distributed_optimizer
     groups = optimizer.megatron.param_groups

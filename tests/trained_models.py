@@ -10,11 +10,12 @@ from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config import schema
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
@@ -67,7 +68,7 @@ def weighted_sum(outputs: torch.Tensor, batch: Weighted) -> tuple[torch.Tensor, 
 
 
 def make_actor(
-    model: MegatronModel, frozen: FrozenWeights | None, clip: float = 1.0, nonfinite: NonFinitePolicy = STOP
+    model: MegatronModel, frozen: FrozenWeights | None, clip: float = 1.0, nonfinite: Updates = STOP
 ) -> Actor:
     optimizer = Optimizer(model, ADAM, Schedule(lr=1e-2, name="constant"), clip, nonfinite)
     return Actor(

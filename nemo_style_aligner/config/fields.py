@@ -46,7 +46,8 @@ class Section:
         if unknown := given.keys() - fields.keys():
             raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
         for name, (field, nested) in fields.items():
-            default = field.default if nested is None else {}
+            is_computed = isinstance(field.default, str) and "${" in field.default  # of other keys, which `read` knows
+            default = {} if nested is not None else None if is_computed else field.default
             vars(self)[name] = field.read(given.get(name, default), nested)
 
     @classmethod

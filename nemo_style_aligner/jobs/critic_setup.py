@@ -9,7 +9,6 @@ from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import keep_passes
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 
 
@@ -40,5 +39,4 @@ def make_optimizer(config: schema.Critic, model: MegatronModel) -> Optimizer:
     """A critic's optimizer, which has made no update."""
     ppo, optim = config.trainer.ppo, config.model.optim
     clip, offload = ppo.gradient_clip_val or 0.0, bool(config.model.offload_adam_states)
-    nonfinite = NonFinitePolicy(ppo.on_nonfinite, ppo.max_consecutive_skips)
-    return Optimizer(model, optim, Schedule.from_config(optim, ppo.max_steps), clip, nonfinite, offload=offload)
+    return Optimizer(model, optim, Schedule.from_config(optim, ppo.max_steps), clip, ppo, offload=offload)

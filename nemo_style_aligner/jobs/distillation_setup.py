@@ -45,7 +45,7 @@ def build_distillation_trainer(config: DistillationTraining, run: Run, base: Bas
     build = functools.partial(
         distillation_dataset, config, tokenizer=tokenizer, vocab_size=base.architecture.vocab_size
     )
-    task = prefix_task(model, model.data, loop, tokenizer, build, distillation_collate(tokenizer), 1)
+    task = prefix_task(config, loop, tokenizer, build, distillation_collate(tokenizer), 1)
     objective = distillation_objective(**vars(model.knowledge_distillation))
     return build_supervised_trainer(config, loop, run, base.load(), task, objective)
 

@@ -17,18 +17,10 @@ import torch.distributed as dist
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.kinds import Placement
 from nemo_style_aligner.config.loading import ConfigError, for_log, log_directory
-from nemo_style_aligner.config.schema import (
-    CriticModel,
-    Data,
-    ExpManager,
-    Policy,
-    ServedRewardModel,
-    SFTData,
-    TrainedModel,
-)
 from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.jobs.log_lock import hold_log_directory
@@ -195,7 +187,7 @@ def start_run(config: JobConfig) -> Run:
     require_shared(log_dir)
     run_settings = settings_of_run(config.given)
     data = vars(config.model).get("data")
-    if isinstance(data, SFTData | Data) and dist.get_rank() == 0:  # whose settings are saved and compared
+    if isinstance(data, schema.SFTData | schema.Data) and dist.get_rank() == 0:  # whose settings are saved and compared
         run_settings |= digests_of_data(data)
     return Run(
         log_dir=log_dir,
@@ -239,7 +231,7 @@ def require_shared(log_dir: Path) -> None:
         )
 
 
-def start_service_watchdog(exp_manager: ExpManager) -> Watchdog | None:
+def start_service_watchdog(exp_manager: schema.ExpManager) -> Watchdog | None:
     """The watchdog of a service that writes nothing else in its log directory. Collective.
 
     Raises:
@@ -273,14 +265,14 @@ def frozen_policy(model: MegatronModel, base: BaseModel, placement: Placement) -
     return FrozenWeights(model, placement, lambda: base.build(trainable=False))
 
 
-def start_timeline(exp_manager: ExpManager, log_dir: Path) -> None:
+def start_timeline(exp_manager: schema.ExpManager, log_dir: Path) -> None:
     """Note this rank's phases from now on, if that is asked for."""
     if exp_manager.timeline or exp_manager.dashboard_port is not None:
         channel = roles.channel()
         timeline.record(log_dir, dist.get_rank() if channel is None else channel.rank)
 
 
-def start_dashboard(exp_manager: ExpManager, log_dir: Path) -> Dashboard | None:
+def start_dashboard(exp_manager: schema.ExpManager, log_dir: Path) -> Dashboard | None:
     """Note phases and, on rank 0, serve the page, if that is asked for. Collective.
 
     Raises:
@@ -298,7 +290,7 @@ def start_dashboard(exp_manager: ExpManager, log_dir: Path) -> Dashboard | None:
     return opened[0] if opened else None
 
 
-def training_batching(model: TrainedModel, group: int = 1, micro_batch_size: int | None = None) -> MicroBatching:
+def training_batching(model: schema.TrainedModel, group: int = 1, micro_batch_size: int | None = None) -> MicroBatching:
     """Micro batches of forward-backward passes, from the ``model`` section; ``group`` rows make an example.
 
     ``micro_batch_size``, if given, replaces the section's.
@@ -307,7 +299,7 @@ def training_batching(model: TrainedModel, group: int = 1, micro_batch_size: int
     return MicroBatching(examples * group, model.max_tokens_per_micro_batch, group)
 
 
-def forward_batching(section: Policy | CriticModel | ServedRewardModel) -> MicroBatching:
+def forward_batching(section: schema.Policy | schema.CriticModel | schema.ServedRewardModel) -> MicroBatching:
     """Micro batches of passes without gradients, from ``model.ppo`` of an actor or ``model`` of a service."""
     return MicroBatching(section.forward_micro_batch_size, section.forward_max_tokens_per_micro_batch)
 

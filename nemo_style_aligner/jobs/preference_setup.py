@@ -30,7 +30,6 @@ from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.preference_losses import (
     PreferenceBatch,
-    PreferenceSettings,
     dpo_objective,
     kto_objective,
     with_kl,
@@ -47,31 +46,28 @@ BuildDataset = Callable[..., tuple[Dataset[Any], TextFormat]]
 def build_dpo_trainer(config: schema.DPOTraining, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Direct preference optimization; see `supervised_setup.BuildTrainer`."""
     own = config.model
-    settings = preference_settings(own.dpo)
     build = partial(pair_dataset, config)
-    task, model, reference, batching = _starting_point(own, own.dpo, own.data, config.trainer.dpo, base, build)
-    objective = dpo_objective(settings, partial(with_reference, reference=reference, batching=batching))
+    task, model, reference, batching = _starting_point(config, own.dpo, config.trainer.dpo, base, build)
+    objective = dpo_objective(own.dpo, partial(with_reference, reference=reference, batching=batching))
     return build_supervised_trainer(config, config.trainer.dpo, run, model, task, objective)
 
 
 def build_kto_trainer(config: schema.KTOTraining, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Kahneman-Tversky optimization; see `supervised_setup.BuildTrainer`."""
     own = config.model
-    settings = preference_settings(own.kto)
     build = partial(mismatched_dataset, config)
-    task, model, reference, batching = _starting_point(own, own.kto, own.data, config.trainer.kto, base, build)
+    task, model, reference, batching = _starting_point(config, own.kto, config.trainer.kto, base, build)
 
     def prepare(batch: PreferenceBatch) -> PreferenceBatch:
-        return with_kl(model, with_reference(batch, reference, batching), settings, batching)
+        return with_kl(model, with_reference(batch, reference, batching), own.kto, batching)
 
-    objective = kto_objective(settings, prepare)
+    objective = kto_objective(own.kto, prepare)
     return build_supervised_trainer(config, config.trainer.kto, run, model, task, objective)
 
 
 def _starting_point(
-    own: schema.SupervisedModel,
+    config: schema.DPOTraining | schema.KTOTraining,
     method: schema.Preferences,
-    data: schema.RewardData,
     loop: schema.RewardLoop,
     base: BaseModel,
     dataset: BuildDataset,
@@ -81,11 +77,11 @@ def _starting_point(
     The reference is the model that the run began with: this is before a checkpoint is loaded.
     """
     collate = preference_collate(base.tokenizer)
-    task = prefix_task(own, data, loop, base.tokenizer, partial(dataset, tokenizer=base.tokenizer), collate, 2)
+    task = prefix_task(config, loop, base.tokenizer, partial(dataset, tokenizer=base.tokenizer), collate, 2)
     # It says how a reward model's texts end.
     task = dataclasses.replace(task, written=dataclasses.replace(task.written, append_eod=None))
     model = base.load()
-    batching = MicroBatching(2 * method.log_prob_forward_micro_batch_size, own.max_tokens_per_micro_batch, 2)
+    batching = MicroBatching(2 * method.log_prob_forward_micro_batch_size, config.model.max_tokens_per_micro_batch, 2)
     if method.reference_logprobs_dir is None:
         return task, model, frozen_policy(model, base, method.reference_policy_placement), batching
     described = {"model": on_first_rank(base.identity), "shape": str(base.architecture), "dtype": str(base.dtype)}
@@ -95,21 +91,6 @@ def _starting_point(
     keep = partial(keep_reference, model=model, collate=collate, batching=batching, folder=folder, described=described)
     kept_validation = None if task.validation is None else keep(task.validation)
     return dataclasses.replace(task, train=keep(task.train), validation=kept_validation), model, None, batching
-
-
-def preference_settings(section: schema.DPO | schema.KTO) -> PreferenceSettings:
-    """What ``model.dpo`` or ``model.kto`` says of the loss."""
-    settings = PreferenceSettings(
-        beta=section.ref_policy_kl_penalty,
-        loss_weight=section.preference_loss_weight,
-        sft_weight=section.sft_loss_weight,
-        averages=section.preference_average_log_probs,
-        sft_averages=section.sft_average_log_probs,
-    )
-    if isinstance(section, schema.DPO):
-        return dataclasses.replace(settings, loss=section.preference_loss, reward_scale=section.gt_reward_scale)
-    good, bad = section.desirable_loss_weight, section.undesirable_loss_weight
-    return dataclasses.replace(settings, good_weight=good, bad_weight=bad)
 
 
 def _encoder_settings(data: schema.RewardData) -> dict[str, Any]:

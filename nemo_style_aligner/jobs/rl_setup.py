@@ -187,12 +187,12 @@ def build_actor(
         # Frozen before a checkpoint is loaded: the penalty refers to the model that the run started from.
         reference = frozen_policy(model, base, placement)
     samples = policy.num_rollout_samples * (ppo.top_n_rollouts or ppo.num_rollouts_per_prompt)
-    updates_per_step = samples // settings.global_batch_size * settings.num_ppo_epochs
+    updates_per_step = samples // settings.global_batch_size * ppo.num_ppo_epochs
     optim, clip, offload = config.model.optim, ppo.gradient_clip_val or 0.0, policy.offload_adam_states
     schedule = Schedule.from_config(optim, settings.max_steps * updates_per_step)
     if ppo.teacher.devices:
         teacher = None
-    optimizer = Optimizer(model, optim, schedule, clip, settings.nonfinite, offload=offload)
+    optimizer = Optimizer(model, optim, schedule, clip, ppo, offload=offload)
     keep_passes(model, reference, policy.keep_activations, settings.global_batch_size)
     return Actor(
         model,

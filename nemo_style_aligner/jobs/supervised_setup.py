@@ -9,19 +9,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.loading import ConfigError
-from nemo_style_aligner.config.schema import (
-    SFT,
-    ChatTokens,
-    Data,
-    RewardLoop,
-    RewardModel,
-    RewardTraining,
-    SupervisedJob,
-    SupervisedLoop,
-    SupervisedModel,
-    TrainedModel,
-)
 from nemo_style_aligner.data.datasets import (
     ComparisonDataset,
     ComparisonItem,
@@ -42,7 +31,6 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, register_model, start_run, training_batching
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.restore import ARCHIVE, BaseModel, open_base_model
 from nemo_style_aligner.models.supervised_losses import (
@@ -84,7 +72,7 @@ class SupervisedTask:
     written: TextFormat = dataclasses.field(default_factory=TextFormat)
 
 
-Config = TypeVar("Config", SFT, SupervisedJob)
+Config = TypeVar("Config", schema.SFT, schema.SupervisedJob)
 
 BuildTrainer = Callable[[Config, Run, BaseModel], SupervisedTrainer]
 """A method: builds its trainer from a job's config, surroundings and base model. Collective.
@@ -106,8 +94,8 @@ def run_supervised(config: Config, build: BuildTrainer[Config], base_key: str = 
 
 
 def build_supervised_trainer(
-    config: SFT | SupervisedJob,
-    loop: SupervisedLoop,
+    config: schema.SFT | schema.SupervisedJob,
+    loop: schema.SupervisedLoop,
     run: Run,
     model: MegatronModel,
     task: SupervisedTask,
@@ -139,8 +127,7 @@ def build_supervised_trainer(
         )
     _require_known_best(settings, run, val_sampler is not None)
     schedule = Schedule.from_config(own.optim, settings.max_steps)
-    nonfinite = NonFinitePolicy(loop.on_nonfinite, loop.max_consecutive_skips)
-    optimizer = Optimizer(model, own.optim, schedule, loop.gradient_clip_val or 0.0, nonfinite)
+    optimizer = Optimizer(model, own.optim, schedule, loop.gradient_clip_val or 0.0, loop)
     trainer = SupervisedTrainer(
         settings,
         model,
@@ -164,35 +151,32 @@ def build_supervised_trainer(
     return trainer
 
 
+PrefixJob = schema.RewardTraining | schema.DPOTraining | schema.KTOTraining | schema.DistillationTraining
+"""A job with ``model.data.data_prefix``."""
+
 BuildDataset = Callable[[DataSource], tuple[Dataset[Any], TextFormat]]
 """Makes the dataset of a part of ``model.data.data_prefix``, and says how its texts are written."""
 
 
 def prefix_task(
-    model: SupervisedModel,
-    data: Data,
-    loop: RewardLoop,
-    tokenizer: Tokenizer,
-    build: BuildDataset,
-    collate: Collate,
-    rows: int,
+    config: PrefixJob, loop: schema.RewardLoop, tokenizer: Tokenizer, build: BuildDataset, collate: Collate, rows: int
 ) -> SupervisedTask:
     """The task of a job with ``model.data.data_prefix``; ``loop``: its section in ``trainer``; ``rows``: per example.
 
     Raises:
         DataError: the data are not as they should be, or do not fill a global batch.
     """
-    prefix = load_data_prefix(data.data_prefix)
+    prefix = load_data_prefix(config.model.data.data_prefix)
     train, written = build(prefix.train)
     logger.info(FIRST_EXAMPLE, for_log(train[0], tokenizer))
     validation = None if prefix.validation is None else build(prefix.validation)[0]
     shuffled = loop.train_random_sampler, loop.val_random_sampler
     task = SupervisedTask(train, validation, collate, rows, *shuffled, written=written)
-    training_sampler(model, task)
+    training_sampler(config.model, task)
     return task
 
 
-def training_sampler(model: TrainedModel, task: SupervisedTask) -> EpochSampler:
+def training_sampler(model: schema.TrainedModel, task: SupervisedTask) -> EpochSampler:
     """The order of the training examples. Raises DataError if they do not fill a global batch."""
     return EpochSampler(len(task.train), model.global_batch_size, model.seed, task.shuffle_train, drop_last=True)
 
@@ -208,7 +192,7 @@ def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: 
 # ---- SFT ----------------------------------------------------------------------------------------
 
 
-def build_sft_trainer(config: SFT, run: Run, base: BaseModel) -> SupervisedTrainer:
+def build_sft_trainer(config: schema.SFT, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Supervised fine-tuning; see `BuildTrainer`."""
     task = sft_task(config, base.tokenizer)
     training_sampler(config.model, task)  # too few examples are an error before any weight is read
@@ -216,7 +200,7 @@ def build_sft_trainer(config: SFT, run: Run, base: BaseModel) -> SupervisedTrain
 
 
 def sft_dataset(
-    config: SFT, part: Literal["train_ds", "validation_ds"], tokenizer: Tokenizer
+    config: schema.SFT, part: Literal["train_ds", "validation_ds"], tokenizer: Tokenizer
 ) -> tuple[Dataset[SFTItem], TextFormat]:
     """The samples of ``model.data.<part>``, and how their texts are written."""
     data = config.model.data
@@ -227,7 +211,7 @@ def sft_dataset(
     return source.build(lambda paths: SFTDataset(paths, tokenizer, options))
 
 
-def sft_task(config: SFT, tokenizer: Tokenizer) -> SupervisedTask:
+def sft_task(config: schema.SFT, tokenizer: Tokenizer) -> SupervisedTask:
     """Prompt-response pairs or conversations, from ``model.data.train_ds`` and ``validation_ds``."""
     data = config.model.data
 
@@ -236,7 +220,7 @@ def sft_task(config: SFT, tokenizer: Tokenizer) -> SupervisedTask:
         mask = pad_rows([item.targets for item in items], 0)[:, 1:].float()
         return LanguageModelBatch(tokens, mask * present[:, None])
 
-    if tokenizer.chat_template and vars(data.chat_prompt_tokens) != vars(ChatTokens()):
+    if tokenizer.chat_template and vars(data.chat_prompt_tokens) != vars(schema.ChatTokens()):
         warn_for_all_ranks(
             logger,
             "model.data.chat_prompt_tokens have no effect: the tokenizer's chat template renders conversations",
@@ -259,7 +243,7 @@ def sft_task(config: SFT, tokenizer: Tokenizer) -> SupervisedTask:
 # ---- reward models ------------------------------------------------------------------------------
 
 
-def build_reward_trainer(config: RewardTraining, run: Run, base: BaseModel) -> SupervisedTrainer:
+def build_reward_trainer(config: schema.RewardTraining, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Reward model training; see `BuildTrainer`."""
     head = RewardHeadConfig.from_model_config(base.config)
     task = reward_task(config, base.tokenizer, head)
@@ -268,7 +252,7 @@ def build_reward_trainer(config: RewardTraining, run: Run, base: BaseModel) -> S
 
 
 def reward_dataset(
-    config: RewardTraining, source: DataSource, tokenizer: Tokenizer, num_attributes: int | None = None
+    config: schema.RewardTraining, source: DataSource, tokenizer: Tokenizer, num_attributes: int | None = None
 ) -> tuple[Dataset[Any], TextFormat]:
     """The pairs or labelled texts of a part of ``model.data.data_prefix``, and how their texts are written."""
     data = config.model.data
@@ -281,7 +265,7 @@ def reward_dataset(
     return source.build(lambda paths: ComparisonDataset(paths, tokenizer, length, append_eod, add_bos))
 
 
-def reward_task(config: RewardTraining, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:
+def reward_task(config: schema.RewardTraining, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:
     """Comparisons or labelled texts, from ``model.data.data_prefix``."""
 
     def build(source: DataSource) -> tuple[Dataset[Any], TextFormat]:
@@ -290,11 +274,11 @@ def reward_task(config: RewardTraining, tokenizer: Tokenizer, head: RewardHeadCo
     model, loop = config.model, config.trainer.rm
     if model.reward_model_type == "regression":
         collate = _labelled_collate(tokenizer, model.regression.loss_mask_val)
-        return prefix_task(model, model.data, loop, tokenizer, build, collate, 1)
-    return prefix_task(model, model.data, loop, tokenizer, build, _pair_collate(tokenizer), 2)
+        return prefix_task(config, loop, tokenizer, build, collate, 1)
+    return prefix_task(config, loop, tokenizer, build, _pair_collate(tokenizer), 2)
 
 
-def reward_objective(model: RewardModel, head: RewardHeadConfig) -> Objective:
+def reward_objective(model: schema.RewardModel, head: RewardHeadConfig) -> Objective:
     """Bradley-Terry loss for comparisons, squared error for labels."""
     if model.reward_model_type == "regression":
         return attribute_regression_objective(head, model.regression.loss_mask_val)

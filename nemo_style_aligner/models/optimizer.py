@@ -16,7 +16,7 @@ from megatron.core.optimizer import get_standard_config_overrides as weight_deca
 from nemo_style_aligner.config import schema
 from nemo_style_aligner.models.fused_adam import use_fused_adam_where_megatron_has_none
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy, SkipCounter
+from nemo_style_aligner.models.nonfinite import STOP, SkipCounter
 from nemo_style_aligner.models.offload import AdamOffload
 from nemo_style_aligner.parallel.groups import all_reduce_sums, device
 
@@ -116,7 +116,7 @@ class Optimizer:
         optim: schema.Optimizer,
         schedule: Schedule,
         clip_grad: float,
-        nonfinite: NonFinitePolicy = STOP,
+        nonfinite: schema.Updates = STOP,
         offload: bool = False,
     ) -> None:
         use_fused_adam_where_megatron_has_none()

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from nemo_style_aligner.config.kinds import KLEstimator
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.models import functional
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.rl.estimators import Estimator, StepRewards
 from nemo_style_aligner.rl.sample import Rollouts
@@ -128,7 +129,7 @@ _CALLED = {
 
 
 def leave_out_nonfinite(
-    rollouts: Rollouts, scores: Scores, columns: Mapping[str, torch.Tensor], policy: NonFinitePolicy
+    rollouts: Rollouts, scores: Scores, columns: Mapping[str, torch.Tensor], policy: Updates
 ) -> tuple[Rollouts, dict[str, torch.Tensor]]:
     """Have samples whose reward or tokens hold NaN or Inf not count, with zeros in place of their tokens. Collective.
 
@@ -155,9 +156,7 @@ def leave_out_nonfinite(
     return dataclasses.replace(rollouts, counts=counts, engine_logprobs=engine_logprobs), cleared
 
 
-def report_missing_rewards(
-    scores: Scores, prompt_ids: torch.Tensor, dropped: torch.Tensor, policy: NonFinitePolicy
-) -> None:
+def report_missing_rewards(scores: Scores, prompt_ids: torch.Tensor, dropped: torch.Tensor, policy: Updates) -> None:
     """Report NaN and Inf in rewards of samples that are not trained on: `leave_out_nonfinite` never sees them.
 
     Args:
@@ -169,7 +168,7 @@ def report_missing_rewards(
         NonFiniteError: there are such samples, and the policy is ``stop``.
     """
     missing = ~scores.rewards.isfinite()
-    if policy.action == "skip":
+    if policy.on_nonfinite == "skip":
         missing &= dropped
     if missing.any():
         _report(_named("reward", missing, prompt_ids), scores, policy)
@@ -182,9 +181,9 @@ def _named(what: str, rows: torch.Tensor, prompt_ids: torch.Tensor) -> str:
     return f"{what} of samples [{of_samples}] (prompts [{of_prompts}])"
 
 
-def _report(troubles: str, scores: Scores, policy: NonFinitePolicy) -> None:
+def _report(troubles: str, scores: Scores, policy: Updates) -> None:
     trouble = "; ".join([f"NaN or Inf in {troubles}", *scores.problems])
-    if policy.action == "stop":
+    if policy.on_nonfinite == "stop":
         raise NonFiniteError(
             f"{trouble}. These samples were not trained on. Check their prompts, the critic and the rewards, or "
             "set trainer.ppo.on_nonfinite=skip to leave such samples out as long as others remain"

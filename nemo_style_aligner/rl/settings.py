@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nemo_style_aligner.config.schema import PPOActor
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
+from nemo_style_aligner.config.schema import ActorLoop, PPOActor
 from nemo_style_aligner.rl.estimators import find_estimator
 from nemo_style_aligner.rl.experience import AdvantageSettings
 from nemo_style_aligner.training.loop import LoopSettings, limit_of
@@ -15,24 +14,15 @@ from nemo_style_aligner.training.loop import LoopSettings, limit_of
 class RLSettings(LoopSettings):
     """`LoopSettings` and those of an algorithm's step: keys of ``trainer.ppo`` and ``model`` (``config/schema.py``)."""
 
-    critic_warmup_steps: int
-    num_ppo_epochs: int
+    ppo: ActorLoop
     global_batch_size: int
     seed: int
-    num_table_rows: int
-    save_samples: bool
-    unload_engine: bool  # trt_llm.unload_engine_train
-    staleness: int
-    takes_engine_logprobs: bool  # policy_logprobs=engine
-    sampling_rounds: int  # dynamic_sampling.max_rounds; 1: prompts are drawn once for a step, whatever the rewards
-    top_n_rollouts: int | None
     advantages: AdvantageSettings
-    nonfinite: NonFinitePolicy
 
     @classmethod
     def from_config(cls, config: PPOActor, steps_per_epoch: int) -> RLSettings:
         """Those of a job; ``steps_per_epoch``: steps in one pass over the prompts."""
-        ppo, model, drawing = config.trainer.ppo, config.model, config.trainer.ppo.dynamic_sampling
+        ppo, model = config.trainer.ppo, config.model
         estimator = find_estimator(ppo.estimator)
         whitens = estimator.whitens if ppo.normalize_advantages is None else ppo.normalize_advantages
         return cls(
@@ -41,17 +31,9 @@ class RLSettings(LoopSettings):
             step_limit=limit_of(ppo.max_steps),
             val_check_interval=ppo.val_check_interval or 0,
             save_interval=ppo.save_interval or 0,
-            critic_warmup_steps=ppo.critic_warmup_steps,
-            num_ppo_epochs=ppo.num_ppo_epochs,
+            ppo=ppo,
             global_batch_size=model.global_batch_size,
             seed=model.seed,
-            num_table_rows=ppo.num_table_rows,
-            save_samples=ppo.save_samples,
-            unload_engine=ppo.trt_llm.unload_engine_train,
-            staleness=ppo.staleness,
-            takes_engine_logprobs=ppo.policy_logprobs == "engine",
-            sampling_rounds=drawing.max_rounds if drawing.enable else 1,
-            top_n_rollouts=ppo.top_n_rollouts,
             advantages=AdvantageSettings(
                 estimator=estimator,
                 kl_coef=ppo.initial_policy_kl_penalty if ppo.kl_in == "reward" else 0.0,
@@ -69,5 +51,4 @@ class RLSettings(LoopSettings):
                 overlong_buffer=ppo.overlong.buffer_tokens,
                 overlong_penalty=ppo.overlong.penalty,
             ),
-            nonfinite=NonFinitePolicy(ppo.on_nonfinite, ppo.max_consecutive_skips),
         )
