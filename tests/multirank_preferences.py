@@ -102,7 +102,7 @@ def trainer_for(method: str, folder: Path, log_dir: Path, *keys: str) -> Supervi
     check_config(cfg, f"gpt_{method}")
     config: Any = JOBS[f"gpt_{method}"].sections.read(cfg)
     checkpoints = CheckpointManager(log_dir / "checkpoints", CheckpointSettings.from_config(config.exp_manager))
-    metrics = MetricsLogger.from_config(config.exp_manager, log_dir, dist.get_rank())
+    metrics = MetricsLogger(log_dir, dist.get_rank())
     run = Run(log_dir, current_layout(), metrics, RunControl(), checkpoints)
     base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)
     return BUILD[method](config, run, base)

@@ -220,7 +220,7 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
     for name, stand_in in replaced.items():
         monkeypatch.setattr(job_setup, name, stand_in)
     monkeypatch.setattr(MetricsLogger, "__init__", lambda self, *arguments: made.__dict__.update(logger=arguments))
-    monkeypatch.setattr("nemo_style_aligner.telemetry.metrics.start_trackers", lambda section, _: section)
+    monkeypatch.setattr("nemo_style_aligner.jobs.job_setup.start_trackers", lambda section, _: section)
     cfg = load_defaults(job)
     checkpoints = {
         "monitor": "val_x", "mode": "min" if cfg.exp_manager.checkpoint_callback_params.mode == "max" else "max",

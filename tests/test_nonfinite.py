@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from nemo_style_aligner.config.schema import Updates
+from nemo_style_aligner.config.schema import ActorLoop, Updates
 from nemo_style_aligner.errors import NonFiniteError, UserError
 from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.rl.estimators import ESTIMATORS
@@ -27,23 +28,14 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 N = 6
 SKIP = Updates(on_nonfinite="skip", max_consecutive_skips=10)
-SETTINGS = AdvantageSettings(
-    estimator=ESTIMATORS["gae"],
-    kl_coef=0.1,
-    kl_estimator="k1",
-    kl_clamp=None,
-    discount_factor=0.9,
-    gae_lambda=0.8,
-    teacher_weight=1.0,
-    normalize_advantages=True,
-    advantage_whitening_unbiased=False,
-    mask_truncated=True,
-    importance_weight_cap=2.0,
-    importance_sequence_bounds=None,
-    max_length=8,
-    overlong_buffer=0,
-    overlong_penalty=1.0,
+FORMULAS = ActorLoop(
+    initial_policy_kl_penalty=0.1, kl_estimator="k1", discount_factor=0.9, gae_lambda=0.8, importance_weight_cap=2.0
 )
+SETTINGS = AdvantageSettings(FORMULAS, ESTIMATORS["gae"], max_length=8)
+
+
+def settings_with(**changes: Any) -> AdvantageSettings:
+    return dataclasses.replace(SETTINGS, ppo=FORMULAS.replaced(**changes))
 
 
 @dataclasses.dataclass
@@ -179,7 +171,7 @@ def test_a_step_of_nothing_but_nan_ends_the_job_in_any_case() -> None:
 @pytest.mark.parametrize("num_ended, is_masked", [(0, True), (1, True), (0, False)])
 def test_responses_that_never_end_are_reported(num_ended: int, is_masked: bool) -> None:
     """They are no part of the policy's loss, and nothing else would show that it learns nothing."""
-    made, settings = step(), dataclasses.replace(SETTINGS, mask_truncated=is_masked)
+    made, settings = step(), settings_with(mask_truncated=is_masked)
     made.rollouts.ended[:] = torch.arange(N) < num_ended
     experience, _ = made.experience(settings)
     reason = why_nothing_is_learnt(experience, settings)
@@ -189,7 +181,7 @@ def test_responses_that_never_end_are_reported(num_ended: int, is_masked: bool) 
 
 def test_what_leaves_every_response_out_is_named() -> None:
     """Each of the three ways leaves out a part."""
-    made, settings = step(), dataclasses.replace(SETTINGS, importance_sequence_bounds=(0.99, 1.01))
+    made, settings = step(), settings_with(importance_sequence_bounds=[0.99, 1.01])
     made.rollouts.ended[:] = torch.arange(N) >= 2
     made.scores.rewards[2] = math.nan
     made.rollouts.engine_logprobs[:] = made.columns["old_logprobs"] - 1.0
@@ -200,7 +192,7 @@ def test_what_leaves_every_response_out_is_named() -> None:
     assert "the others outside importance_sequence_bounds" in reason
     # Truncated responses count only where they are masked, bounds only where there are any.
     made.rollouts.ended[:], experience.learns[:] = False, False
-    settings = dataclasses.replace(SETTINGS, mask_truncated=False)
+    settings = settings_with(mask_truncated=False)
     reason = why_nothing_is_learnt(experience, settings)
     assert reason is not None and reason.endswith(": 1 with NaN or Inf (on_nonfinite=skip)")
 

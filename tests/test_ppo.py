@@ -12,7 +12,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE
-from test_nonfinite import SETTINGS, step
+from test_nonfinite import SETTINGS, settings_with, step
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import load_defaults
@@ -58,7 +58,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.gae_lambda": (0.8, {"advantages.gae_lambda": 0.8}),
     "trainer.ppo.estimator": (
         "rloo",
-        {"advantages.estimator": ESTIMATORS["rloo"], "advantages.normalize_advantages": False},
+        {"advantages.estimator": ESTIMATORS["rloo"], "advantages.whitens": False},
     ),
     "trainer.ppo.num_rollouts_per_prompt": (3, {"schedule.max_steps": 24}),
     "trainer.ppo.top_n_rollouts": (2, {"ppo.top_n_rollouts": 2, "schedule.max_steps": 16}),
@@ -68,14 +68,14 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.loss_constant_length": (77, {"loss.constant_length": 77}),
     "trainer.ppo.dual_clip": (3.0, {"loss.dual_clip": 3.0}),
     "trainer.ppo.dynamic_sampling.enable": (True, {}),
-    "trainer.ppo.overlong.buffer_tokens": (5, {"advantages.overlong_buffer": 5}),
+    "trainer.ppo.overlong.buffer_tokens": (5, {"advantages.overlong_buffer_tokens": 5}),
     "trainer.ppo.overlong.penalty": (0.5, {"advantages.overlong_penalty": 0.5}),
-    "trainer.ppo.normalize_advantages": (False, {"advantages.normalize_advantages": False}),
+    "trainer.ppo.normalize_advantages": (False, {"advantages.whitens": False}),
     "trainer.ppo.advantage_whitening_unbiased": (True, {"advantages.advantage_whitening_unbiased": True}),
     "trainer.ppo.mask_truncated": (False, {"advantages.mask_truncated": False}),
     "trainer.ppo.policy_logprobs": ("engine", {}),
     "trainer.ppo.importance_weight_cap": (2.5, {"advantages.importance_weight_cap": 2.5}),
-    "trainer.ppo.importance_sequence_bounds": ([0.5, 1.5], {"advantages.importance_sequence_bounds": (0.5, 1.5)}),
+    "trainer.ppo.importance_sequence_bounds": ([0.5, 1.5], {"advantages.importance_sequence_bounds": [0.5, 1.5]}),
     "trainer.ppo.staleness": (1, {"ppo.staleness": 1, "advantages.importance_weight_cap": 2.0}),
     "trainer.ppo.reference_policy_placement": ("swap", {"actor.has_both_policies": False, "actor.keeps_passes": False}),
     "trainer.ppo.num_table_rows": (3, {"ppo.num_table_rows": 3}),
@@ -120,6 +120,11 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.optim.sched.min_lr": (0.0, {"schedule.min_lr": 0.0}),
 }
 SECTIONS = ("trainer.ppo", "model.ppo", "model.optim")
+OF_ADVANTAGES = ("estimator", "kl_coef", "kl_estimator", "whitens", "max_length")
+OF_FORMULAS = (
+    *("kl_clamp", "discount_factor", "gae_lambda", "advantage_whitening_unbiased", "mask_truncated"),
+    *("importance_weight_cap", "importance_sequence_bounds"),
+)
 OF_A_STEP = ("critic_warmup_steps", "num_ppo_epochs", "top_n_rollouts", "save_samples", "num_table_rows", "staleness")
 # Keys of these sections that others read: the launcher, the engines, the prompts, the model, the optimizer on a GPU.
 ELSEWHERE = (
@@ -165,11 +170,13 @@ def settings_of(config: PPOActor, model: MegatronModel) -> dict[str, Any]:
     base: Any = SimpleNamespace(build=lambda trainable: small_model(trainable))
     actor = build_actor(config, base, model, settings)
     groups = actor.optimizer.megatron.param_groups
-    ppo, loop = settings.ppo, dataclasses.asdict(settings)
-    del loop["ppo"]
-    loop["advantages"]["estimator"] = settings.advantages.estimator
+    ppo, advantages, loop = settings.ppo, settings.advantages, dict(vars(settings))
+    del loop["ppo"], loop["advantages"]
     parts: dict[str, Mapping[str, Any]] = {
-        "advantages": loop.pop("advantages"),
+        "advantages": {name: getattr(advantages, name) for name in OF_ADVANTAGES}
+        | {name: getattr(ppo, name) for name in OF_FORMULAS}
+        | {f"overlong_{name}": value for name, value in vars(ppo.overlong).items()}
+        | {"teacher_weight": ppo.teacher.weight},
         "nonfinite": {"action": ppo.on_nonfinite, "max_consecutive_skips": ppo.max_consecutive_skips},
         "ppo": loop | {name: getattr(ppo, name) for name in OF_A_STEP},
         "sampling": dataclasses.asdict(sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed)),
@@ -234,12 +241,11 @@ def test_experience_is_what_the_formulas_say() -> None:
     """Each with its own settings and masks: the critic's targets are of all responses, the policy's loss of some."""
     made = step()
     made.rollouts.weight_versions[:] = torch.tensor([3, 3, 5, 5, 4, 4])
-    settings = dataclasses.replace(
-        SETTINGS,
+    settings = settings_with(
         advantage_whitening_unbiased=True,
         kl_clamp=0.3,
         importance_weight_cap=1.2,
-        importance_sequence_bounds=(0.9, 1.2),
+        importance_sequence_bounds=[0.9, 1.2],
     )
     batch, columns = made.rollouts, made.columns
     experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)

@@ -15,6 +15,7 @@ from nemo_style_aligner.config.loading import for_log, load_defaults
 from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.telemetry.trackers import start_trackers
 
 NAMES = [metric.name.replace("*", "train") for metric in METRICS]
 
@@ -32,7 +33,7 @@ def log(tmp_path: Path, first_step: int, **exp_manager: object) -> None:
         cfg.exp_manager[name] = value
     cfg.pretrained_checkpoint.restore_from_path = f"of start {first_step}"
     cfg.remote_critic_rm.token = "hush"
-    metrics = MetricsLogger.from_config(PPOActor.read(cfg).exp_manager, tmp_path, rank=0)
+    metrics = MetricsLogger(tmp_path, 0, start_trackers(PPOActor.read(cfg).exp_manager, tmp_path))
     metrics.log_hyperparameters(*for_log(cfg))
     for step in (first_step, first_step + 1):
         metrics.log_metrics({name: step + place / 64 for place, name in enumerate(NAMES)}, step)

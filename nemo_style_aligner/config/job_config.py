@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from omegaconf import DictConfig, OmegaConf
@@ -35,12 +34,6 @@ class JobConfig(Section):
         config = cls.among(content)
         vars(config)["given"] = given
         return config
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Those of a YAML file."""
-        given: Any = OmegaConf.load(path)
-        return cls.read(given)
 
     def get(self, key: str) -> Any:
         """The value of a dotted key; None if it is not set, or this job has no such key."""

@@ -17,18 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from nemo_style_aligner.architecture import LARGEST_LENGTH, ModelArchitecture
-from nemo_style_aligner.config.fields import (
-    Field,
-    Filled,
-    Free,
-    Given,
-    Open,
-    Range,
-    Section,
-    fields_of,
-    find_field,
-    of,
-)
+from nemo_style_aligner.config.fields import Field, Filled, Free, Given, Open, Range, Section, fields_of, find_field, of
 from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.kinds import (
     LARGEST_PORT,

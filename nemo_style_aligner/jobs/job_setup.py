@@ -50,6 +50,7 @@ from nemo_style_aligner.services.dashboard import Dashboard
 from nemo_style_aligner.services.secret import AUTO, resolve_token
 from nemo_style_aligner.telemetry import timeline
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.telemetry.trackers import start_trackers
 from nemo_style_aligner.telemetry.watchdog import Watchdog
 from nemo_style_aligner.training.run_control import RunControl, parse_duration
 from nemo_style_aligner.wording import size_of, some_of
@@ -182,17 +183,17 @@ def start_run(config: JobConfig) -> Run:
         config.model.seed,
         config.trainer.distributed_timeout_minutes,
     )
-    exp_manager, log_dir = config.exp_manager, log_directory(config.exp_manager)
+    exp_manager, log_dir, rank = config.exp_manager, log_directory(config.exp_manager), dist.get_rank()
     on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
     require_shared(log_dir)
     run_settings = settings_of_run(config.given)
     data = vars(config.model).get("data")
-    if isinstance(data, schema.SFTData | schema.Data) and dist.get_rank() == 0:  # whose settings are saved and compared
+    if isinstance(data, schema.SFTData | schema.Data) and not rank:  # whose settings are saved and compared
         run_settings |= digests_of_data(data)
     return Run(
         log_dir=log_dir,
         layout=layout,
-        metrics=MetricsLogger.from_config(exp_manager, log_dir, dist.get_rank()),
+        metrics=MetricsLogger(log_dir, rank, () if rank else start_trackers(exp_manager, log_dir)),
         control=RunControl(parse_duration(exp_manager.max_time_per_run)),
         checkpoints=CheckpointManager(
             log_dir / "checkpoints",

@@ -12,13 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nemo_style_aligner.arguments import may_not_read, why_unwritable
-from nemo_style_aligner.checkpoints.directory import (
-    DAMAGED,
-    had_resumed_from,
-    no_checkpoint,
-    origin_in,
-    present_name,
-)
+from nemo_style_aligner.checkpoints.directory import DAMAGED, had_resumed_from, no_checkpoint, origin_in, present_name
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from omegaconf import OmegaConf
 
@@ -27,14 +27,7 @@ PLACEMENT = "placement"
 CRITIC_JOB = "gpt_ppo_critic"
 CRITIC_ARCHIVE = "critic.pretrained_checkpoint.restore_from_path"
 
-_STRATEGIES: dict[str, Strategy] = {
-    "interleave": "interleave",
-    "flatten": "flatten",
-    "separate": "separate",
-    "colocated": "flatten",
-    "colocate_all": "flatten",
-    "disaggregated": "separate",
-}
+_OTHER_NAMES: dict[str, Strategy] = {"colocated": "flatten", "colocate_all": "flatten", "disaggregated": "separate"}
 _LAYOUT = (TP, PP, "model.sequence_parallel")
 _SHARED = ("model.seed", LENGTH, "trainer.precision", "trainer.devices")
 _OF_CRITIC = (
@@ -53,7 +46,7 @@ def strategy_of(config: PPOActor) -> Strategy:
     name = config.placement
     if name is None:
         return "separate" if config.trainer.ppo.rollout_devices else "interleave"
-    return _STRATEGIES[name]
+    return _OTHER_NAMES.get(name) or cast(Strategy, name)
 
 
 def has_critic_here(config: PPOActor) -> bool:

@@ -24,45 +24,37 @@ from nemo_style_aligner.data.datasets import (
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, frozen_policy
-from nemo_style_aligner.jobs.supervised_setup import SupervisedTask, build_supervised_trainer, prefix_task
+from nemo_style_aligner.jobs.supervised_setup import BuildDataset, SupervisedTask, build_supervised_trainer, prefix_task
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.preference_losses import (
-    PreferenceBatch,
-    dpo_objective,
-    kto_objective,
-    with_kl,
-)
+from nemo_style_aligner.models.preference_losses import PreferenceBatch, dpo_objective, kto_objective, with_kl
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.training.reference import Reference, keep_reference, with_reference
 from nemo_style_aligner.training.supervised import SupervisedTrainer
 
-BuildDataset = Callable[..., tuple[Dataset[Any], TextFormat]]
-"""Of a part of ``model.data.data_prefix`` and a tokenizer; see `prefix_task`."""
-
 
 def build_dpo_trainer(config: schema.DPOTraining, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Direct preference optimization; see `supervised_setup.BuildTrainer`."""
-    own = config.model
-    build = partial(pair_dataset, config)
-    task, model, reference, batching = _starting_point(config, own.dpo, config.trainer.dpo, base, build)
-    objective = dpo_objective(own.dpo, partial(with_reference, reference=reference, batching=batching))
-    return build_supervised_trainer(config, config.trainer.dpo, run, model, task, objective)
+    loop, method = config.trainer.dpo, config.model.dpo
+    build = partial(pair_dataset, config, tokenizer=base.tokenizer)
+    task, model, reference, batching = _starting_point(config, method, loop, base, build)
+    objective = dpo_objective(method, partial(with_reference, reference=reference, batching=batching))
+    return build_supervised_trainer(config, loop, run, model, task, objective)
 
 
 def build_kto_trainer(config: schema.KTOTraining, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Kahneman-Tversky optimization; see `supervised_setup.BuildTrainer`."""
-    own = config.model
-    build = partial(mismatched_dataset, config)
-    task, model, reference, batching = _starting_point(config, own.kto, config.trainer.kto, base, build)
+    loop, method = config.trainer.kto, config.model.kto
+    build = partial(mismatched_dataset, config, tokenizer=base.tokenizer)
+    task, model, reference, batching = _starting_point(config, method, loop, base, build)
 
     def prepare(batch: PreferenceBatch) -> PreferenceBatch:
-        return with_kl(model, with_reference(batch, reference, batching), own.kto, batching)
+        return with_kl(model, with_reference(batch, reference, batching), method, batching)
 
-    objective = kto_objective(own.kto, prepare)
-    return build_supervised_trainer(config, config.trainer.kto, run, model, task, objective)
+    objective = kto_objective(method, prepare)
+    return build_supervised_trainer(config, loop, run, model, task, objective)
 
 
 def _starting_point(
@@ -70,14 +62,14 @@ def _starting_point(
     method: schema.Preferences,
     loop: schema.RewardLoop,
     base: BaseModel,
-    dataset: BuildDataset,
+    build: BuildDataset,
 ) -> tuple[SupervisedTask, MegatronModel, Reference | None, MicroBatching]:
     """The task, the model to train, the reference (None if the task's items know its log-probs) and its micro batches.
 
     The reference is the model that the run began with: this is before a checkpoint is loaded.
     """
     collate = preference_collate(base.tokenizer)
-    task = prefix_task(config, loop, base.tokenizer, partial(dataset, tokenizer=base.tokenizer), collate, 2)
+    task = prefix_task(config, loop, base.tokenizer, build, collate, 2)
     # It says how a reward model's texts end.
     task = dataclasses.replace(task, written=dataclasses.replace(task.written, append_eod=None))
     model = base.load()

@@ -218,6 +218,6 @@ def loss_settings(ppo: ActorLoop, policy: Policy, advantages: AdvantageSettings)
         constant_length=ppo.loss_constant_length or policy.length_params.max_length,
         kl_coef=ppo.initial_policy_kl_penalty if ppo.kl_in == "loss" else 0.0,
         kl_estimator=advantages.kl_estimator,
-        kl_clamp=advantages.kl_clamp,
+        kl_clamp=ppo.kl_clamp,
         entropy_bonus=policy.entropy_bonus,
     )

@@ -51,12 +51,9 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
     """Compare what the launcher started with ``trainer.devices`` x ``trainer.num_nodes``.
 
     Raises:
-        ConfigError: they are not positive whole numbers, or differ. A single rank counts as started without a launcher:
+        ConfigError: they differ. A single rank counts as started without a launcher:
             the supervisor then starts this machine's ranks, but it cannot start those of several nodes.
     """
-    for name, value in (("devices", devices), ("num_nodes", num_nodes)):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"trainer.{name}={value!r}: give a number of 1 or more")
     wanted = devices * num_nodes
     asked = f"trainer.devices={devices} x trainer.num_nodes={num_nodes}"
     if info.world_size > 1 and info.world_size != wanted:

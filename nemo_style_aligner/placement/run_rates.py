@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.schema import PPOActor
@@ -84,7 +87,8 @@ def _config_of(log_dir: Path) -> PPOActor:
     file = log_dir / HYPERPARAMETERS_FILE
     if not file.is_file():
         raise UserError(f"{log_dir}: no {HYPERPARAMETERS_FILE}: give the log directory of an actor's run")
-    config = PPOActor.load(file)
+    given: Any = OmegaConf.load(file)
+    config = PPOActor.read(given)
     unknown = {key: config.get(key) for key in _KNOWN}
     if said := [f"{key}={value}" for key, value in unknown.items() if value not in (None, _KNOWN[key])]:
         raise UserError(f"{log_dir}: the planner does not know runs with {', '.join(said)}: give another run's folder")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from nemo_style_aligner.config.kinds import KLEstimator
-from nemo_style_aligner.config.schema import Updates
+from nemo_style_aligner.config.schema import ActorLoop, Updates
 from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.models import functional
@@ -28,23 +28,30 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageSettings:
-    """How rewards become advantages: keys of ``trainer.ppo`` (``config/schema.py``), and what others say of them."""
+    """How rewards become advantages: what ``trainer.ppo`` says of it, with the estimator that it names.
 
+    ``max_length``: tokens of the longest response.
+    """
+
+    ppo: ActorLoop
     estimator: Estimator
-    kl_coef: float  # in the reward: initial_policy_kl_penalty; 0 where that is a term of the loss
-    kl_estimator: KLEstimator
-    kl_clamp: float | None
-    discount_factor: float
-    gae_lambda: float
-    teacher_weight: float  # teacher.weight
-    normalize_advantages: bool
-    advantage_whitening_unbiased: bool
-    mask_truncated: bool
-    importance_weight_cap: float | None
-    importance_sequence_bounds: Sequence[float] | None
-    max_length: int  # of a response: model.ppo.length_params.max_length
-    overlong_buffer: int  # overlong.buffer_tokens
-    overlong_penalty: float  # overlong.penalty
+    max_length: int
+
+    @property
+    def kl_coef(self) -> float:
+        """Of the penalty in the reward; 0 where it is a term of the loss."""
+        return self.ppo.initial_policy_kl_penalty if self.ppo.kl_in == "reward" else 0.0
+
+    @property
+    def kl_estimator(self) -> KLEstimator:
+        """What is asked for, by one key or the other."""
+        return self.ppo.kl_estimator or ("abs" if self.ppo.use_absolute_kl else "k1")
+
+    @property
+    def whitens(self) -> bool:
+        """As asked for, else as the estimator is defined."""
+        asked = self.ppo.normalize_advantages
+        return self.estimator.whitens if asked is None else asked
 
 
 @dataclasses.dataclass
@@ -208,14 +215,14 @@ def make_experience(
     Returns:
         The experience, and the step's metrics under NeMo-Aligner's names, the same on every rank.
     """
-    logprobs, values = columns["old_logprobs"], columns.get("values")
+    ppo, logprobs, values = settings.ppo, columns["old_logprobs"], columns.get("values")
     counts, every_length = rollouts.counts, rollouts.response_lengths
     kl = torch.zeros_like(logprobs)
     if "reference_logprobs" in columns:
         kl = functional.kl_penalty(
-            logprobs, columns["reference_logprobs"], settings.kl_estimator, settings.kl_clamp
+            logprobs, columns["reference_logprobs"], settings.kl_estimator, settings.ppo.kl_clamp
         ).masked_fill(~rollouts.spread(counts), 0)
-    overlong = overlong_penalty(every_length, settings.max_length, settings.overlong_buffer, settings.overlong_penalty)
+    overlong = overlong_penalty(every_length, settings.max_length, ppo.overlong.buffer_tokens, ppo.overlong.penalty)
     penalty = rollouts.sums(settings.kl_coef * kl)
     advantages, returns = settings.estimator(
         StepRewards(
@@ -228,12 +235,12 @@ def make_experience(
             own=rollouts.own,
             token_kl=settings.kl_coef * kl,
             values=values,
-            gamma=settings.discount_factor,
-            lam=settings.gae_lambda,
+            gamma=ppo.discount_factor,
+            lam=ppo.gae_lambda,
         )
     )
     weights, trusted = _importance(rollouts, logprobs, settings)
-    learns = counts & trusted & (rollouts.ended if settings.mask_truncated else counts)
+    learns = counts & trusted & (rollouts.ended if settings.ppo.mask_truncated else counts)
     lengths = every_length.double()
     metrics = {
         **rollout_metrics(rollouts, scores, values, version),
@@ -244,14 +251,14 @@ def make_experience(
         **engine_gap(rollouts, logprobs),
         **_importance_metrics(rollouts, weights, trusted, logprobs, learns, settings),
     }
-    if settings.overlong_buffer:
+    if ppo.overlong.buffer_tokens:
         metrics["overlong_penalty"] = overlong[counts].mean().item()
-    if settings.normalize_advantages:
+    if settings.whitens:
         in_loss = rollouts.spread(learns)
-        is_unbiased = settings.advantage_whitening_unbiased
+        is_unbiased = ppo.advantage_whitening_unbiased
         advantages = functional.whiten(advantages, in_loss, is_unbiased, lambda x: rollouts.sums(x).sum())
     if "teacher_logprobs" in columns:
-        advantages, of_teacher = toward_teacher(rollouts, advantages, columns, settings.teacher_weight)
+        advantages, of_teacher = toward_teacher(rollouts, advantages, columns, ppo.teacher.weight)
         metrics |= of_teacher
     made = {**columns, "advantages": advantages, "importance_weights": weights}
     return Experience(rollouts, learns, made if returns is None else made | {"returns": returns}), metrics
@@ -262,16 +269,18 @@ def why_nothing_is_learnt(experience: Experience, settings: AdvantageSettings) -
     rollouts = experience.rollouts
     if experience.learns.any():
         return None
-    if settings.mask_truncated and not rollouts.ended.any():
+    if settings.ppo.mask_truncated and not rollouts.ended.any():
         return (
             f"none of {len(rollouts)} responses has ended by itself, so there is nothing for the policy to learn "
             "(trainer.ppo.mask_truncated): does the model know what ends a response "
             "(model.ppo.sampling_params.end_strings), and is model.ppo.length_params.max_length enough?"
         )
-    reasons = {"without an end (mask_truncated)": ~rollouts.ended} if settings.mask_truncated else {}
+    reasons = {"without an end (mask_truncated)": ~rollouts.ended} if settings.ppo.mask_truncated else {}
     reasons["with NaN or Inf (on_nonfinite=skip)"] = ~rollouts.counts
     named = ", ".join(f"{int(left_out.sum())} {reason}" for reason, left_out in reasons.items())
-    others = "" if settings.importance_sequence_bounds is None else ", the others outside importance_sequence_bounds"
+    others = (
+        "" if settings.ppo.importance_sequence_bounds is None else ", the others outside importance_sequence_bounds"
+    )
     return (
         f"all {len(rollouts)} responses are left out of the policy's loss, so there is nothing for it to learn: "
         f"{named}{others}"
@@ -348,11 +357,11 @@ def _importance(
     """
     log_ratios = logprobs - rollouts.engine_logprobs
     weights, trusted = torch.ones_like(logprobs), torch.ones(len(rollouts), dtype=torch.bool)
-    if settings.importance_weight_cap is not None:
+    if settings.ppo.importance_weight_cap is not None:
         # The cap is applied before the exponential, which therefore cannot overflow.
-        weights = log_ratios.clamp(max=math.log(settings.importance_weight_cap)).exp()
-    if settings.importance_sequence_bounds is not None:
-        low, high = settings.importance_sequence_bounds
+        weights = log_ratios.clamp(max=math.log(settings.ppo.importance_weight_cap)).exp()
+    if settings.ppo.importance_sequence_bounds is not None:
+        low, high = settings.ppo.importance_sequence_bounds
         ratios = (rollouts.sums(log_ratios) / rollouts.response_lengths).exp()
         trusted = (ratios >= low) & (ratios <= high)
     return weights, trusted
@@ -368,9 +377,9 @@ def _importance_metrics(
 ) -> dict[str, float]:
     """Metrics of what `_importance` returned; weights count over the tokens of the policy's loss."""
     metrics: dict[str, float] = {}
-    if settings.importance_weight_cap is not None and learns.any():
+    if settings.ppo.importance_weight_cap is not None and learns.any():
         # exp may round a weight to below the cap
-        is_cut = logprobs - rollouts.engine_logprobs >= math.log(settings.importance_weight_cap)
+        is_cut = logprobs - rollouts.engine_logprobs >= math.log(settings.ppo.importance_weight_cap)
         mean, square = (_token_mean(rollouts, x, learns) for x in (weights, weights.double().square()))
         metrics["importance_weights"] = mean.item()
         metrics["importance_truncated"] = _token_mean(rollouts, is_cut, learns).item()
@@ -378,7 +387,7 @@ def _importance_metrics(
         metrics["importance_effective_share"] = (
             mean.square() / square.clamp(min=torch.finfo(torch.float64).tiny)
         ).item()
-    if settings.importance_sequence_bounds is not None:
+    if settings.ppo.importance_sequence_bounds is not None:
         metrics["importance_masked_sequences"] = 1.0 - trusted.double().mean().item()
     return metrics
 

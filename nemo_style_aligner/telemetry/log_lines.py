@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from nemo_style_aligner.config.kinds import LogFormat
+from nemo_style_aligner.config.kinds import LogFormat, LogLevel
 from nemo_style_aligner.config.section_names import translated
 
 LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
+LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
 
 _TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
 _PACKAGE = __name__.split(".")[0]

@@ -17,7 +17,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from nemo_style_aligner.config.schema import ExpManager
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_files import (
     HYPERPARAMETERS_FILE,
@@ -32,7 +31,7 @@ from nemo_style_aligner.telemetry.log_files import (
     replace_text,
     write_line,
 )
-from nemo_style_aligner.telemetry.trackers import Service, Tracker, start_trackers
+from nemo_style_aligner.telemetry.trackers import Service, Tracker
 
 
 class MetricsLogger:
@@ -59,11 +58,6 @@ class MetricsLogger:
         with self._to_tensorboard():
             self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
         self._files = {name: open_for_append(self.log_dir / name) for name in (METRICS_FILE, TABLES_FILE)}
-
-    @classmethod
-    def from_config(cls, exp_manager: ExpManager, log_dir: Path, rank: int) -> MetricsLogger:
-        """Build it from the config section ``exp_manager``. Raises what `start_trackers` does."""
-        return cls(log_dir, rank, start_trackers(exp_manager, log_dir) if rank == 0 else ())
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
         """Log scalars (numbers or one-element tensors) under ``prefix + name`` (``prefix="train/"``), if there are any.
