@@ -309,7 +309,10 @@ def test_experience_is_what_the_formulas_say() -> None:
     assert metrics.keys() - expected.keys() == {"rollout_size", "nonfinite_samples"}
 
     settings = dataclasses.replace(
-        settings, normalize_advantages=False, importance_weight_cap=None, importance_sequence_bounds=None
+        settings,
+        ppo=settings.ppo.replaced(
+            normalize_advantages=False, importance_weight_cap=None, importance_sequence_bounds=None
+        ),
     )
     experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)
     torch.testing.assert_close(experience.columns["advantages"], advantages)
