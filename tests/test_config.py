@@ -26,7 +26,7 @@ from nemo_style_aligner.config.loading import (
     load_defaults,
     log_directory,
 )
-from nemo_style_aligner.config.schema import JOBS, ExpManager, fields_of_job, may_change
+from nemo_style_aligner.config.schema import JOBS, ExpManager, PPOActor, fields_of_job, may_change
 from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.jobs.run_settings import changed_settings, settings_of_run
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
@@ -272,6 +272,25 @@ def test_keys_of_the_guides_and_functional_tests_are_honoured_or_reported(job: s
         key = given.partition("=")[0]
         default = OmegaConf.select(names_of(job).written(load_defaults(job)), key, default=sys)
         assert default is not sys or f"{key}=" in notes or key == "exp_manager.create_checkpoint_callback", key
+
+
+def test_a_jobs_config_is_read_into_the_types_that_the_schema_annotates() -> None:
+    given = ("model.optim.lr=1", "model.optim.betas=[0,0.5]", "trainer.ppo.staleness=1", "exp_manager.name=7")
+    rewards = "trainer.ppo.rewards=[{source: exact_match, weight: 2},{source: a.nemo, devices: 2}]"
+    wandb = "exp_manager.wandb_logger_kwargs.tags=[a]"  # a section whose keys are the user's
+    cfg = composed("gpt_ppo_actor", *given, rewards, wandb, "model.num_layers=3")
+    check_config(cfg, "gpt_ppo_actor")
+    config = PPOActor.read(cfg)
+    optim, ppo = config.model.optim, config.trainer.ppo
+    assert [repr(value) for value in (optim.lr, optim.betas, ppo.staleness)] == ["1.0", "[0.0, 0.5]", "1"]
+    assert (config.exp_manager.name, ppo.importance_weight_cap, ppo.trt_llm.seed) == ("7", 2.0, config.model.seed)
+    assert [repr(reward.weight) for reward in ppo.rewards or ()] == ["2.0", "1.0"]
+    assert vars(config.exp_manager.wandb_logger_kwargs)["tags"] == ["a"] and config.model_given()["num_layers"] == 3
+    assert config.changed({"model.seed": 9}).trainer.ppo.trt_llm.seed == 9 != config.model.seed
+    with pytest.raises(AttributeError, match=r"Optimizer.lr: a config does not change"):
+        optim.lr = 2.0
+    with pytest.raises(TypeError, match="Optimizer has no learning_rate"):
+        optim.replaced(learning_rate=2.0)
 
 
 def test_packed_files_of_nemos_are_refused() -> None:
