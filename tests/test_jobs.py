@@ -501,7 +501,7 @@ def check_converted_checkpoint(log_dir: Path, folder: Path) -> Path:
     require_same_tokenizer(converted, written)
     described, archived = describe(checkpoint), describe(written)
     assert described["step"] > 0 and described["metrics"] and described["layout"]["tp_size"] >= 1
-    assert described["history"] == archived["history"] and " from " in described["history"][-1]
+    assert described["history"] == archived["history"] and re.match("(sft|rm|ppo) from /", described["history"][-1])
     assert described["tokenizer"] == archived["tokenizer"] and described["parameters"] == archived["parameters"]
     return converted
 

@@ -202,7 +202,8 @@ def portable_config(
         trainer: the job's ``trainer`` section.
         base: the archive that the job started from.
     """
-    method = next((key for key, value in trainer.items() if isinstance(value, Section)), "trained")
+    sections = (key for key, value in trainer.items() if isinstance(value, Mapping | Section) and key != "profile")
+    method = next(sections, "trained")
     history = [*config.get(HISTORY, ()), f"{method} from {base.absolute()}"]
     mark = {IS_CRITIC: True} if "ppo" in trainer and "ppo" not in config else {}  # an actor's model has one as well
     kept = {key: value for key, value in config.items() if key not in JOB_SETTINGS}
