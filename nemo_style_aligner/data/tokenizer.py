@@ -52,6 +52,9 @@ _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x)
 # Many tokenizers encode the start of a text differently when it follows a special token.
 _BEHIND_SPECIAL = ("It is 39", " naturally")
 _SPECIALS_IN_EXAMPLE = 16
+PART_OF_A_CHARACTER = "\ufffd"
+"""What a text has in the place of bytes that are no whole character."""
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 _LAST = 64  # characters at a text's end that hold its last token
 
 # Chat templates that state today's date (Llama 3.1 and later, GPT-OSS) get this one: data must not depend on the day.
@@ -180,6 +183,23 @@ class Tokenizer(ABC):
         start = len(self.ids_to_text(before, keep_special=True))
         return functools.cache(lambda token_id: self.ids_to_text([*before, token_id], keep_special=True)[start:])
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of `token_text`: of a token that is a part of a character, that part's own."""
+        text = self.token_text(token_id)
+        if PART_OF_A_CHARACTER not in text:
+            return text.encode()
+        piece = self._piece(token_id)
+        if byte := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        spelt_as = {character: byte for byte, character in bytes_to_unicode().items()}
+        return bytes(map(spelt_as.__getitem__, piece)) if set(piece) <= spelt_as.keys() else text.encode()
+
+    @abstractmethod
+    def _piece(self, token_id: int) -> str:
+        """A token as the vocabulary spells it."""
+
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
         """Id of exactly this token, or None."""
@@ -277,10 +297,15 @@ class Tokenizer(ABC):
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """A conversation as text; with ``add_generation_prompt`` it ends where the assistant's answer begins.
 
-        ``tools`` are JSON schemas of what the assistant may call.
+        Args:
+            tools: JSON schemas of what the assistant may call.
+            variables: further ones that the template may read, such as ``enable_thinking``.
+            continue_final_message: end where the last message's content does, as transformers does.
 
         Raises:
             TokenizerError: no chat template, or one that refuses these messages.
@@ -296,7 +321,10 @@ class Tokenizer(ABC):
             "add_generation_prompt": add_generation_prompt,
             "date_string": _DATE,
             **self.named_tokens,
+            **(variables or {}),
         }
+        if continue_final_message:
+            arguments["continue_final_message"] = True
         try:
             template = _TODAY.sub(lambda call: repr(_DAY.strftime(call[1][1:-1])), self.chat_template)
             return chat_templates.render(template, arguments)
@@ -352,6 +380,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """See `Tokenizer.ids_to_text`."""
         kept = [int(i) for i in ids if keep_special or int(i) not in self.special_ids]
         return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _piece(self, token_id: int) -> str:
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     def token_to_id(self, token: str) -> int | None:
         """See `Tokenizer.token_to_id`."""
@@ -411,6 +442,9 @@ class SentencePieceTokenizer(Tokenizer):
             model = self._later_parts if text else self._model
             text += "".join(map(self._model.id_to_piece, part)) if is_special else model.decode(part)
         return text
+
+    def _piece(self, token_id: int) -> str:
+        return str(self._model.id_to_piece(token_id))
 
     def token_to_id(self, token: str) -> int | None:
         """See `Tokenizer.token_to_id`."""
