@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import openai
 import pytest
 import requests
 import torch
+from click.testing import CliRunner
 from job_processes import Job, environment, script, stored_weights
 from prometheus_client.parser import text_string_to_metric_families
 from small_models import CHATML, SHAPE
@@ -27,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.cli.main import nsa
 from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.errors import UserError
@@ -208,7 +211,7 @@ def test_tokens_that_are_parts_of_characters_have_their_bytes(client: openai.Ope
     whole = [(token, place) for token, place in places if not token.startswith("token_id:") and token not in special]
     assert all(echoed.text.startswith(token, place) for token, place in whole) and len(whole) > 10
     named = client.completions.create(
-        prompt=text, logprobs=2, max_tokens=1, extra_body={"return_tokens_as_token_ids": True}
+        model="tiny", prompt=text, logprobs=2, max_tokens=1, extra_body={"return_tokens_as_token_ids": True}
     )
     assert named.choices[0].logprobs is not None
     assert all(re.fullmatch(r"token_id:\d+", token) for token in named.choices[0].logprobs.tokens or [""])
@@ -587,6 +590,89 @@ def test_chat_with_a_server(server: str, key_file: str) -> None:
     for url, said in ((server, "answers 401"), ("http://127.0.0.1:9/v1", "cannot be talked to")):
         wrong = chat(url)
         assert wrong.returncode == 2 and said in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+class Foreign(http.server.BaseHTTPRequestHandler):
+    """A server of another make: answers each request with what stands in ``said``: its type, and its body."""
+
+    said: tuple[int, str, bytes] = (200, "", b"")
+
+    def do_GET(self) -> None:
+        self._send(200, "application/json", b'{"data": [{"id": "x\\u001b]0;title\\u0007"}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._send(*self.said)
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def foreign() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+STREAM, WHOLE = "text/event-stream; charset=utf-8", "application/json"
+END = b'data: {"choices":[{"delta":null,"finish_reason":"stop"}]}\n\n'
+SAID: dict[str, tuple[int, str, bytes, str]] = {
+    "no space, a null delta, no [DONE]": (
+        200,
+        STREAM,
+        b'data:{"choices":[{"delta":{"content":"Hi"}}]}\n\n' + END,
+        "Hi",
+    ),
+    "several lines of data": (
+        200,
+        STREAM,
+        b': ping\n\nevent: x\ndata: {"choices":\ndata: [{"text":"Hi"}]}\n\n' + END,
+        "Hi",
+    ),
+    "CR LF, null content": (200, STREAM, b'data: {"choices":[{"delta":{"content":null}}]}\r\n\r\n' + END, ""),
+    "parts": (
+        200,
+        STREAM,
+        b'data: {"choices":[{"delta":{"content":[{"type":"text","text":"H"},{"text":"i"}]}}]}\n\ndata: [DONE]\n\n',
+        "Hi",
+    ),
+    "no choices": (200, STREAM, b'data: {"choices":[],"usage":{}}\n\ndata: {"x": 1}\n\n' + END, ""),
+    "a whole answer": (200, WHOLE, b'{"choices":[{"message":{"role":"assistant","content":"Hi"}}]}', "Hi"),
+    "control sequences": (
+        200,
+        STREAM,
+        b'data: {"choices":[{"delta":{"content":"a\\u001b]52;c;eA==\\u0007b\\u009b1m\\tc\\n"}}]}\n\n' + END,
+        r"a\x1b]52;c;eA==\x07b\x9b1m" + "\tc\n",
+    ),
+    "an error that is text": (200, STREAM, b'data: {"error": "too \\u001b[2Jlong"}\n\n', r"says: too \x1b[2Jlong"),
+    "an error in the body": (500, WHOLE, b'{"error": "out of memory"}', "answers 500: out of memory"),
+    "another error": (422, WHOLE, b'{"detail": [{"msg": "no"}]}', "answers 422: [{'msg': 'no'}]"),
+    "a page": (502, "text/html", b"<h1>Bad \x1b[2J</h1>", r"answers 502: <h1>Bad \x1b[2J"),
+    "text for an event": (200, STREAM, b"data: oh no\n\n", "says: oh no"),
+    "an answer of another kind": (200, WHOLE, b'{"choices": [3]}', "none of a chat"),
+    "a stream that breaks off": (200, STREAM, b'data: {"choices":[{"delta":{"content":"Hi"}}]}\n\n', "broken off"),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_chat_is_a_client_of_any_server(case: str, foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever form it answers; a request that fails is told by the status, and no terminal obeys a server."""
+    *said, expected = SAID[case]
+    monkeypatch.setattr(Foreign, "said", tuple(said))
+    result = CliRunner(catch_exceptions=False).invoke(nsa, ["chat", foreign], input="hello\n")
+    if result.exit_code:
+        assert result.exit_code == 1 and expected in result.stderr and "Traceback" not in result.stderr
+    else:
+        assert result.stdout == f"{expected}\n" and not result.stderr
+    assert bool(result.exit_code) == any(word in case for word in ("error", "page", "event", "kind", "breaks"))
 
 
 @pytest.mark.long

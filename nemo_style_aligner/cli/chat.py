@@ -98,17 +98,14 @@ class Server:
         """The response, piece by piece. Closing the iterator ends it. Raises `UserError`."""
         body = {"model": self.model, "messages": messages, "stream": True, **options}
         with self._ask("POST", "/chat/completions", json.dumps(body)) as answer:
-            is_stream = "event-stream" in (answer.getheader("Content-Type") or "")
-            for event in _events(answer) if is_stream else [answer.read().decode(errors="replace")]:
+            is_whole = "json" in (answer.getheader("Content-Type") or "")
+            for event in [answer.read().decode(errors="replace")] if is_whole else _events(answer):
                 if event.strip() == "[DONE]":
                     return
-                content = _object(event)
-                if (message := _error_in(content)) is not None:
-                    raise UserError(f"the server says: {message}")
-                for choice in content.get("choices") or ():
-                    yield _text_of(choice)
-                    if choice.get("finish_reason") or not is_stream:
-                        return
+                text, is_end = _news(_object(event))
+                yield text
+                if is_end or is_whole:
+                    return
         raise UserError("the server has broken off its answer")
 
     @contextlib.contextmanager
@@ -155,6 +152,17 @@ def _error_in(content: dict[str, Any]) -> str | None:
     if isinstance(found, dict):
         found = found.get("message") or found
     return None if found is None else str(found)[:1000]
+
+
+def _news(content: dict[str, Any]) -> tuple[str, bool]:
+    """The text in a chunk of a stream, or in an answer; and whether it ends there. Raises `UserError`."""
+    if (message := _error_in(content)) is not None:
+        raise UserError(f"the server says: {message}")
+    try:
+        choices = content.get("choices") or []
+        return "".join(map(_text_of, choices)), any(choice.get("finish_reason") for choice in choices)
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"the server's answer is none of a chat: {json.dumps(content)[:300]}") from error
 
 
 def _text_of(choice: Any) -> str:

@@ -361,7 +361,7 @@ class _Request:
         if not re.fullmatch("[0-9]{1,20}", self.fields.get("CONTENT_LENGTH", "0")):
             raise ProtocolError(400, "Content-Length is not a whole number")
         if self.is_chunked and (begin[3] == b"0" or "CONTENT_LENGTH" in self.fields):
-            raise ProtocolError(400, "a body comes in chunks of HTTP/1.1, or with its Content-Length")
+            raise ProtocolError(400, "a body comes with its Content-Length or, unless HTTP is 1.0, in chunks")
         if self.fields.get("TRANSFER_ENCODING", "chunked").lower() != "chunked":
             raise ProtocolError(400, "of transfer encodings, 'chunked' alone is read")
         self.is_old = begin[3] == b"0"

@@ -140,11 +140,14 @@ class _Places:
 
     def next(self, token_id: int) -> int:
         """The place of the next token."""
-        token, place = self._tokenizer.token_bytes(token_id), self._place
+        token = self._tokenizer.token_bytes(token_id)
         if not self._echoed.startswith(token, self._at):  # BOS, a space in front of a prompt; or of a response
             is_first = self._at == 0 and self._echoed
             token = token.removeprefix(b" ") if is_first else token
             token = b"" if token_id in self._tokenizer.special_ids else token
+        goes_on = token != b"" and 0x80 <= token[0] < 0xC0  # with the character before; else that remains a part
+        self._place += 0 if goes_on else len(self._decoder.decode(b"", final=True))
+        place = self._place
         self._at += len(token)
         self._place += len(self._decoder.decode(token))
         return place
