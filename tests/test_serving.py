@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ import torch
 from click.testing import CliRunner
 from job_processes import Job, environment, script, stored_weights
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file, save_file
 from small_models import CHATML, SHAPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -538,7 +540,14 @@ def test_limits_and_a_graceful_stop(folder: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_served_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    weights = load_file(damaged / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
     cases: list[tuple[Path, dict[str, int], str]] = [
+        (damaged, {}, r"damaged: model.norm.weight has values that are NaN or infinite"),
+        (folder / "model.safetensors", {}, "has weights alone: give the folder"),
         (tmp_path, {}, "is a tokenizer: make a .nemo archive of it first"),
         (folder, {"kv_cache_tokens": 16}, "kv_cache_tokens=16 cannot hold one sequence of 256 tokens"),
         (folder, {"max_length": MAX_LENGTH + 1}, "fewer than a maximum length of 257"),

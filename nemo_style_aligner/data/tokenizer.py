@@ -188,7 +188,7 @@ class Tokenizer(ABC):
         text = self.token_text(token_id)
         if PART_OF_A_CHARACTER not in text:
             return text.encode()
-        piece = self._piece(token_id)
+        piece = self.piece(token_id)
         if byte := _BYTE_PIECE.fullmatch(piece):
             return bytes([int(byte[1], 16)])
         from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -197,7 +197,7 @@ class Tokenizer(ABC):
         return bytes(map(spelt_as.__getitem__, piece)) if set(piece) <= spelt_as.keys() else text.encode()
 
     @abstractmethod
-    def _piece(self, token_id: int) -> str:
+    def piece(self, token_id: int) -> str:
         """A token as the vocabulary spells it."""
 
     @abstractmethod
@@ -381,7 +381,8 @@ class HuggingFaceTokenizer(Tokenizer):
         kept = [int(i) for i in ids if keep_special or int(i) not in self.special_ids]
         return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _piece(self, token_id: int) -> str:
+    def piece(self, token_id: int) -> str:
+        """See `Tokenizer.piece`."""
         return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     def token_to_id(self, token: str) -> int | None:
@@ -443,7 +444,8 @@ class SentencePieceTokenizer(Tokenizer):
             text += "".join(map(self._model.id_to_piece, part)) if is_special else model.decode(part)
         return text
 
-    def _piece(self, token_id: int) -> str:
+    def piece(self, token_id: int) -> str:
+        """See `Tokenizer.piece`."""
         return str(self._model.id_to_piece(token_id))
 
     def token_to_id(self, token: str) -> int | None:
@@ -563,9 +565,13 @@ def _load(path: Path) -> Tokenizer:
         backend = config.get(_BACKEND_KEY, "huggingface") if _CONFIG in files else None
     except (ValueError, AttributeError) as error:
         raise TokenizerError(f"{path / _CONFIG} cannot be read: {error}") from error
-    models = sorted(path.glob("tokenizer.model")) or sorted(path.glob("*.model"))
+    _refuse_two_templates(path, files)
+    models = sorted(path.glob("*.model"))
     if backend != "sentencepiece" and ("tokenizer.json" in files or (backend and not models)):
-        return _load_hugging_face(path, files)
+        tokenizer = _load_hugging_face(path, files)
+        for model in models:
+            _refuse_another_vocabulary(model, tokenizer)
+        return tokenizer
     if len(models) != 1:
         names = ", ".join(model.name for model in models) or "neither"
         raise TokenizerError(f"{path}: expected tokenizer.json or one sentencepiece .model file, found {names}")
@@ -576,6 +582,36 @@ def _load(path: Path) -> Tokenizer:
         )
     others = {name: content for name, content in files.items() if not name.endswith(".model")}
     return SentencePieceTokenizer(models[0], others)
+
+
+def _refuse_two_templates(directory: Path, files: Mapping[str, bytes]) -> None:
+    within = _chat_template({name: content for name, content in files.items() if name != _TEMPLATE})
+    if (
+        _TEMPLATE in files
+        and within is not None
+        and within.strip() != files[_TEMPLATE].decode(errors="replace").strip()
+    ):
+        raise TokenizerError(
+            f"{directory} has two chat templates, which differ: {_TEMPLATE}, and chat_template in {_CONFIG}: remove one"
+        )
+
+
+def _refuse_another_vocabulary(model: Path, tokenizer: HuggingFaceTokenizer) -> None:
+    """Refuse a sentencepiece model that lies beside a tokenizer.json and is none of the same tokenizer.
+
+    Their ids may differ in special tokens and in those that were added. One that cannot be read is not heeded.
+    """
+    try:
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    except (OSError, RuntimeError):
+        return
+    ids = range(pieces.get_piece_size())
+    same = sum(pieces.id_to_piece(i) == tokenizer.piece(i) for i in ids if i < tokenizer.vocab_size)
+    if same < len(ids) / 2:
+        raise TokenizerError(
+            f"{model.parent} has two tokenizers: {same} of the {len(ids)} pieces of {model.name} have the same ids in "
+            "tokenizer.json. Remove that which is not the model's"
+        )
 
 
 def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBase:

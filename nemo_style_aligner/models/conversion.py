@@ -60,7 +60,7 @@ from nemo_style_aligner.weights.huggingface import (
     write_checkpoint,
 )
 from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_family
-from nemo_style_aligner.weights.layout import check_shapes, hf_tensors, weight_layout
+from nemo_style_aligner.weights.layout import HEAD_BIAS, check_shapes, hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 from nemo_style_aligner.wording import spelt
 
@@ -155,7 +155,8 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         with progress:
             for name, tensor in export_weights(model):
-                yield name, tensor
+                if name != HEAD_BIAS or tensor.any():  # of zeros: transformers has none, and others refuse it
+                    yield name, tensor
                 progress.update()
 
     if dist.get_rank() == 0:
