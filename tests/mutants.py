@@ -116,8 +116,6 @@ def users_of(path: str, files: str) -> list[str]:
     """Files that import a file's module."""
     package, _, name = path.removesuffix(".py").replace("/", ".").rpartition(".")
     imported = re.compile(rf"^ *from {re.escape(package)}(\.{name} import| import .*\b{name}\b)", re.MULTILINE)
-        rf"^ *from {re.escape(package)}(\.{name} import|( import|\n? *\() .*\b{name}\b)", re.MULTILINE
-    )
     found = (file for file in sorted(ROOT.glob(files)) if imported.search(file.read_text()))
     return [str(file.relative_to(ROOT)) for file in found]
 
