@@ -2,7 +2,7 @@
 
 Each mutant is a copy of the package in a temporary folder with one expression changed: another comparison, a sign, an
 operand, a constant, a condition that is negated, a statement that is left out. The tests that concern its file are
-those whose files import its module, the fewest imports first; the first failure ends them. What no test notices is
+those whose files import its module, those named after it first; the first failure ends them. What no test notices is
 printed, as a diff; the status is their number.
 
     python tests/mutants.py --count 60 --seed 1
@@ -100,7 +100,7 @@ def _compiles(text: str) -> bool:
 
 
 def tests_of(path: str, most: int) -> list[str]:
-    """Test files that import a file's module, those first that import the fewest modules: they say most about it.
+    """Test files that import a file's module, those named after it first, then those that import few.
 
     If none does, those that import a module which imports it.
     """
@@ -108,7 +108,9 @@ def tests_of(path: str, most: int) -> list[str]:
     if not tests:
         users = users_of(path, f"{PACKAGE}/**/*.py")
         tests = list(dict.fromkeys(test for user in users for test in users_of(user, "tests/test_*.py")))
-    return sorted(tests, key=lambda test: (ROOT / test).read_text().count(f"from {PACKAGE}"))[:most]
+    name = Path(path).stem
+    by_name_and_weight = sorted(tests, key=lambda t: (name not in t, (ROOT / t).read_text().count(f"from {PACKAGE}")))
+    return by_name_and_weight[:most]
 
 
 @functools.cache
