@@ -51,7 +51,7 @@ def changes(node: ast.AST) -> Iterator[tuple[Node, str]]:
     """What of a node may be replaced, and by what."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
         yield node, _with(node, ops=[COMPARISONS[type(node.ops[0])](), *node.ops[1:]])
-    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and ast.unparse(node.right) != "None":  # a type
         yield node, f"({ast.unparse(node.left)})"
         yield node, _with(node, op=OPERATORS[type(node.op)]())
     elif isinstance(node, ast.BoolOp):
@@ -122,7 +122,8 @@ def users_of(path: str, files: str) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in found]
 
 
-def survives(mutant: Mutant, tests: list[str], seconds: float) -> bool:
+@functools.cache
+def passes(tests: tuple[str, ...], mutant: Mutant, seconds: float) -> bool:
     """Whether the tests pass with the mutant in the file's place."""
     with tempfile.TemporaryDirectory(prefix="mutant") as folder:
         for name in (PACKAGE, "tests", "examples", "docs", "conf"):
@@ -134,7 +135,7 @@ def survives(mutant: Mutant, tests: list[str], seconds: float) -> bool:
         try:
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=seconds)
         except subprocess.TimeoutExpired:
-            return False  # it hangs, which somebody would notice
+            return False  # it hangs, which somebody notices
         return done.returncode == 0
 
 
@@ -155,15 +156,18 @@ def main() -> int:
     chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))
     survivors = 0
     for number, mutant in enumerate(chosen, 1):
-        tests = tests_of(mutant.path, options.files)
-        is_alive = survives(mutant, tests, options.seconds)
-        survivors += is_alive
-        before, after = (ROOT / mutant.path).read_text().splitlines(), mutant.text.splitlines()
-        change = [
-            row for row in difflib.unified_diff(before, after, n=0, lineterm="") if row[:2] not in ("--", "++", "@@")
-        ]
-        print(f"{number}/{len(chosen)} {'SURVIVES' if is_alive else 'noticed'} {mutant.path}:{mutant.line}", flush=True)
-        print("\n".join([*change, f"  {' '.join(tests)}"] if is_alive else change), flush=True)
+        tests, as_it_is = tuple(tests_of(mutant.path, options.files)), (ROOT / mutant.path).read_text()
+        if passes(tests, mutant, options.seconds):
+            said, survivors = f"SURVIVES {' '.join(tests)}", survivors + 1
+        else:  # what fails without the change says nothing
+            said = (
+                "noticed"
+                if passes(tests, Mutant(mutant.path, 0, as_it_is), options.seconds)
+                else "NOT TRIED: tests fail"
+            )
+        print(f"{number}/{len(chosen)} {mutant.path}:{mutant.line} {said}", flush=True)
+        rows = difflib.unified_diff(as_it_is.splitlines(), mutant.text.splitlines(), n=0, lineterm="")
+        print("\n".join(row for row in rows if row[:2] not in ("--", "++", "@@")), flush=True)
     print(f"{survivors} of {len(chosen)} mutants were noticed by no test")
     return min(survivors, 125)
 
