@@ -354,5 +354,20 @@ def test_math_verify_compares_by_value_within_limits(build: Any) -> None:
     ) == [1, 0]
     (huge,) = score(source, responses(r"\boxed{9^{9^{9^9}}}", answer="2"))
     assert huge == Reward(0.0, {"math_verify": 0.0, "math_verify/undecided": 1.0})
+    for response, answer in (  # of what it knows, nothing is left to the package, which leaves out letters
+        *[
+            ("It is 5 million", "5"),
+            (r"\boxed{2t}", "2"),
+            ("it is 2x", "2"),
+            ("$2$ million", "2"),
+            (r"\boxed{7²}", "7"),
+        ],
+        *[(r"\boxed{101_2}", "101"), (r"$\sqrt{2}$ km", r"\sqrt{2}\text{ m}"), ("<think>$1+x$", "x + 1")],
+    ):
+        assert values(source, responses(response, answer=answer)) == [0], response
+    assert values(source, responses(r"\boxed{\sqrt{12}}", "2√3", answer=r"2\sqrt{3}")) == [1, 1]
+    assert values(source, responses(r"\boxed{18.9}", r"\boxed{18}", answer=r"\$18.90")) == [1, 0]
     (unreadable,) = score(source, responses("3", answer="$ $"))
     assert math.isnan(unreadable.value) and "the right answer '$ $' cannot be read" in str(unreadable.problem)
+    with pytest.raises(DataError, match=r"x:2: reward math_verify: the right answer '\$' cannot be read as math"):
+        source.check({f"x:{n}": {"text": "?", "answer": answer} for n, answer in enumerate((r"\$5", "US$5", "$"))})

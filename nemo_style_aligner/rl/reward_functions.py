@@ -12,7 +12,6 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from nemo_style_aligner.data.answers import problem_of as problem_of_answer
 from nemo_style_aligner.rl.math_verifier import MAX_SECONDS, MathVerifier
 from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, RewardSource, fits_fp32, when_all
 from nemo_style_aligner.rl.sample import Sample
@@ -143,7 +142,7 @@ class MathRewards(FunctionRewards):
 
     def problem_of(self, line: Mapping[str, Any]) -> str | None:
         """See `RewardSource.problem_of`."""
-        return problem_of_answer(line)
+        return self._verifier.problem_of(line)
 
     def close(self) -> None:
         """See `RewardSource.close`."""
