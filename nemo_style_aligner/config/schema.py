@@ -197,7 +197,8 @@ class TrainedModel(Model):
 class Schedule(Section):
     name: str | None = "CosineAnnealing"  # or constant
     max_steps: Count | None = None  # length of the schedule in updates; null: those of the run
-    warmup_steps: CountFrom0 | None = 10  # updates of linear warm-up
+    # Updates of linear warm-up. As in NeMo, with constant_steps above 0 the first one is made at a rate of 0.
+    warmup_steps: CountFrom0 | None = 10
     # Updates at the end of the schedule that are made at min_lr. NeMo-Aligner's files have 1000, with which a run of
     # at most warmup_steps + 1000 updates is at min_lr right after the warm-up.
     constant_steps: CountFrom0 | None = 0
