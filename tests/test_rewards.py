@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import importlib.util
 import json
 import math
@@ -54,6 +55,9 @@ def parts(prompt, response, line):
 async def named(prompt, response, line):
     await asyncio.sleep(0.2)
     return {"reward": 7, "length": len(response)}
+
+def curriculum(prompt, response, line, step):
+    return step
 
 def odd(prompt, response, line):
     return eval(response)
@@ -166,6 +170,19 @@ def test_a_failing_function_gives_no_reward_but_a_problem(
     assert math.isnan(failed.value) and failed.problem is not None
     assert re.search(f"^reward odd: the reward function .*functions.py:odd {message}", failed.problem), failed.problem
     assert scored == Reward(1.0, {"odd": 1.0, "exact_match": 0.0})
+
+
+def test_a_function_may_take_the_step(build: Any, functions: str) -> None:
+    source = build({"source": f"{functions}:curriculum"})
+    assert values(source, [dataclasses.replace(response, step=7) for response in responses("a", "b")]) == [7, 7]
+
+
+def test_a_part_that_is_only_logged_fails_alone(build: Any, functions: str, caplog: pytest.LogCaptureFixture) -> None:
+    source = build({"source": f"{functions}:odd", "weight": 0}, {"source": "exact_match"})
+    failed, scored = score(source, responses("1/0", "2"))
+    assert failed.value == 0.0 and failed.problem is None and math.isnan(failed.parts["odd"])
+    assert scored == Reward(1.0, {"odd": 2.0, "exact_match": 1.0})
+    assert "reward odd, which is only logged: the reward function" in caplog.text
 
 
 def test_calls_over_their_limit_fail(build: Any, functions: str, caplog: pytest.LogCaptureFixture) -> None:

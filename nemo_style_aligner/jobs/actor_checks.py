@@ -48,6 +48,7 @@ from nemo_style_aligner.rl.math_verifier import MathVerifier
 from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, FrozenSpec, RewardSpec, reward_specs
 from nemo_style_aligner.rl.reward_functions import load_reward_function
 from nemo_style_aligner.rl.rollouts.setup import engine_size
+from nemo_style_aligner.rl.settings import kl_estimator
 
 _PPO_LENGTH = "model.ppo.length_params.max_length"
 _ESTIMATOR, _LOSS = "trainer.ppo.estimator", "trainer.ppo.policy_loss"
@@ -263,6 +264,12 @@ def _policy_loss(view: JobView) -> Iterator[str]:
     kl_in = "trainer.ppo.kl_in"
     if view.get(kl_in) == "loss" and view.get(KL_PENALTY) == 0:
         yield f"{view.show(kl_in, KL_PENALTY)}: there is no penalty to put there; give it one, or set {kl_in}=reward"
+    chosen, absolute = "trainer.ppo.kl_estimator", "trainer.ppo.use_absolute_kl"
+    if view.get(kl_in) == "loss" and kl_estimator(view.cfg.trainer.ppo) == "k1":
+        yield (
+            f"{view.show(kl_in, chosen, absolute)}: the gradient of k1 is 0 on average, whatever the divergence, so "
+            f"this would add noise and no penalty; set {chosen}=k3, or {kl_in}=reward"
+        )
 
 
 def _best_of_n(view: JobView) -> Iterator[str]:
