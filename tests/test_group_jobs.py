@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -46,10 +47,11 @@ SAMPLES = PROMPTS * RESPONSES
 
 # `kill_at` beside the file: the call at which the process that makes it, or a rank that it names, is killed, once.
 REWARDS = """
-import pathlib, time
+import os, pathlib, time
 import psutil
 
 HERE, calls = pathlib.Path(__file__).parent, 0
+os.chdir("/")  # as some do to find their own files: a job's paths stay where they were
 
 def form(prompt, response, line):
     global calls
@@ -182,11 +184,15 @@ def done(
     artefacts: Artefacts, undisturbed: Path, flags: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """`undisturbed`, once it is done: on one rank, where there is no secret to share."""
+    relative = (
+        "exp_manager.explicit_log_dir=log",
+        f"pretrained_checkpoint.restore_from_path={os.path.relpath(artefacts.sft, undisturbed)}",
+    )
     if not (undisturbed / "log").exists():
         with monkeypatch.context() as patch:
             patch.setenv(TOKEN_FILE_VARIABLE, str(undisturbed / "nowhere" / "token"))
             run(
-                script("train_gpt_ppo_actor.py", *flags(undisturbed, *grpo(undisturbed, artefacts.rm))),
+                script("train_gpt_ppo_actor.py", *flags(undisturbed, *grpo(Path(), artefacts.rm), *relative)),
                 undisturbed / "job.log",
                 TIMEOUT,
             )
