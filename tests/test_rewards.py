@@ -383,6 +383,8 @@ def test_math_verify_compares_by_value_within_limits(build: Any) -> None:
     ):
         assert values(source, responses(response, answer=answer)) == [0], response
     assert values(source, responses(r"\boxed{\sqrt{12}}", "2√3", answer=r"2\sqrt{3}")) == [1, 1]
+    assert values(source, responses("1.414214", "1.42", answer=r"\sqrt{2}")) == [1, 0]  # by its own tolerance
+    assert values(source, responses("0.333333", "0.33", answer="1/3")) == [1, 0]
     assert values(source, responses(r"\boxed{18.9}", r"\boxed{18}", answer=r"\$18.90")) == [1, 0]
     (unreadable,) = score(source, responses("3", answer="$ $"))
     assert math.isnan(unreadable.value) and "the right answer '$ $' cannot be read" in str(unreadable.problem)

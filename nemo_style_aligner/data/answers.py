@@ -167,7 +167,7 @@ def _boxed(text: str) -> tuple[int, str | None]:
 
 def verdict(given: str, right: str) -> bool | None:
     """Whether two answers say the same; None if they may, being other texts that are not both quantities."""
-    given, right = (plain(text).removesuffix(".").rstrip() for text in (given, right))
+    given, right = ((plain(text) or text).removesuffix(".").rstrip() for text in (given, right))
     one, other = quantity(given), quantity(right)
     if one is not None and other is not None:
         return one.equals(other)

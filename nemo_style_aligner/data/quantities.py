@@ -29,7 +29,7 @@ _MOST_BITS = 10_000  # of its value's numerator and denominator
 _TEX = [
     (r"\\!|\\(?:left|right|displaystyle)(?![a-zA-Z])", ""),
     (r"\{,\}", ","),
-    (r"\\(?:[,:;> ]|q?quad(?![a-zA-Z]))|~", " "),
+    (r"\\(?:[,:;> ]|q?quad(?![a-zA-Z]))|(?<=\S)~(?=\S)", " "),
     (r"\\[dtc]?frac\s*(\d)\s*(?=[\d{])", r"\\frac{\1}"),
     (r"\\[dtc]?frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}"),
     (r"\\sqrt\s*(\d)|(?<![\w\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1\2}"),
@@ -68,7 +68,11 @@ def plain(text: str) -> str:
         text = re.sub(pattern, replacement, text)
     for _ in range(_DEPTH):
         text = _WITH_BRACES.sub(_without_braces, text)
-    return " ".join(text.split()).strip("*` ")
+    text = " ".join(text.split())
+    for _ in range(_DEPTH):
+        is_marked = len(text) > 2 and text[0] in "*`" and text[-1] == text[0]
+        text = text[1:-1].strip() if is_marked else text
+    return text
 
 
 def _without_braces(found: re.Match[str]) -> str:

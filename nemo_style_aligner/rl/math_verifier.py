@@ -15,6 +15,7 @@ import re
 import resource
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from nemo_style_aligner.data.answers import EXTRACTION, given_answer, is_right, right_answers, verdict
@@ -29,6 +30,7 @@ _SECONDS = 5  # for a response; usual ones take hundredths
 _KILL_SECONDS = 10.0  # for one in which a signal is not noticed
 _START_SECONDS = 120.0  # importing sympy
 _MEMORY_BYTES = 4 << 30
+_MOST_PLACES = 50  # of a decimal
 _UNREADABLE = "the right answer {!r:.60} cannot be read as mathematics"
 MAX_SECONDS = _START_SECONDS + 2 * _KILL_SECONDS
 """What verifying a response may take at most."""
@@ -87,8 +89,8 @@ class MathVerifier:
         verdicts = {} if given is None else {right: verdict(given, right) for right in right_answers(line)}
         if any(verdicts.values()):
             return {"reward": 1.0, "undecided": 0.0}
-        golds = {right: self._gold(right) for right, known in verdicts.items() if known is None}
-        asked = [] if formula is None else [right for right, gold in golds.items() if gold.fits(formula)]
+        golds = {right: self._gold(right) for right in verdicts}
+        asked = [] if formula is None else [right for right, gold in golds.items() if gold.may_equal(formula)]
         if formula is None or not asked:
             return {"reward": 0.0, "undecided": 0.0}
         found = self._ask([golds[right].latex for right in asked], formula.latex)
@@ -140,11 +142,13 @@ _WITH_WORDS = re.compile(r"(.*\S)\s*\\(?:text|mathrm)\s*\{([^{}]*)\}", re.DOTALL
 class _Formula:
     latex: str
     unit: Unit
+    is_decimal: bool = False
 
-    def fits(self, other: _Formula) -> bool:
-        """Whether the formulas alone can be compared: of two units, both must be the same."""
+    def may_equal(self, other: _Formula) -> bool:
+        """Whether ``math-verify`` can tell: not for two decimals, whose difference is known, nor for other units."""
         has_both = self.unit.dimensions and other.unit.dimensions
-        return self.unit.agrees(other.unit) and (not has_both or self.unit.factor == other.unit.factor)
+        is_known = self.is_decimal and other.is_decimal
+        return not is_known and self.unit.agrees(other.unit) and (not has_both or self.unit.factor == other.unit.factor)
 
 
 def _answer_in(response: str, line: Mapping[str, Any]) -> str | None:
@@ -164,13 +168,25 @@ def _formula(text: str) -> _Formula | None:
     """An answer as LaTeX without its unit; None if it is no formula, or one that ``math-verify`` reads as another."""
     text = text.strip().removesuffix(".").rstrip()
     if (number := quantity(plain(text))) is not None:
-        return _Formula(f"\\frac{{{number.value.numerator}}}{{{number.value.denominator}}}", number.unit)
+        decimal = _as_decimal(number.value)
+        fraction = f"\\frac{{{number.value.numerator}}}{{{number.value.denominator}}}"
+        return _Formula(decimal or fraction, number.unit, decimal is not None)
     if (span := _SPAN.match(text)) is not None and "$" not in text[span.end() :]:
         counted = unit(text[span.end() :])
         return None if counted is None else _formula_of(next(filter(None, span.groups())), counted)
     if (words := _WITH_WORDS.fullmatch(text)) is not None and (counted := unit(f" {words[2]}")) is not None:
         return _formula_of(words[1], counted)
     return _formula_of(text, Unit())
+
+
+def _as_decimal(value: Fraction) -> str | None:
+    """All digits of a number; None if they have no end. ``math-verify`` compares roots and thirds with rounded ones."""
+    places = next((n for n in range(_MOST_PLACES) if 10**n % value.denominator == 0), None)
+    if places is None:
+        return None
+    digits = str(abs(value.numerator) * 10**places // value.denominator).zfill(places + 1)
+    point = len(digits) - places
+    return "-" * (value < 0) + digits[:point] + ("." + digits[point:] if places else "")
 
 
 def _formula_of(latex: str, counted: Unit) -> _Formula | None:
