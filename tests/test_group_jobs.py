@@ -53,9 +53,11 @@ import psutil
 HERE, calls = pathlib.Path(__file__).parent, 0
 os.chdir("/")  # as some do to find their own files: a job's paths stay where they were
 
-def form(prompt, response, line):
+def form(prompt, response, line, step):
     global calls
     calls += 1
+    with (HERE / "steps").open("a") as file:
+        file.write(f"{step} ")
     marker = HERE / "kill_at"
     at, *ranks = marker.read_text().split() if marker.exists() else "0"
     if calls == int(at):
@@ -228,6 +230,7 @@ def test_parts_of_rewards_and_what_was_drawn_are_logged(artefacts: Artefacts, do
         f"rewards/{rm}",
     ):
         assert [step for step, _ in found[f"train_rollouts/{name}"]] == steps, name
+    assert list(dict.fromkeys(map(int, (done / "steps").read_text().split()))) == steps
     assert not any("critic" in name or "values" in name or "returns" in name for name in found)
     assert "critic" not in (done / "job.log").read_text() and not (done / "log" / "critic_journal").exists()
     rounds, dropped, useless, consumed = (
@@ -271,6 +274,7 @@ def test_killed_and_resumed_is_as_if_never_killed(
     command = script("train_gpt_ppo_actor.py", *flags(tmp_path, *grpo(tmp_path, artefacts.rm)))
     kill_and_start_again(command, tmp_path, at_call=sum(drawn[:-1]) + min(SAMPLES + 2, drawn[-1] - 1))
     require_same_end(tmp_path, done)
+    assert (tmp_path / "steps").read_text().split()[-1] == (done / "steps").read_text().split()[-1]  # resumed, too
 
 
 @pytest.mark.long
