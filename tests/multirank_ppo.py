@@ -40,6 +40,7 @@ from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
+from nemo_style_aligner.models.ragged import after_prompts
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
 from nemo_style_aligner.rl.experience import Experience, leave_out_nonfinite, make_experience
@@ -272,11 +273,13 @@ class Sequences:
             groups=ids // group,
             prompt_lengths=self.prompt_lengths,
             lengths=self.lengths,
+            sampled_lengths=self.lengths - self.prompt_lengths,
             ended=self.ended,
             weight_versions=torch.zeros_like(ids),
             counts=torch.ones_like(self.ended),
             own=own,
             tokens=self.tokens[own][position < self.lengths[own, None]].int(),
+            sampled=after_prompts(self.lengths[own], self.prompt_lengths[own]),
             engine_logprobs=self.engine_logprobs[own][self.responses(own)],
         )
 
@@ -433,7 +436,7 @@ def group_step(folder: Path, layout: Layout) -> None:
 def _dealt(trainer: RLTrainer, batch: Sequences, group: int) -> Rollouts:
     """This rank's share, as `RLTrainer.deal` makes it."""
     minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(NUM_SAMPLES, 0)]
-    work = map(trainer._work, batch.lengths.tolist(), (batch.lengths - batch.prompt_lengths).tolist())
+    work = map(trainer._work, batch.lengths.tolist(), batch.sampled_lengths.tolist())
     return batch.share(deal(list(work), minibatches), group)
 
 
@@ -457,7 +460,7 @@ def _rewards_in_job(cfg: DictConfig, archive: Path, batch: Sequences) -> torch.T
     head = RewardHeadConfig.from_model_config(base.config)
     source = ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
     source.load()
-    lengths = zip(batch.lengths.tolist(), batch.prompt_lengths.tolist(), strict=True)
+    lengths = zip(batch.lengths.tolist(), (batch.lengths - batch.sampled_lengths).tolist(), strict=True)
     samples = [
         Sample(place, 0, {}, batch.tokens[place, :length].tolist(), prompt, True, str)
         for place, (length, prompt) in enumerate(lengths)
@@ -481,13 +484,13 @@ def _critic_in_job(
     sequences = SequencesToScore(WIDTH, policy.architecture.vocab_size, policy.tokenizer.fingerprint())
     critic, _ = build_local_critic(cfg, policy, sequences)
     trained = critic.load()
-    rows = rollouts.on_first_rank(critic.values_of(rollouts), rollouts.response_lengths)
+    rows = rollouts.on_first_rank(critic.values_of(rollouts), rollouts.sampled_lengths)
     critic.give_back_memory()  # as where something comes between
     values = critic.values_of(rollouts)
     metrics = critic.start_training(experience).result()
     critic.start_save()  # whose weights are read after it
     weights = {f"critic.{name}": tensor.clone() for name, tensor in export_weights(trained.model)}
-    again = rollouts.on_first_rank(values, rollouts.response_lengths)
+    again = rollouts.on_first_rank(values, rollouts.sampled_lengths)
     if rows is None or again is None:
         return {}
     assert all(map(torch.equal, rows, again))
@@ -533,7 +536,7 @@ def _tensors(experience: Experience) -> dict[str, torch.Tensor]:
     """All samples' columns, on rank 0. Collective."""
     rollouts = experience.rollouts
     rows = {
-        name: rollouts.on_first_rank(column, rollouts.response_lengths) for name, column in experience.columns.items()
+        name: rollouts.on_first_rank(column, rollouts.sampled_lengths) for name, column in experience.columns.items()
     }
     return {"learns": experience.learns} | {name: torch.cat(list(row)) for name, row in rows.items() if row is not None}
 

@@ -26,7 +26,7 @@ from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
@@ -88,9 +88,13 @@ def global_batch() -> RaggedBatch:
     lengths = prompt_lengths + torch.tensor([4, 9, 1, 6, 0, 5, 3, 8, 7, 2])
     wanted = torch.tensor([1, 1, 1, 1, 1, 0, 1, 0, 1, 0]).bool()
     batch = RaggedBatch(
-        torch.randint(0, VOCAB, (int(lengths.sum()),), generator=generator).int(), lengths, prompt_lengths, {}, wanted
+        torch.randint(0, VOCAB, (int(lengths.sum()),), generator=generator).int(),
+        lengths,
+        after_prompts(lengths, prompt_lengths),
+        {},
+        wanted,
     )
-    counts = wanted.repeat_interleave(batch.response_lengths)
+    counts = wanted.repeat_interleave(batch.sampled_lengths)
     for name, mean, deviation in (
         ("old_logprobs", -4.0, 0.3),
         ("reference_logprobs", -4.0, 0.5),
@@ -143,8 +147,8 @@ def step(folder: Path, layout: Layout) -> None:
     for number, actor.loss in enumerate(LOSSES):
         is_update = False
         own = actor.logprobs(batch, is_trained=True)
-        logprobs = torch.zeros(int(whole.response_lengths.sum()))
-        logprobs[whole.response_places(mine)] = own
+        logprobs = torch.zeros(int(whole.sampled_lengths.sum()))
+        logprobs[whole.sampled_places(mine)] = own
         dist.all_reduce(logprobs, group=parallel_state.get_data_parallel_group())
         results[f"logprobs {number}"] = logprobs
         is_update = True

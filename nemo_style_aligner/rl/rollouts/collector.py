@@ -246,14 +246,15 @@ class Collected:
 
         Args:
             minibatches: samples that are trained on together: each is divided evenly.
-            work: of a sequence of so many tokens, of which so many are the response's, in any unit.
+            work: of a sequence of so many tokens, of which so many are sampled, in any unit.
         """
         own = self._own()
         places, results = [place for place, _ in own], [result for _, result in own]
-        facts = torch.zeros(len(own), 4, dtype=torch.int64)
+        facts = torch.zeros(len(own), 5, dtype=torch.int64)
         for row, (place, result) in enumerate(own):
+            ended = result.finish_reason == "stop"
             facts[row] = torch.tensor(
-                [place, len(result.token_ids), result.finish_reason == "stop", result.weight_version]
+                [place, len(result.token_ids), len(result.logprobs), ended, result.weight_version]
             )
         facts = all_gather_rows(facts.to(device())).cpu()
         facts = facts[facts[:, 0].argsort()]
@@ -261,21 +262,23 @@ class Collected:
             missing = sorted(set(range(len(self))) - set(facts[:, 0].tolist()))
             raise RuntimeError(f"the rollouts are not one per sample: {len(facts)} results, missing {missing[:20]}")
         prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in self.prompts], dtype=torch.int64)
-        responses = facts[:, 1]
-        lengths = prompt_lengths + responses
-        share = deal([work(*row) for row in zip(lengths.tolist(), responses.tolist(), strict=True)], minibatches)
+        lengths, sampled_lengths = prompt_lengths + facts[:, 1], facts[:, 2]
+        share = deal([work(*row) for row in zip(lengths.tolist(), sampled_lengths.tolist(), strict=True)], minibatches)
         tokens = [torch.tensor(r.prompt_token_ids + r.token_ids, dtype=torch.int32) for r in results]
+        sampled = [torch.tensor([False] * len(r.prompt_token_ids) + r.sampled) for r in results]
         logprobs = [torch.tensor(r.logprobs, dtype=torch.float32) for r in results]
         return Rollouts(
             prompt_ids=torch.tensor([prompt.prompt_id for prompt in self.prompts], dtype=torch.int64),
             groups=self.groups,
             prompt_lengths=prompt_lengths,
             lengths=lengths,
-            ended=facts[:, 2].bool(),
-            weight_versions=facts[:, 3],
+            sampled_lengths=sampled_lengths,
+            ended=facts[:, 3].bool(),
+            weight_versions=facts[:, 4],
             counts=torch.ones(len(self), dtype=torch.bool),
             own=share,
             tokens=_exchanged(places, tokens, torch.int32, share),
+            sampled=_exchanged(places, sampled, torch.bool, share),
             engine_logprobs=_exchanged(places, logprobs, torch.float32, share),
         )
 
@@ -412,7 +415,7 @@ class RolloutCollector:
             columns: fp32 [R] each, by name; lists with a number for each response token.
         """
         tokens = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths)
-        per_token = {n: rollouts.on_first_rank(x, rollouts.response_lengths) for n, x in columns.items()}
+        per_token = {n: rollouts.on_first_rank(x, rollouts.sampled_lengths) for n, x in columns.items()}
         if tokens is None:
             return []
         records, parts = [], {name: json_numbers(part.tolist()) for name, part in scores.parts.items()}
