@@ -40,7 +40,6 @@ from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import KeptPasses
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
-from nemo_style_aligner.models.ragged import after_prompts
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
 from nemo_style_aligner.rl.experience import Experience, leave_out_nonfinite, make_experience
@@ -256,9 +255,13 @@ def _file(name: str, tied: bool) -> str:
 
 @dataclasses.dataclass
 class Sequences:
-    """All samples, as a service gets them: tokens int64 [N, WIDTH], and what is known of each."""
+    """All samples, as a service gets them: tokens int64 [N, WIDTH], and what is known of each.
+
+    ``sampled``: bool [N, WIDTH]. Longer responses are two replies, with something inserted between them.
+    """
 
     tokens: torch.Tensor
+    sampled: torch.Tensor
     prompt_lengths: torch.Tensor
     lengths: torch.Tensor
     ended: torch.Tensor
@@ -273,21 +276,19 @@ class Sequences:
             groups=ids // group,
             prompt_lengths=self.prompt_lengths,
             lengths=self.lengths,
-            sampled_lengths=self.lengths - self.prompt_lengths,
+            sampled_lengths=self.sampled.sum(1),
             ended=self.ended,
             weight_versions=torch.zeros_like(ids),
             counts=torch.ones_like(self.ended),
             own=own,
             tokens=self.tokens[own][position < self.lengths[own, None]].int(),
-            sampled=after_prompts(self.lengths[own], self.prompt_lengths[own]),
+            sampled=self.sampled[own][position < self.lengths[own, None]],
             engine_logprobs=self.engine_logprobs[own][self.responses(own)],
         )
 
     def responses(self, own: torch.Tensor) -> torch.Tensor:
-        """The predictions of response tokens, bool [n, WIDTH - 1]."""
-        position = torch.arange(WIDTH - 1)
-        first, end = self.prompt_lengths[own, None] - 1, self.lengths[own, None] - 1
-        return (position >= first) & (position < end)
+        """The predictions of sampled tokens, bool [n, WIDTH - 1]."""
+        return self.sampled[own, 1:]
 
 
 def sequences(vocab_size: int) -> Sequences:
@@ -301,7 +302,10 @@ def sequences(vocab_size: int) -> Sequences:
     ended = torch.ones(NUM_SAMPLES, dtype=torch.bool)
     ended[[0, 7]] = False
     engine_logprobs = -4.0 * torch.rand(NUM_SAMPLES, WIDTH - 1, generator=generator)
-    return Sequences(tokens, prompt_lengths, lengths, ended, engine_logprobs)
+    place = torch.arange(WIDTH) - prompt_lengths[:, None]
+    is_response = (place >= 0) & (torch.arange(WIDTH) < lengths[:, None])
+    is_inserted = (place >= 2) & (place < 5) & (lengths - prompt_lengths > 6)[:, None]
+    return Sequences(tokens, is_response & ~is_inserted, prompt_lengths, lengths, ended, engine_logprobs)
 
 
 def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig:
@@ -436,7 +440,7 @@ def group_step(folder: Path, layout: Layout) -> None:
 def _dealt(trainer: RLTrainer, batch: Sequences, group: int) -> Rollouts:
     """This rank's share, as `RLTrainer.deal` makes it."""
     minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(NUM_SAMPLES, 0)]
-    work = map(trainer._work, batch.lengths.tolist(), batch.sampled_lengths.tolist())
+    work = map(trainer._work, batch.lengths.tolist(), batch.sampled.sum(1).tolist())
     return batch.share(deal(list(work), minibatches), group)
 
 
@@ -460,7 +464,7 @@ def _rewards_in_job(cfg: DictConfig, archive: Path, batch: Sequences) -> torch.T
     head = RewardHeadConfig.from_model_config(base.config)
     source = ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
     source.load()
-    lengths = zip(batch.lengths.tolist(), (batch.lengths - batch.sampled_lengths).tolist(), strict=True)
+    lengths = zip(batch.lengths.tolist(), batch.prompt_lengths.tolist(), strict=True)
     samples = [
         Sample(place, 0, {}, batch.tokens[place, :length].tolist(), prompt, True, str)
         for place, (length, prompt) in enumerate(lengths)

@@ -27,6 +27,7 @@ from nemo_style_aligner.models.kept_passes import Part, keep_passes
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, Sequences
+from nemo_style_aligner.models.ragged import after_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

@@ -77,7 +77,7 @@ class Step:
             "counts",
         )
         rollouts = Rollouts(
-            **{name: getattr(one_by_one, name)[keep] for name in of_samples},
+            **{name: getattr(one_by_one, name)[keep] for name in (*of_samples, "counts")},
             own=torch.arange(len(keep)),
             tokens=flat(one_by_one.tokens, one_by_one.lengths),
             sampled=flat(one_by_one.sampled, one_by_one.lengths),
