@@ -52,6 +52,8 @@ class Sample:
         decode: gives the response's text, without special tokens and without what ended it.
         place: where the line is, such as ``train.jsonl:7``; "": not known.
         sampled: which tokens of the response the policy has sampled; None: all.
+        outcome: what the environment of an episode has returned.
+        problem: why an episode has failed.
     """
 
     sample_id: int
@@ -63,6 +65,8 @@ class Sample:
     decode: Callable[[Sequence[int]], str]
     place: str = ""
     sampled: Sequence[bool] | None = None
+    outcome: Any = None
+    problem: str | None = None
 
     @property
     def prompt(self) -> str:
@@ -71,8 +75,13 @@ class Sample:
 
     @functools.cached_property
     def response(self) -> str:
-        """The response's text."""
-        return self.decode(self.token_ids[self.prompt_length :])
+        """The response's text; of an episode that of the last reply, where its answer is."""
+        tokens, sampled = self.token_ids[self.prompt_length :], self.sampled
+        if sampled is None:
+            return self.decode(tokens)
+        end = max((place + 1 for place, is_sampled in enumerate(sampled) if is_sampled), default=0)
+        start = max((place + 1 for place, is_sampled in enumerate(sampled[:end]) if not is_sampled), default=0)
+        return self.decode(tokens[start:end])
 
     def __str__(self) -> str:
         """The sample in messages: "the prompt of train.jsonl:7 with the response '4'"."""

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.engine.contract import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import all_reduce_sums, device
+from nemo_style_aligner.rl.episodes.runner import Environment
 from nemo_style_aligner.rl.rollouts.work_queue import WorkSource
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.seeds import derive_seed
@@ -32,6 +34,7 @@ class LocalGenerator:
         work: where the ids of the samples to generate come from.
         sampling: sampling parameters.
         group: which ranks share the engine.
+        environment: runs an episode for each prompt; None: a response is one reply.
         meeting: group of all ranks, whose timeout bounds the wait for the others' responses at the end of a round;
             None: there are no others.
     """
@@ -43,8 +46,10 @@ class LocalGenerator:
         sampling: SamplingParams,
         group: EngineGroup,
         meeting: dist.ProcessGroup | None = None,
+        environment: Environment | None = None,
     ) -> None:
         self.engine = engine
+        self.environment = environment
         self.work = work
         self.sampling = sampling
         self.group = group
@@ -96,11 +101,7 @@ class LocalGenerator:
             counting,
             stops.interruptible(group.control is None),
         ):
-            for result in engine.generate(supply, self.sampling):
-                activity.progress()
-                supply.num_done += 1
-                if group.is_leader:
-                    take(result)
+            of_episodes = self._respond(supply, prompts, take)
         seconds = time.monotonic() - started
         if stops.received and group.is_leader:
             while work.take(len(prompts)):  # no rank begins more of a round that is given up
@@ -108,7 +109,23 @@ class LocalGenerator:
         if self.meeting is not None:
             dist.barrier(group=self.meeting)  # training's collectives may have too short a limit for this wait
         stops.check()
-        return generation_metrics(engine, seconds, group.is_leader)
+        return generation_metrics(engine, seconds, group.is_leader) | _episode_metrics(of_episodes, len(prompts))
+
+    def _respond(self, supply: RequestSupply, prompts: Sequence[Prompt], take: Take) -> dict[str, float]:
+        """Generate what is supplied; returns sums over this rank's episodes, if there are environments."""
+
+        def done(result: GenerationResult) -> None:
+            activity.progress()
+            supply.num_done += 1
+            if self.group.is_leader:
+                take(result)
+
+        if self.environment is None:
+            for result in self.engine.generate(supply, self.sampling):
+                done(result)
+            return {}
+        assert isinstance(self.engine, EmbeddedEngine)  # the config's checks have seen to it
+        return self.environment.generate(self.engine, iter(supply), self.sampling, prompts, done)
 
     def close(self) -> None:
         """Close connections and servers. Collective."""
@@ -155,6 +172,11 @@ class RequestSupply:
         ids = self._group.share(self._work.take(free) if is_asking else [])
         self._num_taken += len(ids)
         return ids
+
+
+def _episode_metrics(own: dict[str, float], num_episodes: int) -> dict[str, float]:
+    """Means over the episodes of a round; of failures their share. Collective. ``own``: sums of this rank's."""
+    return {name: total / num_episodes for name, total in all_reduce_sums(own).items()} if own else {}
 
 
 _SUMMED = ("generated_tokens", "prefill_tokens", "shared_prefix_tokens", "steps", "active_slot_steps", "preemptions")
