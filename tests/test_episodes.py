@@ -24,7 +24,7 @@ from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.models.ragged import RaggedBatch
-from nemo_style_aligner.rl.episodes.policy import Policy
+from nemo_style_aligner.rl.episodes.policy import Policy, Reply
 from nemo_style_aligner.rl.episodes.runner import (
     Environment,
     EnvironmentBlocksError,
@@ -296,6 +296,24 @@ def test_a_template_that_counts_turns_is_refused(
     assert "depends on the conversation before" in str(done[0].problem)
 
 
+def test_the_page_s_example_calls_its_tool(trial: Trial) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
+    names: dict[str, Any] = {}
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(example, names)
+    told: list[dict[str, str]] = []
+
+    class Calling:
+        async def reply(self, *messages: dict[str, str]) -> Reply:
+            told.extend(messages)
+            return Reply("calc(17+25)" if not told else f"It is {told[-1]['content']}.", [], True)
+
+    reward = asyncio.run(names["episode"](Calling(), {"answer": "42", "answer_extraction": "last number"}))
+    assert told == [{"role": "tool", "content": "42"}] and reward == {"right": 1.0, "tool": 0.1}
+    done, _ = trial.run(names["episode"])
+    assert done[0].problem is not None and "answer" in done[0].problem  # a line without a right answer
+
+
 # ---- jobs ---------------------------------------------------------------------------------------
 
 EPISODE = """
@@ -314,6 +332,9 @@ async def episode(policy, line):
     last = await policy.sample(f"{digits} ", max_tokens=4)
     return {"digits": sum(map(str.isdigit, last.text)) / 4, "told": float(digits == 0)}
 """
+
+
+PARTS = {"environment", "environment/digits", "environment/told"}
 
 
 @pytest.fixture
@@ -357,7 +378,7 @@ def test_a_job_learns_from_episodes_and_goes_on_where_it_was_killed(
     run(command, killed / "again.txt", TIMEOUT)
     require_same_end(killed, whole)
     samples = read_json_lines(whole / "log" / "samples.jsonl")
-    assert len(samples) == 3 * 16 and all(set(s["rewards"]) == {"digits", "told"} for s in samples)
+    assert len(samples) == 3 * 16 and all(set(s["rewards"]) == PARTS for s in samples)
     of_two = [s for s in samples if 0 in s["sampled"]]
     assert of_two and all(len(s["sampled"]) == len(s["tokens"]) == len(s["advantages"]) for s in samples)
     assert all(s["advantages"][s["sampled"].index(0)] is None for s in of_two)
