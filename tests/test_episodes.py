@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.rl.episodes.policy import Policy, Reply
@@ -138,7 +139,9 @@ class Trial:
         ]
         requests = (GenerationRequest(n, prompts[n].token_ids, derive_seed(1, n)) for n in numbers)
         sampling = SamplingParams(max_new_tokens=max_tokens)
-        sums = environment.generate(self.engine, requests, sampling, prompts, lambda e: done.update({e.request_id: e}))
+        sums = environment.generate(
+            self.engine, EngineGroup(), requests, sampling, prompts, lambda e: done.update({e.request_id: e})
+        )
         return done, sums
 
 
@@ -385,3 +388,22 @@ def test_a_job_learns_from_episodes_and_goes_on_where_it_was_killed(
     metrics = read_metrics(whole / "log")
     assert [value for _, value in metrics["generation/replies"]] == [2.0] * 3
     assert metrics["generation/inserted_tokens"][0][1] == pytest.approx(2.0)
+
+
+@pytest.mark.long
+def test_two_ranks_that_share_an_engine_have_the_same_episodes(job: Callable[..., list[str]], tmp_path: Path) -> None:
+    """And two that take them from the queue, or that only generate."""
+    ways = {
+        "one": (),
+        "shared": ("trainer.devices=2", "trainer.ppo.generation.tensor_parallel_size=2"),
+        "queue": ("trainer.devices=2", "trainer.ppo.batch_iterator.use_flask=True"),
+        "apart": ("trainer.devices=2", "trainer.ppo.rollout_devices=1"),
+    }
+    rewards = {}
+    for name, others in ways.items():
+        run(script("train_gpt_ppo_actor.py", *job(tmp_path / name, *others)), tmp_path / name / "out.txt", TIMEOUT)
+        samples = read_json_lines(tmp_path / name / "log" / "samples.jsonl")
+        rewards[name] = {(s["step"], s["sample"]): (s["tokens"], s["sampled"], s["rewards"]) for s in samples}
+    first = [key for key in rewards["one"] if key[0] == 1]
+    for name, found in rewards.items():
+        assert [found[key] for key in first] == [rewards["one"][key] for key in first], name

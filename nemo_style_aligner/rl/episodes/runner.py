@@ -25,6 +25,8 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Task
+from nemo_style_aligner.engine.lockstep import Lockstep
+from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.rl.episodes.policy import EpisodeLimitError, Policy
 from nemo_style_aligner.rl.episodes.turns import Turns
@@ -37,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 EpisodeFunction = Callable[[Policy, dict[str, Any]], Awaitable[Any]]
 """``async def episode(policy, line) -> reward``: a number, named parts of one, or None where reward sources score."""
+
+SUMS = ("replies", "inserted_tokens", "environment_seconds", "failed_episodes")
+"""What `Environment.generate` counts."""
 
 _BEAT_SECONDS = 0.25
 _POLL_SECONDS = 0.5
@@ -128,14 +133,16 @@ class Environment:
     def generate(
         self,
         engine: EmbeddedEngine,
+        group: EngineGroup,
         requests: Iterator[GenerationRequest],
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
         take: Callable[[Episode], None],
     ) -> dict[str, float]:
-        """Run an episode for each request.
+        """Run an episode for each request. On the leader of the engine's ranks; the others `Lockstep.follow`.
 
         Args:
+            group: these ranks.
             requests: prompts in the order of the work; pulled when there is room.
             prompts: by the requests' ids.
             take: gets the episodes as they end.
@@ -147,7 +154,7 @@ class Environment:
             EnvironmentBlocksError: a coroutine does not give the event loop back.
             For the others see `GenerationEngine.generate`.
         """
-        round_ = _Round(self, engine, requests, sampling, prompts, take)
+        round_ = _Round(self, engine, group, requests, sampling, prompts, take)
         try:
             round_.run()
         finally:
@@ -214,13 +221,15 @@ class _Round:
         self,
         environment: Environment,
         engine: EmbeddedEngine,
+        group: EngineGroup,
         requests: Iterator[GenerationRequest],
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
         take: Callable[[Episode], None],
     ) -> None:
-        self.sums = dict.fromkeys(("replies", "inserted_tokens", "environment_seconds", "failed_episodes"), 0.0)
+        self.sums = dict.fromkeys(SUMS, 0.0)
         self._environment, self._engine, self._sampling = environment, engine, sampling
+        self._lockstep = Lockstep(engine, group)
         self._requests: Iterator[GenerationRequest] | None = requests
         self._prompts, self._take = prompts, take
         self._changed = threading.Condition()
@@ -239,7 +248,7 @@ class _Round:
 
     def run(self) -> None:
         """Run all episodes."""
-        with contextlib.closing(self._engine.serve(self._pull)) as passes:
+        with contextlib.closing(self._lockstep.serve(self._pull)) as passes:
             for advanced in passes:
                 for sequence in advanced:
                     if not sequence.is_in_slot:

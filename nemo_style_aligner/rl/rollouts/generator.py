@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from nemo_style_aligner.engine.contract import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.lockstep import Lockstep
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import all_reduce_sums, device
-from nemo_style_aligner.rl.episodes.runner import Environment
+from nemo_style_aligner.rl.episodes.runner import SUMS, Environment
 from nemo_style_aligner.rl.rollouts.work_queue import WorkSource
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.seeds import derive_seed
@@ -89,7 +90,9 @@ class LocalGenerator:
         engine, work, group = self.engine, self.work, self.group
         work.start_round(range(len(prompts)), [prompt.expected_length for prompt in prompts])
         roles.barrier()  # nobody asks for a round that rank 0 has not begun
-        supply, started = RequestSupply(work, group, engine.num_slots, prompts, seed), time.monotonic()
+        # Of an engine's ranks all take their requests alike; episodes are the leader's, which tells them of each reply.
+        takers = group if self.environment is None else EngineGroup()
+        supply, started = RequestSupply(work, takers, engine.num_slots, prompts, seed), time.monotonic()
         counting = activity.counting(
             "responses" if self.meeting is None else "responses of this rank",
             supply.progress,
@@ -111,8 +114,8 @@ class LocalGenerator:
         stops.check()
         return generation_metrics(engine, seconds, group.is_leader) | _episode_metrics(of_episodes, len(prompts))
 
-    def _respond(self, supply: RequestSupply, prompts: Sequence[Prompt], take: Take) -> dict[str, float]:
-        """Generate what is supplied; returns sums over this rank's episodes, if there are environments."""
+    def _respond(self, supply: RequestSupply, prompts: Sequence[Prompt], take: Take) -> dict[str, float] | None:
+        """Generate what is supplied; returns sums over this rank's episodes, None without environments."""
 
         def done(result: GenerationResult) -> None:
             activity.progress()
@@ -123,9 +126,12 @@ class LocalGenerator:
         if self.environment is None:
             for result in self.engine.generate(supply, self.sampling):
                 done(result)
-            return {}
+            return None
         assert isinstance(self.engine, EmbeddedEngine)  # the config's checks have seen to it
-        return self.environment.generate(self.engine, iter(supply), self.sampling, prompts, done)
+        if not self.group.is_leader:
+            Lockstep(self.engine, self.group).follow()
+            return {}
+        return self.environment.generate(self.engine, self.group, iter(supply), self.sampling, prompts, done)
 
     def close(self) -> None:
         """Close connections and servers. Collective."""
@@ -174,9 +180,15 @@ class RequestSupply:
         return ids
 
 
-def _episode_metrics(own: dict[str, float], num_episodes: int) -> dict[str, float]:
-    """Means over the episodes of a round; of failures their share. Collective. ``own``: sums of this rank's."""
-    return {name: total / num_episodes for name, total in all_reduce_sums(own).items()} if own else {}
+def _episode_metrics(own: dict[str, float] | None, num_episodes: int) -> dict[str, float]:
+    """Means over the episodes of a round; of failures their share. Collective.
+
+    Args:
+        own: sums of this rank's; None: there are no episodes.
+    """
+    names = SUMS if own is not None else ()
+    sums = all_reduce_sums({name: (own or {}).get(name, 0.0) for name in names}) if names else {}
+    return {name: total / num_episodes for name, total in sums.items()}
 
 
 _SUMMED = ("generated_tokens", "prefill_tokens", "shared_prefix_tokens", "steps", "active_slot_steps", "preemptions")
