@@ -54,6 +54,7 @@ class Sample:
         sampled: which tokens of the response the policy has sampled; None: all.
         outcome: what the environment of an episode has returned.
         problem: why an episode has failed.
+        step: the run's that it was made in, from 1; in a validation the last one before it.
     """
 
     sample_id: int
@@ -67,6 +68,7 @@ class Sample:
     sampled: Sequence[bool] | None = None
     outcome: Any = None
     problem: str | None = None
+    step: int = 0
 
     @property
     def prompt(self) -> str:

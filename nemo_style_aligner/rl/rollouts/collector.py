@@ -357,6 +357,7 @@ class RolloutCollector:
         group_size: int,
         generate: Callable[[Take], dict[str, float]],
         *,
+        step: int = 0,
         are_trained: bool = True,
     ) -> tuple[Collected, dict[str, float]]:
         """Generate a round and have its responses scored, in batches as they finish. Collective.
@@ -365,6 +366,7 @@ class RolloutCollector:
             prompts: of each sample.
             group_size: of each prompt, so many samples follow each other.
             generate: hands out this rank's responses; returns metrics of the engines.
+            step: see `Sample`.
             are_trained: whether the responses are trained on.
 
         Returns:
@@ -388,6 +390,7 @@ class RolloutCollector:
                 ended=result.finish_reason == "stop",
                 decode=self.decode,
                 **of_episode,
+                step=step,
             )
 
         responses = ScoredResponses(self.scorer, self.scoring_batch_size, sample, are_trained=are_trained)
@@ -509,7 +512,9 @@ class GenerationSchedule:
         Raises:
             StopEarlyError: as `RolloutCollector.collect`.
         """
-        collect, group_size = self._collector.collect, prompts.samples_per_prompt
+        is_trained = stream != VALIDATION
+        collect = functools.partial(self._collector.collect, step=step + is_trained, are_trained=is_trained)
+        group_size = prompts.samples_per_prompt
         if (stream, draw) == (TRAINING, 0) and step in self._rounds:
             ahead = self._rounds[step]
             with self._timer("rollout_wait"):
@@ -518,7 +523,7 @@ class GenerationSchedule:
         with self._timer("generate"):
             batch, seed = prompts.batch(start), self._sampling_seed(step, stream, draw)
             generate = functools.partial(self._collector.generator.generate, batch, seed)
-            return collect(batch, group_size, generate, are_trained=stream != VALIDATION)
+            return collect(batch, group_size, generate)
 
     def unload(self) -> None:
         """Give the engine's memory back, if the settings want it; all rounds of the step are complete."""
