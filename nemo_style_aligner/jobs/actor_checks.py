@@ -322,7 +322,7 @@ def _rewards(view: JobView) -> Iterator[str]:
 def _environment(view: JobView) -> Iterator[str]:
     """Episodes need the embedded engine, and rewards of their own."""
     key, enable, engine = "trainer.ppo.environment", "trainer.ppo.trt_llm.enable", "trainer.ppo.generation.engine"
-    named, is_rewarded = view.get(key), any(spec.kind == "environment" for spec in _specs(view))
+    named, is_rewarded = view.get(key), any(spec.kind == "environment" for spec in listed_rewards(view))
     if is_rewarded and named is None:
         yield f"{REWARDS} has the source environment, but there is none: give {key}"
     if named is None:
