@@ -9,20 +9,27 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
 from click.testing import CliRunner
+from generation_models import architecture
 from job_processes import ROOT
+from omegaconf import OmegaConf
 
 from nemo_style_aligner.cli.main import COMMANDS, nsa
+from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import JOBS
+from nemo_style_aligner.config.section_names import speak_as
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.files import convert, tokenizer_of
+from nemo_style_aligner.models.restore import portable_config
 from nemo_style_aligner.parallel.groups import single_process
 
 PAIR = {"input": "Q\x1b[2J", "output": "A", "source": "web"}
@@ -147,6 +154,18 @@ def hugging_face(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("job", [name for name in JOBS if "gradient_clip_val" in str(load_defaults(name).trainer)])
+def test_an_archive_says_by_which_method_it_was_trained(job: str) -> None:
+    method = {"training_rm": "rm", "gpt_ppo_actor": "ppo", "gpt_ppo_critic": "ppo"}.get(job, job.split("_", 1)[1])
+    trainer: Any = OmegaConf.to_container(load_defaults(job).trainer, resolve=False)
+    speak_as(job)
+    try:
+        (line,) = portable_config({}, architecture(), trainer, Path("/base.nemo"))["history"]
+    finally:
+        speak_as("gpt_sft")
+    assert line == f"{method.removesuffix('_actor')} from /base.nemo"
+
+
 def test_convert_and_inspect(hugging_face: Path, tmp_path: Path) -> None:
     """As a user starts it: there, back, and what is said of both; nothing is overwritten."""
     archive, back = tmp_path / "base.nemo", tmp_path / "back"

@@ -483,7 +483,7 @@ def test_evaluation(
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
 
 
-def check_converted_checkpoint(log_dir: Path, folder: Path) -> Path:
+def check_converted_checkpoint(log_dir: Path, folder: Path, method: str) -> Path:
     """The archive made of a job's newest checkpoint is the one that the job wrote of the same weights; its path."""
     (written,) = (log_dir / "checkpoints").glob("*.nemo")
     (checkpoint,) = (log_dir / "checkpoints").glob("*-last")
@@ -500,7 +500,7 @@ def check_converted_checkpoint(log_dir: Path, folder: Path) -> Path:
     require_same_tokenizer(converted, written)
     described, archived = describe(checkpoint), describe(written)
     assert described["step"] > 0 and described["metrics"] and described["layout"]["tp_size"] >= 1
-    assert described["history"] == archived["history"] and " from " in described["history"][-1]
+    assert described["history"] == archived["history"] and described["history"][-1].startswith(f"{method} from /")
     assert described["tokenizer"] == archived["tokenizer"] and described["parameters"] == archived["parameters"]
     return converted
 
@@ -512,8 +512,8 @@ def test_a_training_checkpoint_becomes_the_archive_of_its_job(
     tmp_path: Path,
 ) -> None:
     """Of SFT, a reward model, an actor on two ranks and its critic, which has written no archive."""
-    for log_dir in (artefacts.sft_log, artefacts.rm_log, tutorial_actor[0]):
-        check_converted_checkpoint(log_dir, tmp_path)
+    for method, log_dir in (("sft", artefacts.sft_log), ("rm", artefacts.rm_log), ("ppo", tutorial_actor[0])):
+        check_converted_checkpoint(log_dir, tmp_path, method)
     (newest,) = (tutorial_critic[2] / "checkpoints").glob("*-last")
     critic = tmp_path / "critic.nemo"
     output = run(
