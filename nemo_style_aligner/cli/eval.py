@@ -142,9 +142,8 @@ def _cell(part: dict[str, Any], name: str) -> tuple[str, ...]:
     """A measure's value, and its interval if it has one; empty if it was not measured."""
     if name not in part["summary"]:
         return ()
-    interval = part["intervals"].get(name)
-    value = f"{part['summary'][name]:.4g}"
-    return (value, f"({interval[0]:.4g} to {interval[1]:.4g})") if interval else (value,)
+    value, *interval = (f"{round(x, 12):.4g}" for x in (part["summary"][name], *part["intervals"].get(name, ())))
+    return (value, f"({interval[0]} to {interval[1]})") if interval else (value,)
 
 
 def _table(results: Results, by_measure: bool) -> Table:
