@@ -64,7 +64,8 @@ class Page(HTMLParser):
 def make_run(folder: Path, rewards: list[float], text: str = "4") -> Path:
     """A run as an actor job writes it."""
     logger = MetricsLogger(folder)
-    logger.log_hyperparameters(OmegaConf.create({"trainer": {"ppo": {"max_steps": 9}}, "model": {"ppo": {"x": text}}}))
+    logger.log_hyperparameters(OmegaConf.create({"trainer": {"ppo": {"max_steps": 20}}, "model": {"ppo": {"x": text}}}))
+    logger.log_length(9)
     logger.log_metrics({"rewards": -3.0}, 0, "warm_up/train_rollouts/")
     for step, reward in enumerate(rewards):
         logger.log_metrics({"rewards": reward, "init_policy_kl": 0.01 * step}, step, "train_rollouts/")
@@ -299,3 +300,19 @@ def test_a_browser_draws_the_charts_and_runs_nothing_else(run: Path, chromium: s
     charts = len(Page(page.read_text()).charts)
     assert drawn.count("<svg") == charts > 5 and drawn.count("<polyline") > 5 and drawn.count("<polygon") > 2
     assert "<title>Demo</title>" in drawn
+
+
+def test_a_report_says_how_much_of_the_run_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the loop's own length, whatever the config allows, and at the pace of the last steps."""
+    logger = MetricsLogger(tmp_path)
+    logger.log_hyperparameters(OmegaConf.create({"trainer": {"sft": {"max_steps": -1}}}))
+    logger.log_length(40)
+    for step in range(21):
+        monkeypatch.setattr(time, "time", lambda now=1e9 + 60 * step + 3600 * (step > 12): now)  # an hour off between
+        logger.log_metrics({"loss": 1.0}, step, "train/")
+    facts = dict(RunView("x", tmp_path).facts)
+    assert facts["Steps"] == "20 of 40" and facts["Left"] == "about 20 min"
+    logger.log_length(20)
+    facts = dict(RunView("x", tmp_path).facts)
+    assert facts["Steps"] == "20 of 20" and "Left" not in facts
+    logger.close()
