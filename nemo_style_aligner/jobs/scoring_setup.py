@@ -94,7 +94,9 @@ def build_scorer(
 def _client(cfg: DictConfig, role: str, output: Literal["rewards", "logprobs"]) -> RewardClient:
     """Of a frozen model on ranks of its own."""
     url, name = server_url(*_address(role)), frozen_spec(cfg, role).name
-    return RewardClient(url, name, limits=_limits(cfg), token=shared_token(cfg), output=output)
+    return RewardClient(
+        url, name, limits=_limits(cfg), token=shared_token(cfg), setting=roles.devices_key(role), output=output
+    )
 
 
 def build_listed_rewards(
