@@ -272,3 +272,20 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & heavy))
 def test_an_unknown_command_is_named() -> None:
     assert "Did you mean 'data'" in said("dat", status=2)
     assert all(name in said("--help") for name in COMMANDS)
+
+
+def test_rewards_are_tried_on_lines_before_a_job(model: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "p.jsonl", [{"text": f"{n}+1?", "answer": str(n + 1)} for n in range(3)])
+    functions = tmp_path / "mine.py"
+    functions.write_text("def short(prompt, response, line):\n    return 1 / (len(response) - 2)\n")
+    rewards = f"[{{source: exact_match}}, {{source: '{functions}:short', weight: 2}}]"
+    arguments = ("data", "show", tmp_path / "p.jsonl", "--model", model, "--count", 2, "--rewards", rewards)
+    out = said(*arguments, "--response", "2", "--response", "a\x1bbc")
+    assert "p.jsonl:1: reward -2 (exact_match 0, short -1)\n2\n" in out
+    assert "p.jsonl:2: reward -1 (exact_match 1, short -1)\n2\n" in out
+    assert "p.jsonl:2: reward 1 (exact_match 0, short 0.5)\na\\x1bbc\n" in out
+    out = said(*arguments, "--response", "12", status=1)
+    assert out.count("reward none: reward short: the reward function") == 2 and "ZeroDivisionError" in out
+    assert "--response needs --rewards" in said(*arguments[:-2], "--response", "2", status=2)
+    with pytest.raises(UserError, match=r"judge\.nemo is asked within a job"):
+        said(*arguments[:-1], "[{source: judge.nemo}]", "--response", "2")
