@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from nemo_style_aligner.config.kinds import LogFormat, LogLevel
 from nemo_style_aligner.config.section_names import translated
+from nemo_style_aligner.masking import masked, masked_text
 from nemo_style_aligner.wording import spelt
 
 LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
@@ -69,7 +70,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its newline, and the traceback if there is one."""
-        return spelt(translated(super().format(record)))
+        return spelt(masked_text(translated(super().format(record))))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line's first part, as `logging.Formatter`'s."""
@@ -96,8 +97,8 @@ class JsonFormatter(logging.Formatter):
             "rank": self._rank,
             "level": record.levelname,
             "logger": record.name,
-            "message": translated(record.getMessage()),
+            "message": masked_text(translated(record.getMessage())),
         }
         if record.exc_info:
-            line["exception"] = translated(self.formatException(record.exc_info))
-        return json.dumps({**getattr(record, _FIELDS, {}), **line}, default=str)
+            line["exception"] = masked_text(translated(self.formatException(record.exc_info)))
+        return json.dumps({**masked(getattr(record, _FIELDS, {})), **line}, default=str)
