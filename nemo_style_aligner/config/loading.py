@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config.fields import find_field, value_problems
@@ -21,13 +22,10 @@ from nemo_style_aligner.config.foreign_keys import ConfigError, find_foreign, ta
 from nemo_style_aligner.config.job_config import plain_config
 from nemo_style_aligner.config.schema import ExpManager, fields_of_job
 from nemo_style_aligner.config.section_names import given, names_of
+from nemo_style_aligner.masking import masked
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The repository's ``conf/``: one YAML file per job."""
-
-
-SECRET_KEYS = ("token",)
-"""Last parts of the keys whose values are secrets."""
 
 
 WITHOUT_EXP_MANAGER = {"create_checkpoint_callback": False, "create_wandb_logger": False}
@@ -155,6 +153,43 @@ def log_directory(exp_manager: ExpManager) -> Path:
     return Path(exp_manager.exp_dir or "nemo_experiments").expanduser() / exp_manager.name
 
 
+_PATHS = (
+    *("pretrained_checkpoint.restore_from_path", "model.restore_from_path", "rm_model_file", "output_path"),
+    *("critic.pretrained_checkpoint.restore_from_path", "trainer.ppo.teacher.restore_from_path"),
+    *("model.peft.restore_from_path", "critic.model.peft.restore_from_path", "exp_manager.resume_from_checkpoint"),
+    *("model.dpo.reference_logprobs_dir", "model.kto.reference_logprobs_dir"),
+    *("exp_manager.mlflow_logger_kwargs.save_dir", "exp_manager.explicit_log_dir", "exp_manager.exp_dir"),
+    *("model.data.data_prefix", "model.data.train_ds.file_path", "model.data.validation_ds.file_path"),
+    "data.data.file_path",
+)
+_FUNCTIONS = ("trainer.ppo.estimator", "trainer.ppo.policy_loss")
+
+
+def make_paths_absolute(cfg: DictConfig) -> None:
+    """Make a config's paths absolute, in place: code of the user's may change the working directory later."""
+    if not cfg.exp_manager.explicit_log_dir:
+        cfg.exp_manager.exp_dir = str(cfg.exp_manager.exp_dir or "nemo_experiments")
+    for key in _PATHS:
+        if found := OmegaConf.select(cfg, key, throw_on_missing=False):
+            OmegaConf.update(cfg, key, _absolute(found), merge=False)
+    for key in _FUNCTIONS:
+        if ".py:" in str(named := OmegaConf.select(cfg, key)):
+            OmegaConf.update(cfg, key, _absolute(named))
+    for reward in OmegaConf.select(cfg, "trainer.ppo.rewards") or ():
+        if isinstance(reward, DictConfig) and re.fullmatch(r".+\.py:\w+|.*\.nemo/?", str(reward.get("source"))):
+            reward.source = _absolute(reward.source)
+
+
+def _absolute(found: Any) -> Any:
+    """A path, or lists and mappings of them as data files have, with the weights of blends."""
+    if isinstance(found, DictConfig):
+        return {key: _absolute(value) for key, value in found.items()}
+    if isinstance(found, ListConfig):
+        return [_absolute(value) for value in found]
+    is_path = isinstance(found, str) and found and not re.fullmatch(r"[\d.eE+-]+", found)
+    return str(Path(found).expanduser().absolute()) if is_path else found
+
+
 def _note_on_directories(cfg: DictConfig, defaults: DictConfig) -> str:
     """A note that ``explicit_log_dir`` wins over ``exp_dir``, as in NeMo; an error if it only does so by default."""
     key, winner = "exp_manager.exp_dir", "exp_manager.explicit_log_dir"
@@ -196,12 +231,8 @@ def leaves_of(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[st
 def for_log(cfg: DictConfig) -> tuple[dict[str, Any], str]:
     """A job's whole config for its user, plain and as YAML: interpolations resolved, secrets masked."""
     content: Any = OmegaConf.to_container(given(cfg), resolve=True)
-    shown = plain_config(content)
-    for key in _leaves(shown):
-        if key.rsplit(".", 1)[-1] in SECRET_KEYS and str(OmegaConf.select(shown, key)).lower() not in ("auto", "none"):
-            OmegaConf.update(shown, key, "(secret)")
-    plain: Any = OmegaConf.to_container(shown, resolve=True)
-    return plain, OmegaConf.to_yaml(shown, resolve=True)
+    plain = masked(content)
+    return plain, OmegaConf.to_yaml(plain_config(plain))
 
 
 # What TRL, verl and OpenRLHF call settings of ours, by the last part of their names.

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from nemo_style_aligner.config.loading import log_directory
 from nemo_style_aligner.config.schema import ActorLoop, Policy, PPOActor
-from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.engine.contract import SamplingParams, text_before_end
 from nemo_style_aligner.jobs.job_setup import (
     Run,
     announce_checkpoints,
@@ -33,7 +29,7 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.policy_losses import LossSettings, find_policy_loss
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.agreement import on_first_rank
-from nemo_style_aligner.rl.experience import AdvantageSettings
+from nemo_style_aligner.rl.experience import kl_estimator
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.rewards import RewardSum
@@ -44,6 +40,7 @@ from nemo_style_aligner.rl.rollouts.setup import (
     build_rollout_rank,
     open_work_queue,
     require_kv_cache,
+    response_text,
     sampling_params,
     shared_token,
 )
@@ -167,16 +164,6 @@ def serve_rollouts(config: PPOActor) -> int:
     return status
 
 
-def response_text(sampling: SamplingParams, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """What gives the text of a response's tokens, without what ended it."""
-
-    def decode(token_ids: Sequence[int]) -> str:
-        ids, least = tokenizer.without_end(list(token_ids)), sampling.min_new_tokens
-        return text_before_end(ids, tokenizer.ids_to_text, sampling.stop_strings, least)
-
-    return decode
-
-
 def build_actor(
     config: PPOActor, base: BaseModel, model: MegatronModel, settings: RLSettings, teacher: BaseModel | None = None
 ) -> Actor:
@@ -202,11 +189,11 @@ def build_actor(
         training_batching=training_batching(config.model),
         forward_batching=forward_batching(policy),
         temperature=sampling_params(policy, ppo.trt_llm.seed).logprob_temperature,
-        loss=loss_settings(ppo, policy, settings.advantages),
+        loss=loss_settings(ppo, policy),
     )
 
 
-def loss_settings(ppo: ActorLoop, policy: Policy, advantages: AdvantageSettings) -> LossSettings:
+def loss_settings(ppo: ActorLoop, policy: Policy) -> LossSettings:
     """What the policy's updates minimise."""
     return LossSettings(
         policy_loss=find_policy_loss(ppo.policy_loss),
@@ -217,7 +204,7 @@ def loss_settings(ppo: ActorLoop, policy: Policy, advantages: AdvantageSettings)
         aggregation=ppo.loss_aggregation,
         constant_length=ppo.loss_constant_length or policy.length_params.max_length,
         kl_coef=ppo.initial_policy_kl_penalty if ppo.kl_in == "loss" else 0.0,
-        kl_estimator=advantages.kl_estimator,
+        kl_estimator=kl_estimator(ppo),
         kl_clamp=ppo.kl_clamp,
         entropy_bonus=policy.entropy_bonus,
     )

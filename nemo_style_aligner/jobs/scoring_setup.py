@@ -36,7 +36,7 @@ from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.remote_logprobs import RemoteLogprobs
 from nemo_style_aligner.rl.reward_config import build_reward_source, kind_of
 from nemo_style_aligner.rl.reward_models import ModelRewards
-from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource
+from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource, RewardSum
 from nemo_style_aligner.rl.rollouts.setup import shared_token
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.services.client import CriticClient
@@ -83,7 +83,7 @@ def build_scorer(
         models.append(_reward_model(config, policy, sequences, spec.source, f"{entry}.source"))
         return models[-1]
 
-    rewards = service() if ppo.rewards is None else _listed_rewards(config, ppo.rewards, service, reward_model)
+    rewards = service() if ppo.rewards is None else build_listed_rewards(config, ppo.rewards, service, reward_model)
     silence = 2 * (remote.timeouts.total_seconds + remote.timeouts.restart_seconds)
     others = {frozen_spec(config, role).name: role for role in (REFERENCE, TEACHER) if role in roles.ranks_apart(ppo)}
     asked = ("critic", *others, "rewards") if isinstance(critic, RemoteCritic) else (*others, "rewards")
@@ -93,17 +93,24 @@ def build_scorer(
 
 def _client(config: PPOActor, role: str, output: Literal["rewards", "logprobs"]) -> RewardClient:
     """Of a frozen model on ranks of its own."""
-    url, name = server_url(*_address(role)), frozen_spec(config, role).name
     limits = _limits(config.remote_critic_rm.timeouts)
-    return RewardClient(url, name, limits=limits, token=shared_token(config.remote_critic_rm), output=output)
+    return RewardClient(
+        server_url(*_address(role)),
+        frozen_spec(config, role).name,
+        limits=limits,
+        token=shared_token(config.remote_critic_rm),
+        setting=roles.devices_key(role),
+        output=output,
+    )
 
 
-def _listed_rewards(
+def build_listed_rewards(
     config: PPOActor,
     listed: Sequence[ListedReward],
     service: Callable[[], RewardSource],
     reward_model: Callable[[ListedReward, str], RewardSource],
-) -> RewardSource:
+) -> RewardSum:
+    """The sources that an actor's ``trainer.ppo.rewards`` lists; for the others see `build_reward_source`."""
     functions, remote = config.trainer.ppo.reward_functions, config.remote_critic_rm
     asks_others = any(kind_of(reward.source) == "url" for reward in listed)
     return build_reward_source(

@@ -24,7 +24,7 @@ import hydra.utils
 
 from nemo_style_aligner.config.command_line import Composed, compose
 from nemo_style_aligner.config.job_config import JobConfig
-from nemo_style_aligner.config.loading import ConfigError, check_config, log_directory
+from nemo_style_aligner.config.loading import ConfigError, check_config, log_directory, make_paths_absolute
 from nemo_style_aligner.config.schema import JOBS, PPOActor
 from nemo_style_aligner.config.section_names import speak_as
 from nemo_style_aligner.launch.ending import FAILED_FILE, abort_job, failures, install_excepthook, shutdown
@@ -41,6 +41,7 @@ from nemo_style_aligner.launch.stop_signals import (
 from nemo_style_aligner.launch.supervisor import end_with_supervisor, signal_when_parent_dies, supervise
 from nemo_style_aligner.parallel.detection import LaunchInfo, detect_launch
 from nemo_style_aligner.telemetry.log_lines import configure_logging
+from nemo_style_aligner.wording import spelt
 
 _logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def job(
                 if end.code not in (None, 0):
                     if isinstance(end.code, str):
                         with contextlib.suppress(OSError, ValueError):
-                            print(end.code, file=sys.stderr)
+                            print(spelt(end.code), file=sys.stderr)
                     abort_job(end.code if isinstance(end.code, int) else 1)
                 raise
             if status:
@@ -139,6 +140,7 @@ def _run_job(
     info = detect_launch(os.environ)
     configure_logging(info.rank)
     notes = [*composed.notes, *check_config(composed.cfg, name)]
+    make_paths_absolute(composed.cfg)
     config = JOBS[name].sections.read(composed.cfg)
     trainer, exp_manager = config.trainer, config.exp_manager
     _use_one_queue(config)

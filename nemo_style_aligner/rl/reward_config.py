@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nemo_style_aligner.config.schema import ListedReward
-from nemo_style_aligner.rl.reward_functions import DEFAULT_SECONDS, FunctionRewards, MathRewards, load_reward_function
+from nemo_style_aligner.rl.reward_functions import (
+    DEFAULT_SECONDS,
+    EnvironmentRewards,
+    FunctionRewards,
+    MathRewards,
+    load_reward_function,
+)
 from nemo_style_aligner.rl.rewards import ExactMatch, RemoteRewards, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.services.http_client import ClientLimits
 from nemo_style_aligner.services.reward_client import RewardClient
 
 REWARDS = "trainer.ppo.rewards"
 
-SourceKind = Literal["exact_match", "math_verify", "service", "url", "archive", "function"]
+SourceKind = Literal["exact_match", "math_verify", "service", "environment", "url", "archive", "function"]
 
 # What a source looks like; without a pattern, it is its kind's name.
 _PATTERNS: Mapping[str, str] = {
@@ -23,11 +29,11 @@ _PATTERNS: Mapping[str, str] = {
     "archive": r".*\.nemo/?",
     "function": r".+\.py:\w+",
 }
-_KINDS: tuple[SourceKind, ...] = ("exact_match", "math_verify", "service", "url", "archive", "function")
+_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
 LAYOUT = ("devices", "tensor_parallel_size", "pipeline_parallel_size")
 """Keys of a frozen model's ranks."""
 _DEFAULTS = vars(ListedReward())
-_CHOICES = "exact_match, math_verify, service, http://HOST:PORT/NAME, FILE.py:NAME or MODEL.nemo"
+_CHOICES = "exact_match, math_verify, service, environment, http://HOST:PORT/NAME, FILE.py:NAME or MODEL.nemo"
 
 
 def reward_specs(rewards: Sequence[ListedReward] | None) -> list[ListedReward]:
@@ -72,6 +78,8 @@ def build_reward_source(
             return ExactMatch()
         if kind == "math_verify":
             return MathRewards()
+        if kind == "environment":
+            return EnvironmentRewards()
         if kind == "service":
             return service()
         if kind == "url":

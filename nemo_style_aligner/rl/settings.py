@@ -10,7 +10,7 @@ from nemo_style_aligner.rl.experience import AdvantageSettings
 from nemo_style_aligner.training.loop import LoopSettings, limit_of
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RLSettings(LoopSettings):
     """`LoopSettings` and those of an algorithm's step: keys of ``trainer.ppo`` and ``model`` (``config/schema.py``)."""
 
@@ -30,6 +30,7 @@ class RLSettings(LoopSettings):
             max_epochs=ppo.max_epochs,
             step_limit=limit_of(ppo.max_steps),
             val_check_interval=ppo.val_check_interval or 0,
+            val_check_at_start=ppo.val_check_at_start,
             save_interval=ppo.save_interval or 0,
             ppo=ppo,
             global_batch_size=model.global_batch_size,
