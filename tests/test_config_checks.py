@@ -809,7 +809,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "'trainer.ppo.rewards=[{name: a, source: http://h}, {name: a, source: service, weigth: 2, weight: .nan}, math, "
         "{name: b/c, source: exact_match, only: math}]'",
         (
-            "trainer.ppo.rewards[0].source=http://h: choose exact_match, math_verify, service, http://HOST:PORT/NAME",
+            "trainer.ppo.rewards[0].source=http://h: choose exact_match, math_verify, service, environment, http:",
             "trainer.ppo.rewards[1] has no weigth: its keys are",
             "trainer.ppo.rewards[1].weight=nan: must be a finite number",
             "trainer.ppo.rewards[2]=math: give {name: NAME, source: SOURCE}",

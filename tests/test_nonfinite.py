@@ -117,7 +117,7 @@ def step() -> Step:
 
 def test_the_penalty_of_overlong_responses_enters_their_rewards() -> None:
     """Responses of 7, 4, 4, 4, 7 and 4 tokens; from 3 to 7 on a line down to -1."""
-    penalised = dataclasses.replace(SETTINGS, max_length=7, overlong_buffer=4)
+    penalised = dataclasses.replace(settings_with(overlong={"buffer_tokens": 4}), max_length=7)
     by_hand, plain = step(), step()
     by_hand.scores.rewards += torch.tensor([-1, -0.25, -0.25, -0.25, -1, -0.25], dtype=torch.float64)
     (found, metrics), (expected, more) = plain.experience(penalised), by_hand.experience()

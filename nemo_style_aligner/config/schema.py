@@ -685,7 +685,8 @@ class RewardFunctions(Section):
 class ListedReward(Section):
     name: Filled[str] = of(None)  # by which it is logged; null: that of its function, model or kind
     # exact_match, math_verify (responses against the prompt line's answer), FILE.py:NAME, MODEL.nemo (a reward model in
-    # this job), service (that of remote_critic_rm) or http://HOST:PORT/NAME (another one).
+    # this job), service (that of remote_critic_rm), http://HOST:PORT/NAME (another one) or environment (what
+    # trainer.ppo.environment gives).
     source: Given[str] = of(None)
     weight: float = 1.0  # of its rewards in the sum
     # The prompts whose line has VALUE, or one of [VALUES], in FIELD: {FIELD: VALUE}.
