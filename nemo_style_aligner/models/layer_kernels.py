@@ -59,7 +59,7 @@ class _Attention(ctypes.Structure):
         *[(name, _Pointer) for name in ("qkv", "out", "grad_out", "grad_qkv", "lse", "cos", "sin", "lengths")],
         *[(name, ctypes.c_int32) for name in ("num_sequences", "groups", "per_group", "channels", "rotary")],
         *[(name, ctypes.c_int32) for name in ("is_bf16", "threads")],
-        ("scale", ctypes.c_float),
+        *[(name, ctypes.c_float) for name in ("scale", "softcap")],
     ]
 
 
@@ -134,6 +134,7 @@ class LayerKernels:
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         lengths: torch.Tensor,
         scale: float,
+        softcap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Causal attention within each sequence of a packed row of t tokens.
 
@@ -142,6 +143,7 @@ class LayerKernels:
             rotary: cosines and sines, fp32 [t, r], of the angles that rotate queries and keys; None: no rotation.
             lengths: int32 [n], tokens of each sequence; they add up to t.
             scale: factor of the scores, the products of queries and keys.
+            softcap: c, where scores x are c tanh(x / c) after that.
 
         Returns:
             [t, heads, d], and fp32 [t, heads], the log-sum-exp of each query's scores, for the backward pass.
@@ -149,7 +151,7 @@ class LayerKernels:
         t, groups, parts, d = qkv.shape
         heads = groups * (parts - 2)
         out, lse = qkv.new_empty(t, heads, d), qkv.new_empty(t, heads, dtype=torch.float32)
-        call = self._attention(qkv, rotary, lengths, scale)
+        call = self._attention(qkv, rotary, lengths, scale, softcap)
         call.out, call.lse = out.data_ptr(), lse.data_ptr()
         self._check(self._library.layer_attention(ctypes.byref(call)))
         return out, lse
@@ -162,11 +164,12 @@ class LayerKernels:
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         lengths: torch.Tensor,
         scale: float,
+        softcap: float | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The gradient with respect to ``qkv`` from that of the output; ``out``, where it goes, may be ``qkv``."""
         grad_qkv = torch.empty_like(qkv) if out is None else out
-        call = self._attention(qkv, rotary, lengths, scale)
+        call = self._attention(qkv, rotary, lengths, scale, softcap)
         call.grad_out, call.grad_qkv, call.lse = grad.data_ptr(), grad_qkv.data_ptr(), lse.data_ptr()
         self._check(self._library.layer_attention_backward(ctypes.byref(call)))
         return grad_qkv
@@ -177,6 +180,7 @@ class LayerKernels:
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         lengths: torch.Tensor,
         scale: float,
+        softcap: float | None,
     ) -> _Attention:
         t, groups, parts, d = qkv.shape
         cos, sin = rotary or (None, None)
@@ -197,6 +201,7 @@ class LayerKernels:
             is_bf16=_is_bf16(qkv),
             threads=torch.get_num_threads(),
             scale=scale,
+            softcap=softcap or 0.0,
         )
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:

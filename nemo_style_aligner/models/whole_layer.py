@@ -4,8 +4,8 @@ A layer's parts are some ten modules and as many nodes of autograd's graph, and 
 a pass that shows (docs/decisions/0004-layer-kernels.md). Here a layer is one node, which computes the same numbers, bit
 for bit, and keeps the same tensors for the backward pass.
 
-Layers with biases, other norms, activations or scales, dropout, recomputed activations or tensor parallelism are
-computed module by module (`layers.Layer`).
+Layers that differ from Llama's in more than whether they rotate, dropout, recomputed activations and tensor parallelism
+are computed module by module (`layers.Layer`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from nemo_style_aligner.models.linear import input_gradient, main_grad_of, multi
 from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.products import widened
 
+_KNOWN = ("rotates",)  # in which layers may differ from Llama's
+
 
 def is_one_function(config: LayerConfig) -> bool:
     """Whether layers of a model can be computed as a whole."""
     return (
-        config.normalization == "RMSNorm"
-        and config.use_te_activation_func  # SwiGLU
-        and not (config.add_bias_linear or config.add_qkv_bias or config.qk_layernorm)
-        and config.softmax_scale is None
-        and config.residual_multiplier == 1
+        not any(layer.unknown(_KNOWN) for layer in config.layers)
         and config.tensor_model_parallel_size == 1
         and config.recompute_granularity != "selective"
     )
@@ -60,7 +58,7 @@ def whole_layer(
     )
     if x.dtype != weights.qkv.dtype:
         return None
-    angles = angles if config.rotates(layer.layer_number) else None
+    angles = angles if config.layer(layer.layer_number).rotates else None
     rotary = packed.rotate_by(angles, torch.float32, config.attention_factor)
     channels = layer.self_attention.hidden_size_per_attention_head
     row = _Row(kernels, rotary, packed.sizes, config.num_query_groups, channels, config.layernorm_epsilon)

@@ -26,6 +26,7 @@ from nemo_style_aligner.native.compilation import (
     find_or_compile,
     prepare,
 )
+from nemo_style_aligner.weights.layout import LAYER_NORMS
 
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "pairs.h", "sample.h")]
@@ -35,7 +36,6 @@ _CHECKED_MODEL = ModelArchitecture(
     num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
 )
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
-_NORMS = {"rmsnorm": 0, "layernorm": 1, "layernorm1p": 2}
 
 
 def load_library(shape: EngineShape, kernel: str) -> ctypes.CDLL:
@@ -113,14 +113,18 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "FFN": shard.ffn_size,
         "VOCAB_ROWS": shard.vocab_rows,
         "RANKS": shard.size,
-        "NORM": _NORMS[a.normalization],
+        "NORM": int(a.norm_has_bias),
+        "NORM_OFFSET": a.norm_offset,
+        "OUT_NORMS": int("mlp_out_norm" in LAYER_NORMS[a.layer_norms]),
         "EPSILON": repr(a.layernorm_epsilon),
         "ACTIVATION": _ACTIVATIONS[a.activation],
         "GATED": int(a.gated),
-        "QK_NORM": int(a.qk_layernorm),
+        "QK_NORM": a.qk_layernorm + a.qk_norm_over_heads,
         "SOFTMAX_SCALE": repr(a.attention_scale),
         "EMBEDDING_MULTIPLIER": repr(float(a.embedding_multiplier)),
         "RESIDUAL_MULTIPLIER": repr(float(a.residual_multiplier)),
         "LOGITS_SCALING": repr(float(a.logits_scaling)),
+        "SOFTCAP": float(a.attn_logit_softcapping or 0),
+        "LOGITS_SOFTCAP": float(a.final_logit_softcapping or 0),
         "STORAGE_F32": int(shape.dtype == torch.float32),
     }
