@@ -74,7 +74,9 @@ def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], -1)
 
 
-def reference(qkv: torch.Tensor, angles: torch.Tensor | None, lengths: list[int]) -> torch.Tensor:
+def reference(
+    qkv: torch.Tensor, angles: torch.Tensor | None, lengths: list[int], softcap: float | None
+) -> torch.Tensor:
     """Attention with explicit scores, sequence by sequence: [t, groups, heads per group + 2, d] -> [t, heads, d]."""
     per_group, d = qkv.shape[2] - 2, qkv.shape[3]
     query = qkv[:, :, :per_group].flatten(1, 2)
@@ -84,6 +86,7 @@ def reference(qkv: torch.Tensor, angles: torch.Tensor | None, lengths: list[int]
     out = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         scores = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
         out.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v))
     return torch.cat(out)
@@ -92,12 +95,14 @@ def reference(qkv: torch.Tensor, angles: torch.Tensor | None, lengths: list[int]
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("lengths", "groups", "per_group", "d", "rotary"),
+    ("lengths", "groups", "per_group", "d", "rotary", "softcap"),
     [
-        ([150, 1, 33, 16, 70], 3, 3, 64, 64),
-        ([5, 2, 49], 4, 1, 20, 12),  # neither rows of whole vectors nor all channels turned
-        ([61], 1, 8, 128, None),
-        ([1, 1], 2, 2, 8, 8),
+        ([150, 1, 33, 16, 70], 3, 3, 64, 64, None),
+        ([5, 2, 49], 4, 1, 20, 12, None),  # neither rows of whole vectors nor all channels turned
+        ([61], 1, 8, 128, None, None),
+        ([1, 1], 2, 2, 8, 8, None),
+        ([77, 1, 18], 2, 3, 24, 24, 0.5),
+        ([40], 1, 1, 64, None, 50.0),
     ],
 )
 def test_attention(
@@ -107,6 +112,7 @@ def test_attention(
     per_group: int,
     d: int,
     rotary: int | None,
+    softcap: float | None,
     dtype: torch.dtype,
 ) -> None:
     qkv, grad = (
@@ -116,10 +122,10 @@ def test_attention(
     grad = grad.to(dtype)
     angles = None if rotary is None else 3 * numbers(sum(lengths), rotary // 2, seed=2)
     tables = None if angles is None else tuple(f(torch.cat([angles, angles], 1)) for f in (torch.cos, torch.sin))
-    arguments: Any = (tables, torch.tensor(lengths, dtype=torch.int32), d**-0.5)
+    arguments: Any = (tables, torch.tensor(lengths, dtype=torch.int32), d**-0.5, softcap)
 
     exact = qkv.double().requires_grad_()
-    expected = reference(exact, None if angles is None else angles.double(), lengths)
+    expected = reference(exact, None if angles is None else angles.double(), lengths, softcap)
     (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
     out, lse = kernels.attention(qkv, *arguments)
     found = kernels.attention_backward(grad, lse, qkv, *arguments)
@@ -134,7 +140,7 @@ def test_attention(
         qkv[: lengths[0]].contiguous(),
         tables and tuple(x[: lengths[0]].contiguous() for x in tables),
         arguments[1][:1],
-        d**-0.5,
+        *arguments[2:],
     )
     assert torch.equal(out[: lengths[0]], alone), "it depends on what else is in the row"
     for threads in (1, 16):  # with many, heads are tasks of their own
@@ -373,8 +379,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped queries": {"num_query_groups": 2},
     "norms of heads": {"num_query_groups": 2, "qk_layernorm": True, "kv_channels": 16},
     "part of the channels turned": {"num_query_groups": 4, "rotary_percentage": 0.5, "bias": True},
+    "norms and soft caps": {
+        "num_query_groups": 2, "layer_norms": "both", "normalization": "rmsnorm1p", "attn_logit_softcapping": 0.05,
+        "final_logit_softcapping": 1.0,
+    },
+    "norms over heads": {"num_query_groups": 2, "layer_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True},
     "another activation": {"num_query_groups": 1, "activation": "gelu", "normalization": "layernorm"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -144,7 +144,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
 }
 # One of each kind of layers: how a native step is compiled.
-GENERATED = ["llama", "qwen2", "qwen3", "phi3", "smollm3", "granite", "nemotron", "olmo2", "gemma2"]
+GENERATED = ["llama", "qwen2", "qwen3", "smollm3", "granite", "nemotron", "olmo2", "gemma2"]
 TINY = ModelArchitecture(
     num_layers=2,
     hidden_size=32,
