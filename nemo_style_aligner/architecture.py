@@ -116,7 +116,12 @@ class Layer(LayerFeatures):
     steps aside for a field that is added later.
     """
 
-    rotates: bool = True  # has a rotary embedding
+    no_rope: bool = False  # no rotary embedding (SmolLM3)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are rotated."""
+        return not self.no_rope
 
     def unknown(self, known: Collection[str]) -> list[str]:
         """Fields in which the layer differs from Llama's, but for those that are ``known``."""
@@ -130,7 +135,7 @@ ENDS = ("embedding_multiplier", "logits_scaling", "final_logit_softcapping")
 
 EVERY_FEATURE = frozenset(
     ("layer_norms", "normalization", "activation", "gated", "bias", "qkv_bias", "qk_layernorm", "qk_norm_over_heads")
-    + ("softmax_scale", "attn_logit_softcapping", "residual_multiplier", "rotates")
+    + ("softmax_scale", "attn_logit_softcapping", "residual_multiplier", "no_rope")
 )
 """All that there is today, spelled out: who knows it does not know what is added to `Layer` tomorrow."""
 
@@ -309,8 +314,8 @@ class ModelArchitecture(LayerFeatures):
     def layers(self) -> tuple[Layer, ...]:
         """What each layer computes."""
         common = {field.name: getattr(self, field.name) for field in dataclasses.fields(LayerFeatures)}
-        kinds = {rotates: Layer(**common, rotates=rotates) for rotates in (True, False)}
-        return tuple(kinds[index not in self.no_rope_layers] for index in range(self.num_layers))
+        kinds = {no_rope: Layer(**common, no_rope=no_rope) for no_rope in (True, False)}
+        return tuple(kinds[index in self.no_rope_layers] for index in range(self.num_layers))
 
     def unknown(self, known: Collection[str]) -> list[str]:
         """Features of any layer, or of the model's ends, that are not as in Llama and not among the ``known``."""

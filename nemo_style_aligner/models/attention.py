@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_style_aligner.architecture import EVERY_FEATURE, Layer
 from nemo_style_aligner.models.gpu_kernels import gpu_kernels
-from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
+from nemo_style_aligner.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
 from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.varlen_attention import has_varlen_attention, varlen_attention
 from nemo_style_aligner.softcaps import capped_attention
@@ -99,8 +99,8 @@ class LocalSelfAttention(SelfAttention):
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
         layer = self.config.layer(self.layer_number)
-        scores = Scores(layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
-        out = _Attention.apply(mixed.reshape(t, groups, -1, d), rotary, lengths, scores, kernels)
+        row = AttentionRow(rotary, lengths, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
+        out = _Attention.apply(mixed.reshape(t, groups, -1, d), row, kernels)
         return out.view(t, 1, -1)
 
 
@@ -184,35 +184,21 @@ class CausalAttention(MegatronModule):
         return cast(torch.Tensor, checkpoint(capped_attention, *arguments, use_reentrant=False))
 
 
-class Scores(NamedTuple):
-    """What becomes of the products of queries and keys: their factor, and then their soft cap, if they have one."""
-
-    scale: float
-    softcap: float | None
-
-
 class _Attention(torch.autograd.Function):
     """`LayerKernels.attention`: saves its input and the log-sum-exp of the scores, not its output."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        lengths: torch.Tensor,
-        scores: Scores,
-        kernels: LayerKernels,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, qkv: torch.Tensor, row: AttentionRow, kernels: LayerKernels) -> torch.Tensor:
         qkv = qkv.contiguous()
-        out, lse = kernels.attention(qkv, rotary, lengths, *scores)
+        out, lse = kernels.attention(qkv, row)
         ctx.save_for_backward(qkv, lse)
-        ctx.arguments, ctx.kernels = (rotary, lengths, *scores), kernels
+        ctx.row, ctx.kernels = row, kernels
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         qkv, lse = ctx.saved_tensors
-        return ctx.kernels.attention_backward(grad.contiguous(), lse, qkv, *ctx.arguments), None, None, None, None
+        return ctx.kernels.attention_backward(grad.contiguous(), lse, qkv, ctx.row), None, None
 
 
 class _Rotation(torch.autograd.Function):

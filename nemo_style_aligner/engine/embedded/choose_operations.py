@@ -33,12 +33,12 @@ def choose_operations(shape: EngineShape, device: torch.device) -> TorchOperatio
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         return TritonOperations(shape, device, num_processors)
 
-    made = None
+    if device.type != "cuda" or shape.dtype == torch.float32:  # without tensor cores their attention is slow
+        return TorchOperations(shape, device)
     if unknown := shape.architecture.unknown(_KNOWN):
-        logger.info("generation runs without Triton's kernels, which do not know the model's %s", ", ".join(unknown))
-    elif device.type == "cuda" and shape.dtype != torch.float32:  # without tensor cores their attention is slow
-        made = with_triton(make, device, "generation runs")
-    return made or TorchOperations(shape, device)
+        logger.warning("generation runs without Triton's kernels: they have no %s", ", ".join(unknown))
+        return TorchOperations(shape, device)
+    return with_triton(make, device, "generation runs") or TorchOperations(shape, device)
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.architecture import ENDS, LayerFeatures, ModelArchitecture
 from nemo_style_aligner.engine.embedded.step import EngineShape
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.native.compilation import (
@@ -26,7 +26,6 @@ from nemo_style_aligner.native.compilation import (
     find_or_compile,
     prepare,
 )
-from nemo_style_aligner.weights.layout import LAYER_NORMS
 
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "pairs.h", "sample.h")]
@@ -35,7 +34,6 @@ _CHECK_SECONDS = 120.0
 _CHECKED_MODEL = ModelArchitecture(
     num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
 )
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
 
 
 def load_library(shape: EngineShape, kernel: str) -> ctypes.CDLL:
@@ -103,7 +101,9 @@ def check(command: list[str], folder: Path) -> None:
 
 def _macros(shape: EngineShape) -> dict[str, object]:
     a, shard = shape.architecture, shape.shard
+    features = (*(field.name for field in dataclasses.fields(LayerFeatures)), *ENDS)
     return {
+        **{name.upper(): _macro(getattr(a, name)) for name in features},
         "LAYERS": a.num_layers,
         "HIDDEN": a.hidden_size,
         "HEADS": shard.num_heads,
@@ -113,18 +113,14 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "FFN": shard.ffn_size,
         "VOCAB_ROWS": shard.vocab_rows,
         "RANKS": shard.size,
-        "NORM": int(a.norm_has_bias),
-        "NORM_OFFSET": a.norm_offset,
-        "OUT_NORMS": int("mlp_out_norm" in LAYER_NORMS[a.layer_norms]),
         "EPSILON": repr(a.layernorm_epsilon),
-        "ACTIVATION": _ACTIVATIONS[a.activation],
-        "GATED": int(a.gated),
-        "QK_NORM": a.qk_layernorm + a.qk_norm_over_heads,
         "SOFTMAX_SCALE": repr(a.attention_scale),
-        "EMBEDDING_MULTIPLIER": repr(float(a.embedding_multiplier)),
-        "RESIDUAL_MULTIPLIER": repr(float(a.residual_multiplier)),
-        "LOGITS_SCALING": repr(float(a.logits_scaling)),
-        "SOFTCAP": float(a.attn_logit_softcapping or 0),
-        "LOGITS_SOFTCAP": float(a.final_logit_softcapping or 0),
         "STORAGE_F32": int(shape.dtype == torch.float32),
     }
+
+
+def _macro(value: bool | float | str | None) -> object:
+    """A feature's value in C++: words are constants there, None is 0."""
+    if isinstance(value, str):
+        return value.upper().replace("-", "_")
+    return repr(value) if isinstance(value, float) else int(value or 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.architecture import ENDS, EVERY_FEATURE
+from nemo_style_aligner.architecture import ENDS, EVERY_FEATURE, ModelArchitecture
 from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.engine.embedded.arena import Arena
 from nemo_style_aligner.engine.embedded.native.library import load_library
@@ -206,7 +206,7 @@ class NativeStep(ModelStep):
             kind = name.rpartition(".")[2]
             panels = -(-outputs[kind] // _PANEL)
             regions[name] = ((panels, _round_up(self._columns[kind], 32), _PANEL), shape.dtype)
-            regions[f"{name}.bias"] = ((panels * _PANEL,), torch.float32)
+            regions[f"{name}_bias"] = ((panels * _PANEL,), torch.float32)
         if not a.tied_embeddings:
             regions["embedding"] = ((shard.vocab_rows, a.hidden_size), shape.dtype)
         for index, layer in enumerate(a.layers):
@@ -222,21 +222,13 @@ class NativeStep(ModelStep):
         """Every address the library needs."""
         a, weights = self._shape.architecture, self._weights
 
-        def biased(name: str, exists: bool) -> int | None:
-            return weights[f"{name}.bias"].data_ptr() if exists else None
-
         self._layers = (Layer * a.num_layers)()
         for index, (layer, features) in enumerate(zip(self._layers, a.layers, strict=True)):
-            for matrix in _MATRICES:
-                setattr(layer, matrix, weights[f"{index}.{matrix}"].data_ptr())
-                exists = a.bias or (a.qkv_bias and matrix == "qkv")
-                setattr(layer, f"{matrix}_bias", biased(f"{index}.{matrix}", exists and self._adds_bias(matrix)))
-            for norm in LAYER_NORMS[features.layer_norms]:
-                setattr(layer, norm, weights[f"{index}.{norm}"].data_ptr())
-                if a.norm_has_bias:
-                    setattr(layer, f"{norm}_bias", weights[f"{index}.{norm}_bias"].data_ptr())
-            for norm in _HEAD_NORMS if features.qk_layernorm else ():
-                setattr(layer, norm, weights[f"{index}.{norm}"].data_ptr())
+            norms = list(LAYER_NORMS[features.layer_norms])
+            biases = [f"{norm}_bias" for norm in norms if a.norm_has_bias]
+            biases += [f"{matrix}_bias" for matrix in _MATRICES if _has_bias(a, matrix) and self._adds_bias(matrix)]
+            for name in (*_MATRICES, *norms, *biases, *(_HEAD_NORMS if features.qk_layernorm else ())):
+                setattr(layer, name, weights[f"{index}.{name}"].data_ptr())
             if features.rotates:
                 layer.cosines, layer.sines = (table.data_ptr() for table in self._rotary)
             layer.keys = self._pages[f"keys.{index}"].data_ptr()
@@ -266,7 +258,7 @@ class NativeStep(ModelStep):
         packed = _PackedFromTrainer(self._context)
         writes: dict[str, Write] = {}
 
-        def pack(matrix: str, parts: dict[str, Rows], num_rows: int, has_bias: bool = False) -> None:
+        def pack(matrix: str, parts: dict[str, Rows], num_rows: int) -> None:
             names = tuple(f"{module}.weight" for module in parts)
             size = (num_rows, self._columns[matrix.rpartition(".")[2]])
             source = self._trainer.find(names, size, _SOURCE_DTYPES, torch.device("cpu"))
@@ -280,14 +272,14 @@ class NativeStep(ModelStep):
                 if source is not None:
                     packed.add(f"{module}.weight", to, source, rows)
                 count = rows.count * rows.groups
-                if has_bias:
-                    writes[f"{module}.bias"] = _into(weights[f"{matrix}.bias"], _lane_places(count, first_row, half))
+                if _has_bias(a, matrix.rpartition(".")[2]):
+                    writes[f"{module}.bias"] = _into(weights[f"{matrix}_bias"], _lane_places(count, first_row, half))
                 first_row += count if half == _WHOLE else 0
 
         for layer in range(a.num_layers):
             prefix = f"model.layers.{layer}."
             for matrix, parts in layer_rows(shard, prefix).items():
-                pack(f"{layer}.{matrix}", parts, Rows.total(parts), a.bias or (a.qkv_bias and matrix == "qkv"))
+                pack(f"{layer}.{matrix}", parts, Rows.total(parts))
             norms = LAYER_NORMS[a.layers[layer].layer_norms]
             for region, module in {**norms, **(_HEAD_NORMS if a.qk_layernorm else {})}.items():
                 writes[f"{prefix}{module}.weight"] = weights[f"{layer}.{region}"].copy_
@@ -301,6 +293,10 @@ class NativeStep(ModelStep):
         head = "model.embed_tokens" if a.tied_embeddings else "lm_head"
         pack("head", {head: Rows(0, shard.held_vocab_rows)}, shard.vocab_rows)
         return WeightTable(shard, writes, copied=packed.names, copy=packed.write if packed.names else None)
+
+
+def _has_bias(a: ModelArchitecture, matrix: str) -> bool:
+    return matrix != "head" and (a.bias or (a.qkv_bias and matrix == "qkv"))
 
 
 def _into(lanes: torch.Tensor, places: torch.Tensor) -> Write:

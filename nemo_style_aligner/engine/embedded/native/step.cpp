@@ -2,16 +2,18 @@
 //
 // Compiled once per model shape; the shape comes as macros from `native/library.py`:
 //   LAYERS HIDDEN HEADS GROUPS HEAD_DIM ROTARY FFN VOCAB_ROWS   this rank's sizes (ROTARY: channels that are rotated)
-//   NORM (0 RMSNorm, 1 LayerNorm)  NORM_OFFSET (what is added to stored weights)  EPSILON
-//   OUT_NORMS (1: what attention and MLP add to the residual stream is normed)
-//   ACTIVATION (0 SiLU, 1 GELU, 2 squared ReLU, 3 GELU by tanh)  GATED  QK_NORM (1 of each head, 2 over all heads)
-//   SOFTMAX_SCALE (factor of attention scores)  EMBEDDING_MULTIPLIER  RESIDUAL_MULTIPLIER (of what layers add)
-//   LOGITS_SCALING (what logits are divided by)  SOFTCAP, LOGITS_SOFTCAP (of scores and logits; 0: none)
-//   RANKS: how many ranks hold the model together
+//   the fields of `architecture.LayerFeatures`, and of the model's ends, in capitals; 0 for None
+//   EPSILON  RANKS: how many ranks hold the model together
 //   STORAGE_F32 (else bf16)  KERNEL  LANES  EMULATE
 #include "attention.h"
 #include "sample.h"
 
+enum { RMSNORM, RMSNORM1P, LAYERNORM, LAYERNORM1P };
+enum { BEFORE, AFTER, BOTH };
+enum { SILU, GELU, GELU_TANH, SQUARED_RELU };
+constexpr bool IS_LAYER_NORM = NORMALIZATION == LAYERNORM || NORMALIZATION == LAYERNORM1P;
+constexpr float NORM_OFFSET = NORMALIZATION == RMSNORM1P || NORMALIZATION == LAYERNORM1P ? 1 : 0; // to stored weights
+constexpr bool OUT_NORMS = LAYER_NORMS != BEFORE; // what attention and MLP add to the residual stream is normed
 constexpr bool SUM_RANKS = RANKS > 1; // summands that the ranks must add up are left in `partial`
 constexpr bool SUMS_APART = SUM_RANKS || OUT_NORMS;  // ... or that are normed before they are added
 constexpr int QKV = (HEADS + 2 * GROUPS) * HEAD_DIM;
@@ -66,13 +68,13 @@ template <class T> static void norm_row(const float* x, const float* weight, con
     if (!weight) return store_row(out, x, HIDDEN);
     constexpr int WHOLE_VECTORS = HIDDEN / LANES * LANES;
     float mean = 0;
-#if NORM > 0
-    vf sums = {};
-    for (int i = 0; i < WHOLE_VECTORS; i += LANES) sums += load<vf>(x + i);
-    mean = sum_lanes(sums);
-    for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) mean += x[i];
-    mean /= HIDDEN;
-#endif
+    if (IS_LAYER_NORM) {
+        vf sums = {};
+        for (int i = 0; i < WHOLE_VECTORS; i += LANES) sums += load<vf>(x + i);
+        mean = sum_lanes(sums);
+        for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) mean += x[i];
+        mean /= HIDDEN;
+    }
     vf lanes = {};
     for (int i = 0; i < WHOLE_VECTORS; i += LANES) {
         vf d = load<vf>(x + i) - mean;
@@ -82,24 +84,24 @@ template <class T> static void norm_row(const float* x, const float* weight, con
     for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) squares += (x[i] - mean) * (x[i] - mean);
     const float factor = 1.0f / std::sqrt(squares / HIDDEN + (float)EPSILON);
     for (int i = 0; i < WHOLE_VECTORS; i += LANES) {
-        vf w = load<vf>(weight + i) + (float)NORM_OFFSET;
+        vf w = load<vf>(weight + i) + NORM_OFFSET;
         vf y = (load<vf>(x + i) - mean) * factor * w;
-        store_as(out + i, NORM > 0 ? y + load<vf>(bias + i) : y);
+        store_as(out + i, IS_LAYER_NORM ? y + load<vf>(bias + i) : y);
     }
     for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) {
-        const float y = (x[i] - mean) * factor * (weight[i] + (float)NORM_OFFSET);
-        set_as(out + i, NORM > 0 ? y + bias[i] : y);
+        const float y = (x[i] - mean) * factor * (weight[i] + NORM_OFFSET);
+        set_as(out + i, IS_LAYER_NORM ? y + bias[i] : y);
     }
 }
 
 static INLINE float activate(float x) {
-    if (ACTIVATION == 1) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+    if (ACTIVATION == GELU) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
     const float positive = x < 0 ? 0 : x; // NaN stays NaN
     return positive * positive;
 }
 static INLINE vf activate(vf x) {
-    if (ACTIVATION == 0) return x / (1.0f + vexp(-x));
-    if (ACTIVATION == 3) return x / (1.0f + vexp(-1.59576912f * x * (1.0f + 0.044715f * x * x))); // tanh by exp
+    if (ACTIVATION == SILU) return x / (1.0f + vexp(-x));
+    if (ACTIVATION == GELU_TANH) return x / (1.0f + vexp(-1.59576912f * x * (1.0f + 0.044715f * x * x))); // tanh by exp
     vf y;
     for (int lane = 0; lane < LANES; ++lane) y[lane] = activate(x[lane]);
     return y;
@@ -146,22 +148,22 @@ static void file_row(const Model& m, const Layer& layer, const Pass& pass, int r
     const int at = position % PAGE;
     const size_t angles = (size_t)position * (ROTARY / 2);
     const float* source = m.qkv + (size_t)row * QKV;
-#if QK_NORM == 2
+#if QK_NORM_OVER_HEADS
     const float query_scale = scale_of<HEADS * HEAD_DIM>(source);
     const float key_scale = scale_of<GROUPS * HEAD_DIM>(source + HEADS * HEAD_DIM);
 #endif
     for (int head = 0; head < HEADS + GROUPS; ++head, source += HEAD_DIM) {
         float x[HEAD_DIM], y[HEAD_DIM];
         memcpy(x, source, sizeof x);
-#if QK_NORM
+#if QK_LAYERNORM
         const float* weight = head < HEADS ? layer.query_norm : layer.key_norm;
-#if QK_NORM == 2
+#if QK_NORM_OVER_HEADS
         const float factor = head < HEADS ? query_scale : key_scale;
         weight += (head < HEADS ? head : head - HEADS) * HEAD_DIM;
 #else
         const float factor = scale_of<HEAD_DIM>(x);
 #endif
-        for (int i = 0; i < HEAD_DIM; ++i) x[i] *= factor * (weight[i] + (float)NORM_OFFSET);
+        for (int i = 0; i < HEAD_DIM; ++i) x[i] *= factor * (weight[i] + NORM_OFFSET);
 #endif
         memcpy(y, x, sizeof x);
         if (layer.cosines) {
@@ -290,8 +292,9 @@ class Worker {
                 float* row = block + i * PANEL;
                 if (LOGITS_SCALING != 1)
                     for (int j = 0; j < PANEL; j += LANES) store(row + j, load<vf>(row + j) / (float)LOGITS_SCALING);
-                if (LOGITS_SOFTCAP > 0)
-                    for (int j = 0; j < PANEL; j += LANES) store(row + j, soft_cap(load<vf>(row + j), LOGITS_SOFTCAP));
+                if (FINAL_LOGIT_SOFTCAPPING > 0)
+                    for (int j = 0; j < PANEL; j += LANES)
+                        store(row + j, soft_cap(load<vf>(row + j), FINAL_LOGIT_SOFTCAPPING));
                 for (int j = 0; j < PANEL; j += 8) stream(logits + j, load<vu8>(row + j));
             }
         });
