@@ -28,7 +28,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_weights,
     save_nemo,
 )
-from nemo_style_aligner.config.schema import StepChoice
+from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams

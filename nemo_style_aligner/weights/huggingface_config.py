@@ -19,7 +19,7 @@ from nemo_style_aligner.architecture import (
     LayerFeatures,
     ModelArchitecture,
 )
-from nemo_style_aligner.checkpoints.directory import refuse_nemo_2
+from nemo_style_aligner.checkpoints.foreign import refuse_nemo_2
 from nemo_style_aligner.parsing import read_json
 from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.wording import download_hint
