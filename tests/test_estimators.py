@@ -257,7 +257,10 @@ def test_best_of_groups() -> None:
 
 def test_best_of_n_imitates() -> None:
     step = some_step(4)
-    assert ESTIMATORS["best_of_n"](step)[0].tolist() == step.spread(step.counts).tolist()
+    without = dataclasses.replace(step, token_kl=torch.zeros_like(step.token_kl))
+    assert ESTIMATORS["best_of_n"](without)[0].tolist() == step.spread(step.counts).tolist()
+    expected = (1 - step.token_kl) * step.spread(step.counts)  # the KL penalty of each token counts
+    assert ESTIMATORS["best_of_n"](step)[0].tolist() == expected.tolist() and step.token_kl.any()
 
 
 def test_overlong_penalty() -> None:
@@ -307,7 +310,7 @@ def test_names() -> None:
     ("function", "message"),
     [
         (lambda step: step.spread(step.rewards), r"tensor.* and not \(advantages, returns\)"),
-        (lambda step: (step.rewards, None), r"advantages of shape \[3\], and not a number for each .* 4 response"),
+        (lambda step: (step.rewards, None), r"advantages of shape \[3\], and not a number for each .* 4 sampled"),
         (lambda step: ([0.0] * 4, None), "as advantages, and not a tensor"),
         (lambda step: (step.spread(step.rewards - step.rewards.mean()), None), r"NaN or infinite for samples \[0, 2\]"),
         (lambda step: (step.spread(step.rewards), step.spread(step.rewards)), "no critic to learn them"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -338,6 +339,20 @@ def test_pairs_that_cannot_be_meant_are_refused(
         pairs(tmp_path, tokenizer, line)
 
 
+def test_examples_for_fine_tuning_are_no_pairs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Which two turns of strangers would be: the error names the form. Two answers to one question are a pair."""
+    tokenizer.chat_template = CHATML
+    ask, answer = (lambda c: {"role": "user", "content": c}), (lambda c: {"role": "assistant", "content": c})
+    asked = [{"messages": [ask(q), answer(q * 2)]} for q in "abcd"]
+    alpaca = [{"instruction": q, "input": "", "output": q * 2} for q in "abcd"]
+    for lines in (asked, asked[:2], alpaca):
+        with pytest.raises(DataError, match=r"no two lines have the same prompt.*'prompt', 'chosen', 'rejected'"):
+            pairs(tmp_path, tokenizer, *lines)
+    better = [asked[0], {"messages": [ask("a"), answer("b")]}]
+    assert len(pairs(tmp_path, tokenizer, *better, *asked[2:])) == 2
+    tokenizer.chat_template = None
+
+
 def test_conversations_are_rendered_by_the_template(files: Path, tmp_path: Path) -> None:
     tokenizer = load_nemo_tokenizer(files / "base.nemo")
     tokenizer.chat_template = CHATML
@@ -379,8 +394,14 @@ def test_judged_responses_and_their_mismatches(files: Path, tokenizer: Tokenizer
     for line, text in zip(trl, texts, strict=True):
         assert text.startswith(line["prompt"]) and len(text) == 6 and line["completion"][:2] != text[4:]
     assert len({text[4:] for text in texts}) == 5  # each response once
-    with pytest.raises(DataError, match="KTO needs two responses at least"):
-        MismatchedDataset([data[0]], seed=1, seq_length=6)
+    several = [dataclasses.replace(data[n % 3], token_ids=[9, n % 3, 50 + n], prompt_length=2) for n in range(9)]
+    for seed in range(20):  # several responses to each prompt: the other one is another prompt's
+        mismatched = MismatchedDataset(several, seed=seed, seq_length=6)
+        others = [mismatched[index].token_ids[1][-1] - 50 for index in range(9)]
+        assert all(n % 3 != other % 3 for n, other in enumerate(others)) and len(set(others)) > 3
+    for one_prompt in ([data[0]], [data[0], data[0]]):
+        with pytest.raises(DataError, match="KTO needs two responses at least, to different prompts"):
+            MismatchedDataset(one_prompt, seed=1, seq_length=6)
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config.fields import find_field, value_problems
 from nemo_style_aligner.config.foreign_keys import ConfigError, find_foreign, take_foreign
 from nemo_style_aligner.config.schema import fields_of_job
 from nemo_style_aligner.config.section_names import names_of
+from nemo_style_aligner.masking import masked
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The repository's ``conf/``: one YAML file per job."""
-
-
-SECRET_KEYS = ("token",)
-"""Last parts of the keys whose values are secrets."""
 
 
 WITHOUT_EXP_MANAGER = {"create_checkpoint_callback": False, "create_wandb_logger": False}
@@ -155,6 +152,43 @@ def log_directory(exp_manager: DictConfig) -> Path:
     return Path(str(exp_manager.exp_dir or "nemo_experiments")).expanduser() / str(exp_manager.name)
 
 
+_PATHS = (
+    *("pretrained_checkpoint.restore_from_path", "model.restore_from_path", "rm_model_file", "output_path"),
+    *("critic.pretrained_checkpoint.restore_from_path", "trainer.ppo.teacher.restore_from_path"),
+    *("model.peft.restore_from_path", "critic.model.peft.restore_from_path", "exp_manager.resume_from_checkpoint"),
+    *("model.dpo.reference_logprobs_dir", "model.kto.reference_logprobs_dir"),
+    *("exp_manager.mlflow_logger_kwargs.save_dir", "exp_manager.explicit_log_dir", "exp_manager.exp_dir"),
+    *("model.data.data_prefix", "model.data.train_ds.file_path", "model.data.validation_ds.file_path"),
+    "data.data.file_path",
+)
+_FUNCTIONS = ("trainer.ppo.estimator", "trainer.ppo.policy_loss")
+
+
+def make_paths_absolute(cfg: DictConfig) -> None:
+    """Make a config's paths absolute, in place: code of the user's may change the working directory later."""
+    if not cfg.exp_manager.explicit_log_dir:
+        cfg.exp_manager.exp_dir = str(cfg.exp_manager.exp_dir or "nemo_experiments")
+    for key in _PATHS:
+        if found := OmegaConf.select(cfg, key, throw_on_missing=False):
+            OmegaConf.update(cfg, key, _absolute(found), merge=False)
+    for key in _FUNCTIONS:
+        if ".py:" in str(named := OmegaConf.select(cfg, key)):
+            OmegaConf.update(cfg, key, _absolute(named))
+    for reward in OmegaConf.select(cfg, "trainer.ppo.rewards") or ():
+        if isinstance(reward, DictConfig) and re.fullmatch(r".+\.py:\w+|.*\.nemo/?", str(reward.get("source"))):
+            reward.source = _absolute(reward.source)
+
+
+def _absolute(found: Any) -> Any:
+    """A path, or lists and mappings of them as data files have, with the weights of blends."""
+    if isinstance(found, DictConfig):
+        return {key: _absolute(value) for key, value in found.items()}
+    if isinstance(found, ListConfig):
+        return [_absolute(value) for value in found]
+    is_path = isinstance(found, str) and found and not re.fullmatch(r"[\d.eE+-]+", found)
+    return str(Path(found).expanduser().absolute()) if is_path else found
+
+
 def _note_on_directories(cfg: DictConfig, defaults: DictConfig) -> str:
     """A note that ``explicit_log_dir`` wins over ``exp_dir``, as in NeMo; an error if it only does so by default."""
     key, winner = "exp_manager.exp_dir", "exp_manager.explicit_log_dir"
@@ -210,11 +244,7 @@ def _escaped(value: Any) -> Any:
 def without_secrets(cfg: DictConfig) -> DictConfig:
     """A copy for logs: interpolations resolved, secrets masked."""
     content: Any = OmegaConf.to_container(cfg, resolve=True)
-    copy = plain_config(content)
-    for key in _leaves(copy):
-        if key.rsplit(".", 1)[-1] in SECRET_KEYS and str(OmegaConf.select(copy, key)).lower() not in ("auto", "none"):
-            OmegaConf.update(copy, key, "(secret)")
-    return copy
+    return plain_config(masked(content))
 
 
 # What TRL, verl and OpenRLHF call settings of ours, by the last part of their names.

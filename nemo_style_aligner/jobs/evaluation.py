@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, require_reward_head
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
-from nemo_style_aligner.data.answers import ANSWER, EXTRACTION, find_answer, is_right, problem_of
+from nemo_style_aligner.data.answers import ANSWER, given_answer, is_right, problem_of
 from nemo_style_aligner.data.datasets import PromptDataset, PromptItem, lengths_of, pad_rows
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl
 from nemo_style_aligner.data.preferences import ComparisonEncoder
@@ -32,7 +32,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, forward
-from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
 from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rl.math_verifier import MathVerifier
@@ -122,8 +122,7 @@ class EvaluatedResponse:
         """What is known, without token ids."""
         record = {k: v for k, v in vars(self).items() if k not in ("tokens", "line", "number") and v is not None}
         if self.is_right is not None:
-            given = find_answer(self.response, self.line.get(EXTRACTION))
-            record |= {ANSWER: self.line[ANSWER], "given_answer": given}
+            record |= {ANSWER: self.line[ANSWER], "given_answer": given_answer(self.response, self.line)}
         return record
 
 
@@ -351,15 +350,16 @@ def _logprobs(model: MegatronModel, texts: Sequence[Text], temperature: float) -
     sums: list[float] = []
     for start in range(0, len(texts), _SCORING_BATCH):
         batch = texts[start : start + _SCORING_BATCH]
+        lengths = lengths_of([ids for ids, _ in batch])
         ragged = RaggedBatch(
             tokens=torch.tensor([token for ids, _ in batch for token in ids], dtype=torch.int32),
-            lengths=lengths_of([ids for ids, _ in batch]),
-            prompt_lengths=torch.tensor([given for _, given in batch]),
+            lengths=lengths,
+            sampled=after_prompts(lengths, torch.tensor([given for _, given in batch])),
             columns={},
             wanted=torch.ones(len(batch), dtype=torch.bool),
         )
         logprobs = forward(model, ragged, None, _BATCHING, lambda outputs, _: outputs, scoring=Scoring(temperature))
-        sums += [float(part.double().sum()) for part in logprobs.cpu().split(ragged.response_lengths.tolist())]
+        sums += [float(part.double().sum()) for part in logprobs.cpu().split(ragged.sampled_lengths.tolist())]
     return sums
 
 
@@ -369,10 +369,8 @@ def _grader(uses_math: bool, prompts: Sequence[PromptItem]) -> Grader:
         return is_right
     verifier = MathVerifier()
     for item in prompts:
-        try:
-            verifier("", "0", {ANSWER: item.line[ANSWER]})
-        except ValueError as error:
-            raise DataError(f"{item.place}: {error}") from error
+        if (problem := verifier.problem_of(item.line)) is not None:
+            raise DataError(f"{item.place}: {problem}")
     return lambda response, line: verifier("", response, line)["reward"] == 1.0
 
 

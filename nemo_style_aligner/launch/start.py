@@ -24,7 +24,7 @@ import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config.command_line import Composed, compose
-from nemo_style_aligner.config.loading import ConfigError, check_config, log_directory
+from nemo_style_aligner.config.loading import ConfigError, check_config, log_directory, make_paths_absolute
 from nemo_style_aligner.config.section_names import speak_as
 from nemo_style_aligner.launch.ending import FAILED_FILE, abort_job, failures, install_excepthook, shutdown
 from nemo_style_aligner.launch.initialization import initialize
@@ -39,6 +39,7 @@ from nemo_style_aligner.launch.stop_signals import (
 from nemo_style_aligner.launch.supervisor import end_with_supervisor, signal_when_parent_dies, supervise
 from nemo_style_aligner.parallel.detection import LaunchInfo, detect_launch
 from nemo_style_aligner.telemetry.log_lines import LOG_LEVELS, configure_logging
+from nemo_style_aligner.wording import spelt
 
 _logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def job(
                 if end.code not in (None, 0):
                     if isinstance(end.code, str):
                         with contextlib.suppress(OSError, ValueError):
-                            print(end.code, file=sys.stderr)
+                            print(spelt(end.code), file=sys.stderr)
                     abort_job(end.code if isinstance(end.code, int) else 1)
                 raise
             if status:
@@ -156,6 +157,7 @@ def _run_job(
         # This imports nearly all that a rank needs. It stays, and Python's garbage collector would scan it again and
         # again: a fifth of the time until the job begins.
         gc.disable()
+        make_paths_absolute(cfg)
         check_job = hydra.utils.get_method(check)
         gc.freeze()
         gc.enable()

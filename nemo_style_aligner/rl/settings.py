@@ -6,13 +6,14 @@ import dataclasses
 
 from omegaconf import DictConfig
 
+from nemo_style_aligner.config.schema import KLEstimator
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.rl.estimators import find_estimator
 from nemo_style_aligner.rl.experience import AdvantageSettings
 from nemo_style_aligner.training.loop import LoopSettings, step_limit
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RLSettings(LoopSettings):
     """`LoopSettings` and those of an algorithm's step: keys of ``trainer.ppo`` and ``model`` (``config/schema.py``)."""
 
@@ -43,6 +44,7 @@ class RLSettings(LoopSettings):
             max_epochs=max_epochs,
             step_limit=last_step,
             val_check_interval=int(ppo.val_check_interval or 0),
+            val_check_at_start=bool(ppo.val_check_at_start),
             save_interval=int(ppo.save_interval or 0),
             critic_warmup_steps=int(ppo.get("critic_warmup_steps") or 0),  # not in jobs without critics
             num_ppo_epochs=int(ppo.num_ppo_epochs),
@@ -58,7 +60,7 @@ class RLSettings(LoopSettings):
             advantages=AdvantageSettings(
                 estimator=estimator,
                 kl_coef=float(ppo.initial_policy_kl_penalty) if ppo.kl_in == "reward" else 0.0,
-                kl_estimator=ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1"),
+                kl_estimator=kl_estimator(ppo),
                 kl_clamp=ppo.kl_clamp,
                 discount_factor=float(ppo.discount_factor),
                 gae_lambda=float(ppo.get("gae_lambda", 1.0)),  # of gae alone, which needs a critic
@@ -74,3 +76,9 @@ class RLSettings(LoopSettings):
             ),
             nonfinite=NonFinitePolicy.from_config(ppo),
         )
+
+
+def kl_estimator(ppo: DictConfig) -> KLEstimator:
+    """How the KL divergence from the initial policy is estimated; ``ppo``: the section ``trainer.ppo``."""
+    chosen: KLEstimator = ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1")
+    return chosen

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.services.endpoints import LINES, PROMPT_LENGTHS
+from nemo_style_aligner.services.endpoints import LINES, PROMPT_LENGTHS, STEPS
 from nemo_style_aligner.services.http_client import (
     ClientLimits,
     HttpClient,
@@ -47,6 +47,18 @@ class UnfitServiceError(UserError, ValueError):
     exit_status = 1
 
 
+class OtherSecretError(UnfitServiceError):
+    """A server has another secret than this job; another start of either would not change that."""
+
+    exit_status = 2
+
+
+_STARTED_BY = {
+    "remote_critic_rm.critic.port": "serve_ppo_critic.py",
+    "remote_critic_rm.reward_model.port": "serve_reward_model.py or serve_reward_function.py",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class SequencesToScore:
     """What a job will send, to be compared with what a server can take.
@@ -69,10 +81,12 @@ class PromptsOfSequences:
     Attributes:
         lines: each sequence's prompt with all the keys of its line, to which ``text`` belongs.
         lengths: int64 [b], tokens of the prompts.
+        steps: int64 [b], the run's; for services that ask for these, too.
     """
 
     lines: Sequence[Mapping[str, Any]]
     lengths: torch.Tensor
+    steps: torch.Tensor | None = None
 
     def inputs(self) -> dict[str, np.ndarray]:
         """The inputs of a request: a JSON text for each line, BYTES [b, 1], and the lengths, INT64 [b, 1]."""
@@ -112,7 +126,7 @@ class RewardClient:
         self._pad_to_length = pad_to_length
         self._setting = setting
         self._output = output
-        self._takes_prompts = False
+        self._takes_prompts = self._takes_steps = False
         self._threads = concurrent.futures.ThreadPoolExecutor(max_parallel, "reward-infer")
 
     @property
@@ -135,6 +149,7 @@ class RewardClient:
         described = metadata.get("inputs")
         inputs = {entry.get("name") for entry in described} if isinstance(described, list) else set()
         self._takes_prompts = {LINES.name, PROMPT_LENGTHS.name} <= inputs
+        self._takes_steps = STEPS.name in inputs
 
     def infer_async(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompts: PromptsOfSequences | None = None
@@ -148,6 +163,8 @@ class RewardClient:
         inputs = scoring_inputs(tokens, lengths, self._pad_to_length)
         if prompts is not None and self._takes_prompts:
             inputs |= prompts.inputs()
+            if self._takes_steps and prompts.steps is not None:
+                inputs[STEPS.name] = as_array(prompts.steps).reshape(-1, 1)
         rows, width = tokens.shape
         return self._threads.submit(self._infer, inputs, (rows, 1 if self._output == "rewards" else width - 1))
 
@@ -240,17 +257,19 @@ def wait_for_server(server: HttpClient, timeout_s: float, setting: str) -> None:
 
     Raises:
         ServerUnavailableError: after ``timeout_s``.
-        UnfitServiceError: it has another secret, or is no such service.
+        OtherSecretError: it has another secret.
+        UnfitServiceError: it is no such service.
     """
     started = time.monotonic()
-    logger.info("waiting for the server at %s (at most %g s)", server.base_url, timeout_s)
+    remedy = f"start {_STARTED_BY[setting]}, or correct {setting}" if setting in _STARTED_BY else f"see {setting}"
+    logger.info("waiting for the server at %s (at most %g s); %s", server.base_url, timeout_s, remedy)
     limits = dataclasses.replace(_READY_LIMITS, total_s=timeout_s)
     while True:
         try:
             server.request("GET", READY_PATH, limits=limits)
         except ServerUnavailableError as error:
             raise ServerUnavailableError(
-                f"the server at {server.base_url} was not ready within {timeout_s:g} s: {error}"
+                f"the server at {server.base_url} was not ready within {timeout_s:g} s: {remedy}. {error}"
             ) from None  # its message is in this one
         except RequestRefusedError as error:
             if error.status == 401:
@@ -300,10 +319,10 @@ def model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: f
     return metadata
 
 
-def _other_secret(server: HttpClient, error: RequestRefusedError) -> UnfitServiceError:
+def _other_secret(server: HttpClient, error: RequestRefusedError) -> OtherSecretError:
     if isinstance(error.__cause__, UnprovenServerError):  # its message says what to do
-        return UnfitServiceError(str(error))
-    return UnfitServiceError(
+        return OtherSecretError(str(error))
+    return OtherSecretError(
         f"the server at {server.base_url} does not accept this run's token ({error}). {HOW_TO_SHARE}"
     )
 

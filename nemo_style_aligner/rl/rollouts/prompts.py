@@ -15,8 +15,8 @@ from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.rl.sample import Prompt, Rollouts
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class PromptSource:
 
     def observe(self, rollouts: Rollouts) -> None:
         """Learn how long the responses are, for the order of work in later steps."""
-        self.response_lengths.observe(rollouts.prompt_ids.tolist(), rollouts.response_lengths.tolist())
+        self.response_lengths.observe(rollouts.prompt_ids.tolist(), rollouts.sampled_lengths.tolist())
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to order its work the same way; which prompts it gets depends on no state."""
