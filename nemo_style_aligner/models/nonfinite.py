@@ -6,7 +6,7 @@ import logging
 
 from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.errors import NonFiniteError
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from nemo_style_aligner.config.kinds import KLEstimator
 from nemo_style_aligner.config.schema import ActorLoop, Updates
 from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.errors import NonFiniteError
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models import functional
 from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.ragged import RaggedBatch
@@ -20,7 +21,6 @@ from nemo_style_aligner.rl.estimators import Estimator, StepRewards
 from nemo_style_aligner.rl.sample import Rollouts
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.values import ValueBatch
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
