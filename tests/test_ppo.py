@@ -131,6 +131,8 @@ OF_A_STEP = ("critic_warmup_steps", "num_ppo_epochs", "top_n_rollouts", "save_sa
 ELSEWHERE = (
     "trainer.ppo.rewards",
     "trainer.ppo.reward_functions.",
+    "trainer.ppo.environment",
+    "trainer.ppo.episodes.",
     "trainer.ppo.dynamic_sampling.max_rounds",
     "trainer.ppo.rollout_devices",
     "trainer.ppo.critic_devices",

@@ -23,10 +23,11 @@ from typing import Any
 import click
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from nemo_style_aligner.cli.main import run
 from nemo_style_aligner.config.loading import for_log, load_defaults
+from nemo_style_aligner.config.schema import ExpManager
 from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.jobs import job_setup
 from nemo_style_aligner.jobs.job_setup import Run
@@ -168,9 +169,9 @@ def test_a_wandb_server_out_of_reach_does_not_keep_a_job_from_its_end(
     assert f"sending to Weights & Biases {reason}" in caplog.text and f"wandb sync {folder}" in caplog.text
 
 
-def with_wandb(**kwargs: object) -> DictConfig:
-    section = load_defaults("gpt_sft").exp_manager
-    return OmegaConf.merge(section, {"create_wandb_logger": True, "wandb_logger_kwargs": kwargs})  # type: ignore[return-value]
+def with_wandb(**kwargs: object) -> ExpManager:
+    given = {"create_wandb_logger": True, "wandb_logger_kwargs": kwargs}
+    return ExpManager.among({**load_defaults("gpt_sft").exp_manager, **given})
 
 
 def test_wandb_that_does_not_start_is_an_error_without_a_traceback(

@@ -131,9 +131,9 @@ def test_a_tracker_that_never_answers_holds_no_job(
     began = time.monotonic()
     if not has_begun:
         with pytest.raises(trackers.TrackerError, match=r"Weights & Biases does not start.*no answer within"):
-            MetricsLogger.from_config(cfg.exp_manager, tmp_path, rank=0)
+            MetricsLogger(tmp_path, 0, start_trackers(PPOActor.read(cfg).exp_manager, tmp_path))
     else:
-        metrics = MetricsLogger.from_config(cfg.exp_manager, tmp_path, rank=0)
+        metrics = MetricsLogger(tmp_path, 0, start_trackers(PPOActor.read(cfg).exp_manager, tmp_path))
         metrics.log_metrics({"loss": 1.0}, 3)
         metrics.close(seconds=0.2)
         assert "takes too long" in caplog.text
