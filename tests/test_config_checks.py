@@ -102,7 +102,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(model: Path, tmp
                 name, _, value = argument.partition("=")
                 OmegaConf.update(cfg, name, OmegaConf.create(f"x: {value}").x)
             with pytest.raises(PlaceTakenError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*{key}"):
-                check_job(job, cfg, 1)
+                check_job(job, JOBS[job].sections.read(cfg), 1)
 
 
 def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
@@ -1004,7 +1004,7 @@ def test_a_setting_that_another_one_switches_off_is_told(job: str, given: str, t
     cfg = load_defaults(job)
     for key, _, value in (argument.partition("=") for argument in given.split()):
         OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, merge=False)
-    lines = list(settings_in_vain(JobView(job, cfg, 1, None)))
+    lines = list(settings_in_vain(JobView(job, JOBS[job].sections.read(cfg), 1, None)))
     assert len(lines) == (told is not None) and all(f"{told}: no effect with " in line for line in lines), lines
 
 

@@ -344,7 +344,7 @@ def test_a_browser_draws_the_charts_and_runs_nothing_else(run: Path, chromium: s
 def test_a_report_says_how_much_of_the_run_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the loop's own length, whatever the config allows, and at the pace of the last steps."""
     logger = MetricsLogger(tmp_path)
-    logger.log_hyperparameters(OmegaConf.create({"trainer": {"sft": {"max_steps": -1}}}))
+    logger.log_hyperparameters(*for_log(OmegaConf.create({"trainer": {"sft": {"max_steps": -1}}})))
     logger.log_length(40)
     for step in range(21):
         monkeypatch.setattr(time, "time", lambda now=1e9 + 60 * step + 3600 * (step > 12): now)  # an hour off between
