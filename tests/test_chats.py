@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -619,3 +620,20 @@ def test_exports_speak_as_the_model_was_trained(make: Any, tmp_path: Path) -> No
     tokenizer.format = TextFormat(append_eod=True, add_bos=True)
     assert exported(tokenizer, scores=True)[0]("a").input_ids == tokenizer.text_to_ids("<s>a<|endoftext|>")
     assert exported(tokenizer)[0]("a").input_ids == tokenizer.text_to_ids("<s>a")
+
+
+def test_one_conversation_that_takes_too_much_closes_the_template_for_no_other(make: Any, tmp_path: Path) -> None:
+    others = "{% for m in messages %}{% for n in messages %}{% if n.content == m.content %}{% endif %}{% endfor %}"
+    tokenizer = make(others + "<|im_start|>{{ m.role + m.content }}{% endfor %}")
+    user = {"role": "user", "content": "a"}
+    with pytest.raises(DataError, match="takes more than 5 s of computing"):
+        PromptDataset([jsonl(tmp_path / "long", chat(*[user] * 50_000))], tokenizer, 9)
+    assert len(PromptDataset([jsonl(tmp_path / "short", chat(user))], tokenizer, 99)) == 1
+
+
+def test_the_proof_of_a_conversation_takes_time_as_it_has_turns(make: Any, tmp_path: Path) -> None:
+    roles = itertools.cycle(("user", "tool"))
+    turns = [{"role": role, "content": f"a{i}"} for i, role in zip(range(30_000), roles, strict=False)]
+    began = time.monotonic()
+    assert len(PromptDataset([jsonl(tmp_path / "long", chat(*turns))], make(QWEN2), 10**8)) == 1
+    assert time.monotonic() - began < 12

@@ -248,6 +248,37 @@ def test_no_value_of_a_field_breaks_the_service(server: str) -> None:
         assert session.post(f"{server}/v1/completions", data=body, headers=fields, timeout=30).status_code == 400
 
 
+def _too_much(longest: int) -> Iterator[tuple[str, str]]:
+    """Paths and bodies whose work would grow as the square of their size, or that are longer than the model can be."""
+    keys = ", ".join(f'"k{i}": 0' for i in range(60000))
+    yield "completions", f'{{{keys}, "k59999": 1}}'
+    yield "completions", json.dumps({"prompt": [[1]] * 200_000})
+    yield "completions", json.dumps({"prompt": ["a"] * 200_000})
+    yield "completions", json.dumps({"prompt": "a" * longest})
+    yield "completions", json.dumps({"prompt": [1] * longest})
+    yield "completions", json.dumps({"prompt": "a", "stop": "a" * longest})
+    turn = {"role": "user", "content": "a"}
+    yield "chat/completions", json.dumps({"messages": [turn] * 200_001})
+    yield "chat/completions", json.dumps({"messages": [turn | {"content": "a" * longest}]})
+    yield "chat/completions", json.dumps({"messages": [turn | {"content": [{"type": "text", "text": "a"}] * longest}]})
+    yield "chat/completions", json.dumps({"messages": [turn | {"reasoning": "a" * longest}]})
+    yield "chat/completions", json.dumps({"messages": [{"role": "a" * longest, "content": "a"}]})
+
+
+def test_no_body_takes_long_or_concerns_another_client(server: str) -> None:
+    session = requests.Session()
+    session.headers.update({"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"})
+    for path, body in _too_much(1_000_000):
+        began = time.monotonic()
+        reply = session.post(f"{server}/v1/{path}", data=body, timeout=60)
+        assert reply.status_code == 400 and len(reply.text) < 1000, (body[-80:], reply.text[:1000])
+        assert time.monotonic() - began < 10, body[-80:]
+    for path, body in (("tokenize", {"prompt": "a" * 1_000_000}), ("detokenize", {"tokens": [1] * 1_000_000})):
+        assert session.post(f"{server}/{path}", data=json.dumps(body), timeout=60).status_code == 400
+    hi = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    assert session.post(f"{server}/v1/chat/completions", json=hi, timeout=30).status_code == 200
+
+
 def test_who_may_ask_and_what_is_there(client: openai.OpenAI, server: str) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-from nemo_style_aligner.data.chat_marks import holds, mark, marked, without_spaces, without_thoughts
+from nemo_style_aligner.data.chat_marks import MarkedText, mark, marked, without_spaces, without_thoughts
 from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, Turn
 from nemo_style_aligner.data.encoding import Counts, seen
 from nemo_style_aligner.data.jsonl import DataError, Record
@@ -137,11 +138,16 @@ class ChatRenderer:
     def role(self, turn: Turn) -> str:
         """The role of a turn in the chat template: its own if the template names it, else what it means."""
         role = turn.role.lower()
-        named = rf"(==|!=|\bin\b)[^%}}]*?[\"']{re.escape(role)}[\"']"
-        if role == turn.kind or re.search(named, self.tokenizer.chat_template or ""):
+        if role == turn.kind or role in self._named_roles:
             return role
         self.counts["read as", turn.role, turn.kind] += 1
         return turn.kind
+
+    @functools.cached_property
+    def _named_roles(self) -> frozenset[str]:
+        """What the template compares roles with, and other texts."""
+        compared = re.findall(r"(?:==|!=|\bin\b)[^%}]*", self.tokenizer.chat_template or "")
+        return frozenset(text for part in compared for text in re.findall(r"""["'](?=([^"']*)["'])""", part))
 
     def opening(self, role: str) -> str | None:
         """What ends an answer where the template leaves that to the next turn, of this role: up to its first token.
@@ -376,13 +382,14 @@ class _InTemplate:
         """Raise unless the first ``length`` turns are rendered whole; of other answers, thoughts may be missing."""
         if self._tools and self._is_rendered_without_tools(length):
             self._fail_of_key("tools")
-        flat = without_spaces(self._text("marked", length))
+        rendered = MarkedText(self._text("marked", length))
         for i, turn in enumerate(self._turns[:length]):
             is_answer = i in answers
             visible = turn.content if is_answer or turn.kind != "assistant" else without_thoughts(turn.content)
-            if visible is not None and not holds(flat, visible, mark(i)):
-                self._fail_of_content(i, holds(flat, without_thoughts(turn.content) or "", mark(i)))
-            lost = [key for key, value, mark in marked(self._messages[i], i)[1] if not holds(flat, value, mark)]
+            if visible is not None and not rendered.holds(visible, mark(i)):
+                self._fail_of_content(i, rendered.holds(without_thoughts(turn.content) or "", mark(i)))
+            parts = marked(self._messages[i], i)[1]
+            lost = [key for key, value, mark in parts if not rendered.holds(value, mark)]
             thoughts = [key for key in REASONING_KEYS if self._messages[i].get(key)]
             if not is_answer or not set(thoughts) <= set(lost):  # of several names for thoughts one is enough
                 lost = [key for key in lost if key not in thoughts]

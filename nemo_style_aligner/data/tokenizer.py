@@ -87,6 +87,7 @@ class Tokenizer(ABC):
         pad_id: falls back to ``eos_id``.
         unk_id: stands for what the vocabulary lacks; None where the tokenizer has none.
         vocab_size: one more than the largest id; the model's embedding may have more rows.
+        longest_token: in characters; a few may seem longer than their text is.
         special_ids: ids that are markup rather than text; left out by `ids_to_text`.
         added_ids: these, and other tokens that were added to the vocabulary, such as ``<tool_call>``.
         named_tokens: special tokens by the names that chat templates use for them, such as ``bos_token``.
@@ -106,6 +107,7 @@ class Tokenizer(ABC):
     pad_id: int
     unk_id: int | None
     vocab_size: int
+    longest_token: int
     special_ids: frozenset[int]
     added_ids: frozenset[int]
     named_tokens: Mapping[str, str]
@@ -329,7 +331,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos_id = tokenizer.bos_token_id
         self.pad_id = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # Ids may have gaps, so the number of tokens may be too small.
-        self.vocab_size = 1 + max(tokenizer.get_vocab().values())
+        vocabulary = tokenizer.get_vocab()
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary))
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
         self.added_ids = self.special_ids | {i for i, token in added if token.content.strip()}
@@ -382,6 +386,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.pad_id = self.eos_id if pad_id < 0 else pad_id
         self.adds_bos = self.bos_id is not None and bool(_config_in(self.files).get("add_bos_token"))
         self.vocab_size = model.get_piece_size()
+        self.longest_token = max(len(model.id_to_piece(i)) for i in range(self.vocab_size))
         self.special_ids = frozenset(i for i in range(self.vocab_size) if model.is_control(i))
         self.added_ids = self.special_ids | {i for i in user_defined_ids(model) if model.id_to_piece(i).strip(" ▁\n\t")}
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer
-from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, read_turn
+from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, Turn, read_turn
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
 from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.services.protocol import ProtocolError
+from nemo_style_aligner.wanted import wanted
 
 MOST_ALTERNATIVES = 20  # that log-probs may be asked of, in the place of each token
 MOST_STOPS = 64
+LONGEST_STOP = 4096  # characters
+_LEAST_PER_TOKEN = 32  # characters for which a token may stand, even if none is as long: spaces, and unknown ones
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 _LARGEST_SEED = 2**63 - 1
 # Fields of OpenAI's API, with the values that ask for nothing that is not built.
@@ -106,11 +109,10 @@ class Fields:
         def is_right(value: Any) -> bool:
             items = [value] if isinstance(value, str) else value
             is_short = isinstance(items, list) and len(items) <= MOST_STOPS  # each is looked for after each token
-            return is_short and all(isinstance(i, str) and i and is_text(i) for i in items)
+            return is_short and all(isinstance(i, str) and 0 < len(i) <= LONGEST_STOP and is_text(i) for i in items)
 
-        value = self.take(
-            name, [], f"a string that is not empty, or a list of at most {MOST_STOPS} such strings", is_right
-        )
+        meaning = f"a string of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} such strings"
+        value = self.take(name, [], meaning, is_right)
         return (value,) if isinstance(value, str) else tuple(value)
 
     def finish(self) -> None:
@@ -177,6 +179,7 @@ class BodyReader:
         self._tokenizer = tokenizer
         self._name = name
         self._max_length, self._vocab_size, self._max_choices = max_length, vocab_size, max_choices
+        self._per_token = max(_LEAST_PER_TOKEN, tokenizer.longest_token)
         self._learnt_ends = tokenizer.end_strings(())
 
     def completion(self, body: bytes) -> Asked:
@@ -217,22 +220,20 @@ class BodyReader:
         fields.finish()
         if ids is None:
             raise RequestError(400, "'tokens' is missing", "tokens")
+        self._check_size(len(ids), "token ids", "tokens")
         return ids
 
     def _fields(self, body: bytes) -> Fields:
         fields = Fields(body)
         name = fields.text("model")
         if name not in (None, self._name):
-            message = f"the model '{name}' is not served here: it is '{self._name}'"
+            message = f"the model '{name[:100]}' is not served here: it is '{self._name}'"
             raise RequestError(404, message, "model", "model_not_found")
         return fields
 
     def _asked(self, fields: Fields, prompts: list[Prompt], max_tokens: int, num_top: int | None, echo: bool) -> Asked:
         num_choices = fields.whole("n", 1, 1, self._max_choices)
-        if len(prompts) * num_choices > self._max_choices:
-            raise RequestError(
-                400, f"{len(prompts)} prompts with n={num_choices} are more than {self._max_choices} responses", "n"
-            )
+        self._check_number(len(prompts), num_choices)
         if max_tokens == 0 and not echo:
             raise RequestError(400, "'max_tokens' may be 0 only with 'echo'", "max_tokens")
         for prompt in prompts:
@@ -303,12 +304,29 @@ class BodyReader:
         if given is None:
             raise RequestError(400, "'prompt' is missing", "prompt")
         adds_bos = fields.flag("add_special_tokens", True)
-        return [
-            Prompt(token_ids=self._text_to_ids(item, adds_bos), text=item)
-            if isinstance(item, str)
-            else Prompt(token_ids=item, text=self._tokenizer.ids_to_text(item, keep_special=True))
-            for item in items_of(given)
-        ]
+        items = items_of(given)
+        self._check_number(len(items), 1)
+        return [self._prompt(item, adds_bos) for item in items]
+
+    def _prompt(self, item: Any, adds_bos: bool) -> Prompt:
+        """A text, or token ids."""
+        wanted.get()()
+        if isinstance(item, str):
+            return Prompt(token_ids=self._text_to_ids(item, adds_bos), text=item)
+        self._check_size(len(item), "token ids", "prompt")
+        return Prompt(token_ids=item, text=self._tokenizer.ids_to_text(item, keep_special=True))
+
+    def _check_number(self, num_prompts: int, num_choices: int) -> None:
+        if num_prompts * num_choices > self._max_choices:
+            raise RequestError(
+                400, f"{num_prompts} prompts with n={num_choices} are more than {self._max_choices} responses", "n"
+            )
+
+    def _check_size(self, number: int, what: str, param: str, per_token: int = 1) -> None:
+        """Refuse what surely has too many tokens, before anything is made of it."""
+        if number > self._max_length * per_token:
+            message = f"{number:,} {what} are more than the model's {self._max_length} tokens: shorten the prompt"
+            raise RequestError(400, message, param, "context_length_exceeded")
 
     def _are_ids(self, value: Any) -> bool:
         """Whether it is a list of token ids, at least one."""
@@ -317,6 +335,7 @@ class BodyReader:
 
     def _text_to_ids(self, text: str, adds_bos: bool) -> list[int]:
         """As a job encodes a prompt; without BOS, the text alone."""
+        self._check_size(len(text), "characters", "prompt", self._per_token)
         tokenizer, ids = self._tokenizer, self._tokenizer.text_to_ids(text)
         ids = tokenizer.with_bos(ids, tokenizer.begins_with_bos(None, "add_bos")) if adds_bos else ids
         if not ids:
@@ -330,9 +349,11 @@ class BodyReader:
         )
         if given is None:
             raise RequestError(400, "'messages' is missing", "messages")
+        self._check_size(len(given), "messages", "messages")
         renderer = ChatRenderer(self._tokenizer)
         try:
             turns = [read_turn(_message(number, message)) for number, message in enumerate(given)]
+            self._check_size(sum(map(_size, turns)), "characters", "messages", self._per_token)
             record = Record(Path("messages"), len(given) - 1, {})
             text = renderer.prompt(record, Conversation(turns))
             for key in sorted({key for turn in turns for key, value in turn.extras.items() if value} - _SEEN):
@@ -342,8 +363,15 @@ class BodyReader:
                     record.fail(f"{key!r} of a message is nothing that the model's chat template shows: leave it out")
         except DataError as error:
             raise RequestError(400, str(error), "messages") from error
+        self._check_size(len(text), "characters", "messages", self._per_token)
+        wanted.get()()
         ids = self._tokenizer.text_to_ids(text)
         return Prompt(token_ids=self._tokenizer.with_bos(ids, renderer.begins_with_bos(None)), text=text)
+
+
+def _size(turn: Turn) -> int:
+    """The characters of all that a template may show of it."""
+    return len(turn.role) + len(turn.content or "") + len(json.dumps(turn.extras, ensure_ascii=False))
 
 
 def _message(number: int, message: Any) -> Record:
