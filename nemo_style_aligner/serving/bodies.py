@@ -24,6 +24,7 @@ from nemo_style_aligner.wanted import wanted
 MOST_ALTERNATIVES = 20  # that log-probs may be asked of, in the place of each token
 MOST_STOPS = 64
 LONGEST_STOP = 4096  # characters
+_SLICE = 4  # characters of a text, times the model's tokens, that are tokenized at once, while it may be too long
 _LEAST_PER_TOKEN = 32  # characters for which a token may stand, even if none is as long: spaces, and unknown ones
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 _LARGEST_SEED = 2**63 - 1
@@ -310,7 +311,6 @@ class BodyReader:
 
     def _prompt(self, item: Any, adds_bos: bool) -> Prompt:
         """A text, or token ids."""
-        wanted.get()()
         if isinstance(item, str):
             return Prompt(token_ids=self._text_to_ids(item, adds_bos), text=item)
         self._check_size(len(item), "token ids", "prompt")
@@ -335,12 +335,22 @@ class BodyReader:
 
     def _text_to_ids(self, text: str, adds_bos: bool) -> list[int]:
         """As a job encodes a prompt; without BOS, the text alone."""
-        self._check_size(len(text), "characters", "prompt", self._per_token)
-        tokenizer, ids = self._tokenizer, self._tokenizer.text_to_ids(text)
+        tokenizer, ids = self._tokenizer, self._ids(text, "prompt")
         ids = tokenizer.with_bos(ids, tokenizer.begins_with_bos(None, "add_bos")) if adds_bos else ids
         if not ids:
             raise RequestError(400, "the prompt is empty, and no token of its own begins the model's texts", "prompt")
         return ids
+
+    def _ids(self, text: str, param: str) -> list[int]:
+        """Ids of a text. One that is long is measured by slices, so that what is too long costs little."""
+        self._check_size(len(text), "characters", param, self._per_token)
+        number, step = 0, _SLICE * self._max_length
+        for start in range(0, len(text), step) if len(text) > step else ():
+            wanted.get()()
+            number += len(self._tokenizer.text_to_ids(text[start : start + step]))
+            self._check_size(number, "tokens", param, 2)  # the whole may have fewer: where it was cut, tokens were
+        wanted.get()()
+        return self._tokenizer.text_to_ids(text)
 
     def _conversation(self, fields: Fields) -> Prompt:
         """``messages``, as a job renders a prompt; a `RequestError` if the chat template would leave out a part."""
@@ -363,10 +373,8 @@ class BodyReader:
                     record.fail(f"{key!r} of a message is nothing that the model's chat template shows: leave it out")
         except DataError as error:
             raise RequestError(400, str(error), "messages") from error
-        self._check_size(len(text), "characters", "messages", self._per_token)
-        wanted.get()()
-        ids = self._tokenizer.text_to_ids(text)
-        return Prompt(token_ids=self._tokenizer.with_bos(ids, renderer.begins_with_bos(None)), text=text)
+        ids = self._tokenizer.with_bos(self._ids(text, "messages"), renderer.begins_with_bos(None))
+        return Prompt(token_ids=ids, text=text)
 
 
 def _size(turn: Turn) -> int:
