@@ -339,15 +339,20 @@ def test_clients_that_leave_free_their_slots(client: openai.OpenAI, server: str)
 
 def test_limits_and_a_graceful_stop(folder: Path, tmp_path: Path) -> None:
     """What is too much is refused with 429; a stop lets a stream finish, refuses what comes after, and ends with 0."""
-    with serving(folder, tmp_path / "log", "--max-queued", "4", "--timeout", "30") as (job, url):
+    options = ("--max-queued", "4", "--timeout", "30", "--special-tokens-as-text")
+    with serving(folder, tmp_path / "log", *options) as (job, url):
+        asked = {"messages": [{"role": "user", "content": "<|endoftext|>"}]}
+        known = {"Authorization": f"Bearer {KEY}"}
+        answer = requests.post(f"{url}/tokenize", json=asked, headers=known, timeout=10)
+        assert load_tokenizer(folder).eos_id not in answer.json()["tokens"]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-        options: dict[str, Any] = {"model": "tiny", "prompt": "a", "extra_body": {"ignore_eos": True}}
-        streams = [iter(client.completions.create(**options, max_tokens=250, n=4, stream=True))]
+        fields: dict[str, Any] = {"model": "tiny", "prompt": "a", "extra_body": {"ignore_eos": True}}
+        streams = [iter(client.completions.create(**fields, max_tokens=250, n=4, stream=True))]
         text = next(streams[0]).choices[0].text
         # A tiny model may have finished by the time that the next request arrives: that one then fills the server.
         with pytest.raises(openai.RateLimitError, match="try again"):
             while len(streams) < 100:
-                streams.append(iter(client.completions.create(**options, max_tokens=250, n=4, stream=True)))
+                streams.append(iter(client.completions.create(**fields, max_tokens=250, n=4, stream=True)))
         job.process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
         for stream in streams:

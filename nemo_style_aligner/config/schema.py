@@ -183,6 +183,9 @@ class TrainedModel(Model):
     max_tokens_per_micro_batch: Free[Count | None] = None
     global_batch_size: Count | None = 64  # sequences per update, over all ranks
     encoder_seq_length: Length | None = 4096  # longest sequence; longer comparisons are left out, with a count
+    # True: the name of a special token in a message (<|im_end|>) is its letters; False: it is that token. null: as the
+    # model was trained, else False (docs/data.md)
+    special_tokens_as_text: bool | None = None
     # Positions of the model that is saved. null: the checkpoint's, or encoder_seq_length if that is larger.
     max_position_embeddings: Length | None = None
     # Recompute none (null), selective (norms, SwiGLU; TE: whole MLPs) or full.

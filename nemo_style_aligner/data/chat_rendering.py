@@ -26,7 +26,7 @@ from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, Turn
 from nemo_style_aligner.data.encoding import Counts, seen
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
-from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
+from nemo_style_aligner.data.tokenizer import BREAK, Message, Tokenizer, TokenizerError
 from nemo_style_aligner.wording import common_start
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHANGE = "change the template (chat_template.jinja beside the tokenizer)"
+_SPELT_BREAK = ascii(BREAK)[1:-1]
 _PROBED_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -110,6 +111,37 @@ class ChatRenderer:
         segments = self._in_markers(record, conversation, self.markers)
         text = "".join(segment.text for segment in segments)
         return f"{text}{self.markers.turn_start}Assistant{self.markers.end_of_name}"
+
+    def as_text(self, conversation: Conversation) -> Conversation:
+        """The conversation; where its messages name special tokens that are to be text, with `BREAK` in the names."""
+        if not self.tokenizer.format.special_tokens_as_text:
+            return conversation
+        turns = []
+        for turn in conversation.turns:
+            texts = {key: self._without_markup(getattr(turn, key)) for key in ("content", "label", "extras")}
+            turns.append(dataclasses.replace(turn, **texts))
+        return dataclasses.replace(conversation, turns=turns, tools=self._without_markup(conversation.tools))
+
+    def _without_markup(self, value: Any) -> Any:
+        """A value of JSON, with `BREAK` in its texts."""
+        if isinstance(value, list):
+            return [self._without_markup(item) for item in value]
+        if isinstance(value, Mapping):
+            return {key: self._without_markup(item) for key, item in value.items()}
+        if isinstance(value, str):
+            for name in self._markup:
+                while name in value:  # again where a name overlaps itself
+                    value = value.replace(name, name[0] + BREAK + name[1:])
+        return value
+
+    @functools.cached_property
+    def _markup(self) -> list[str]:
+        """Special tokens, and what else begins or ends turns."""
+        markers = () if self.markers is None else dataclasses.astuple(self.markers)
+        others = [i for i in map(self.tokenizer.token_to_id, markers) if i is not None]
+        ids = self.tokenizer.markup_ids.union(self.tokenizer.stop_ids, others)
+        names = [self.tokenizer.ids_to_text([i], keep_special=True) for i in sorted(ids)]
+        return [name for name in names if len(name) > 1]
 
     def begins_with_bos(self, asked: bool | None) -> bool:
         """Whether conversations begin with BOS: in markers as texts do; a template decides, if nothing else does."""
@@ -195,6 +227,7 @@ class ChatRenderer:
         Generation stops at the start of the next turn, which is therefore learnt, and added after a last answer, too.
         """
         _refuse_beyond_markers(record, conversation)
+        conversation = self.as_text(conversation)
         turns, system = conversation.turns, ""
         if turns[0].kind == "system":
             system, turns = turns[0].content or "", turns[1:]
@@ -275,6 +308,7 @@ class _InTemplate:
 
     def __init__(self, record: Record, conversation: Conversation, renderer: ChatRenderer) -> None:
         self._record, self._renderer, self._tokenizer = record, renderer, renderer.tokenizer
+        conversation = renderer.as_text(conversation)
         self._turns = [turn for turn in conversation.turns if turn.content or turn.kind != "system"]
         self._messages = [_message(turn, renderer.role(turn)) for turn in self._turns]
         self._tools = conversation.tools
@@ -367,13 +401,15 @@ class _InTemplate:
         return answered + eos, eos
 
     def _text(self, form: _Form, number: int) -> str:
-        """The first turns, rendered. Raises TokenizerError."""
+        """The first turns, rendered. Raises TokenizerError, and DataError where the template spells `BREAK`."""
         if (form, number) not in self._rendered:
             messages: Sequence[Message] = self._messages[:number]
             if form == "marked":
                 messages = [marked(message, i)[0] for i, message in enumerate(messages)]
             tools = None if form == "without tools" else self._tools
             self._rendered[form, number] = self._tokenizer.apply_chat_template(messages, form == "prompt", tools)
+            if self._tokenizer.format.special_tokens_as_text and _SPELT_BREAK in self._rendered[form, number]:
+                self._record.fail("names of special tokens cannot be text in what the chat template writes as ASCII")
         return self._rendered[form, number]
 
     # ---- the proof ----

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
+BREAK = "\udcff"
+"""In a text where the name of a special token is to be letters: half of a surrogate pair, which no other text has."""
+
 # Written into tokenizer_config.json beside a sentencepiece model, so that a saved directory is read
 # back by the same backend and gives the same ids.
 _BACKEND_KEY = "nemo_style_aligner_backend"
@@ -143,8 +146,17 @@ class Tokenizer(ABC):
         return self.texts_to_ids([text])[0]
 
     @abstractmethod
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts without `BREAK`."""
+
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """`text_to_ids` of many texts, faster than one by one."""
+        """`text_to_ids` of many texts, faster than one by one. No token spans a `BREAK`, which is no text itself."""
+        cut = [text.split(BREAK) for text in texts]
+        encoded = self._encode([parts[0] for parts in cut])
+        return [
+            ids + [i for part in rest for i in self._continuation_ids(part)]
+            for ids, (_, *rest) in zip(encoded, cut, strict=True)
+        ]
 
     def parts_to_ids(self, parts: Sequence[str]) -> list[list[int]]:
         """Ids of each part of one text: those of the whole text, except that no token spans two parts.
@@ -342,8 +354,7 @@ class HuggingFaceTokenizer(Tokenizer):
         template = tokenizer.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template
 
-    def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.texts_to_ids`."""
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
         # verbose=False: no warning about a model_max_length that says nothing about our models.
@@ -396,8 +407,7 @@ class SentencePieceTokenizer(Tokenizer):
         longest_first = sorted((model.id_to_piece(i) for i in self.special_ids), key=len, reverse=True)
         self._split_at = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
-    def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.texts_to_ids`."""
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         cut = [self._split_at.split(text) for text in texts]  # each text: part, special token, part, ...
         encoded: list[list[int]] = self._model.encode([parts[0] for parts in cut], out_type=int)
         for ids, parts in zip(encoded, cut, strict=True):
