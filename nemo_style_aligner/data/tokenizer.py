@@ -8,15 +8,17 @@ network is never touched. A directory's files are kept as they are: what is save
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import hashlib
 import itertools
 import json
 import logging
+import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ import sentencepiece
 from nemo_style_aligner.data import chat_templates
 from nemo_style_aligner.data.sentencepiece_model import to_fast_tokenizer, user_defined_ids
 from nemo_style_aligner.data.text_format import TextFormat
+from nemo_style_aligner.data.tokenizer_growth import check_growth
 from nemo_style_aligner.errors import LFS_POINTER, UserError, is_lfs_pointer
 from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.wording import download_hint
@@ -55,6 +58,7 @@ _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x)
 # Many tokenizers encode the start of a text differently when it follows a special token.
 _BEHIND_SPECIAL = ("It is 39", " naturally")
 _SPECIALS_IN_EXAMPLE = 16
+_LONGEST_PANIC = 200  # characters
 _LAST = 64  # characters at a text's end that hold its last token
 
 # Chat templates that state today's date (Llama 3.1 and later, GPT-OSS) get this one: data must not depend on the day.
@@ -75,6 +79,9 @@ TOKENIZER_FILES = (
     "tekken.json",
     GENERATION_CONFIG,
 )
+
+
+os.environ["RUST_BACKTRACE"] = "0"  # a panic's message says as much about a tokenizer as its hundred lines of frames
 
 
 class TokenizerError(UserError, ValueError):
@@ -323,6 +330,18 @@ def _behind(before: list[int], both: list[int]) -> list[int] | None:
     return both[len(before) :] if both[: len(before)] == before else None
 
 
+@contextlib.contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """Panics of the tokenizers library, which are no `Exception`, become errors: its regular expressions give up so."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        message = " ".join(str(error)[:_LONGEST_PANIC].split())
+        raise TokenizerError(f"the tokenizer cannot encode or decode a text: {message}") from None
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """Wraps a fast tokenizer of transformers."""
 
@@ -354,6 +373,7 @@ class HuggingFaceTokenizer(Tokenizer):
         template = tokenizer.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template
 
+    @_panics_are_errors()
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
@@ -363,6 +383,7 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         return encoded["input_ids"]
 
+    @_panics_are_errors()
     def ids_to_text(self, ids: Sequence[int], keep_special: bool = False) -> str:
         """See `Tokenizer.ids_to_text`."""
         kept = [int(i) for i in ids if keep_special or int(i) not in self.special_ids]
@@ -573,19 +594,24 @@ def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBa
     whole = (directory / "tokenizer.json").is_file()
     options = {"local_files_only": True, "trust_remote_code": False}  # unset, the latter asks on the terminal
     try:
-        loaded = (as_it_is if whole else transformers.AutoTokenizer).from_pretrained(str(directory), **options)
-        if loaded.eos_token is None:  # old files leave special tokens to the class that they name
-            named = transformers.AutoTokenizer.from_pretrained(str(directory), **options)
-            for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
-                token = getattr(named, name)
-                if token in loaded.get_vocab() and getattr(loaded, name) is None:
-                    setattr(loaded, name, token)
+        with _panics_are_errors():
+            loaded = (as_it_is if whole else transformers.AutoTokenizer).from_pretrained(str(directory), **options)
+            if loaded.eos_token is None:  # old files leave special tokens to the class that they name
+                named = transformers.AutoTokenizer.from_pretrained(str(directory), **options)
+                for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
+                    token = getattr(named, name)
+                    if token in loaded.get_vocab() and getattr(loaded, name) is None:
+                        setattr(loaded, name, token)
     except Exception as error:
         raise TokenizerError(f"{directory}: transformers cannot load this tokenizer: {error}") from error
     return loaded
 
 
 def _load_hugging_face(directory: Path, files: Mapping[str, bytes]) -> HuggingFaceTokenizer:
+    try:
+        check_growth(parse_json(files.get("tokenizer.json", b"{}").decode()))
+    except (ValueError, AttributeError) as error:
+        raise TokenizerError(f"{directory / 'tokenizer.json'} cannot be used: {error}") from error
     loaded = load_for_transformers(directory)
     try:
         tokenizer = HuggingFaceTokenizer(loaded, files)

@@ -345,12 +345,15 @@ class BodyReader:
         """Ids of a text. One that is long is measured by slices, so that what is too long costs little."""
         self._check_size(len(text), "characters", param, self._per_token)
         number, step = 0, _SLICE * self._max_length
-        for start in range(0, len(text), step) if len(text) > step else ():
+        try:
+            for start in range(0, len(text), step) if len(text) > step else ():
+                wanted.get()()
+                number += len(self._tokenizer.text_to_ids(text[start : start + step]))
+                self._check_size(number, "tokens", param, 2)  # the whole may have fewer: where it was cut, tokens were
             wanted.get()()
-            number += len(self._tokenizer.text_to_ids(text[start : start + step]))
-            self._check_size(number, "tokens", param, 2)  # the whole may have fewer: where it was cut, tokens were
-        wanted.get()()
-        return self._tokenizer.text_to_ids(text)
+            return self._tokenizer.text_to_ids(text)
+        except TokenizerError as error:
+            raise RequestError(400, str(error), param) from error
 
     def _conversation(self, fields: Fields) -> Prompt:
         """``messages``, as a job renders a prompt; a `RequestError` if the chat template would leave out a part."""
