@@ -168,6 +168,8 @@ def test_every_rollout_is_found_page_by_page(tmp_path: Path) -> None:
         pages.append([shown.prompt for shown in found])
     assert len(pages) == 2 and [*pages[0], *pages[1]] == [f"p{step}" for step in range(35, 0, -1)]
     assert [shown.prompt for shown in find_samples(tmp_path, "P7")[0]] == ["p7", "p7"]
+    assert find_samples(tmp_path, before=10**30) == find_samples(tmp_path)
+    assert find_samples(tmp_path, before=-(10**30)) == ([], None)
 
 
 def test_what_is_no_run_is_named(run: Path, tmp_path: Path) -> None:

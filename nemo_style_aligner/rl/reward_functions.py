@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import copy
 import inspect
 import logging
 import math
+import os
+import reprlib
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_style_aligner.data.answers import problem_of as problem_of_answer
@@ -97,13 +100,12 @@ class FunctionRewards(RewardSource):
             logger.error(problem)
             return Reward.failed(problem)
         try:
-            returned = call.result()
+            return self._as_reward(call.result(), response)
         except BaseException as error:  # also sys.exit(), and a panic in a library's Rust code
             logger.error("the reward function %s raised an error for %s", self._name, response, exc_info=error)
             return Reward.failed(
                 f"the reward function {self._name} raised {describe(error)} for {response}; the traceback is in the log"
             )
-        return self._as_reward(returned, response)
 
     def _begin(self, call: concurrent.futures.Future[Any], *args: Any) -> Callable[[], object]:
         """Begin a call whose result goes to ``call``; returns what cancels it, if it can be."""
@@ -122,7 +124,7 @@ class FunctionRewards(RewardSource):
             if fits_fp32(value):
                 return Reward(value, known)
         wanted = "is not a finite number" if parts is not returned else "are not named numbers with a finite sum"
-        problem = f"the reward function {self._name} returned {returned!r:.80}, which {wanted}, for {response}"
+        problem = f"the reward function {self._name} returned {reprlib.repr(returned)}, which {wanted}, for {response}"
         logger.error(problem)
         return Reward.failed(problem)
 
@@ -153,16 +155,31 @@ class MathRewards(FunctionRewards):
 
 async def _await(call: concurrent.futures.Future[Any], awaitable: Awaitable[Any]) -> None:
     try:
-        call.set_result(await awaitable)
+        with _no_return_of_forks():
+            returned = await awaitable
+        call.set_result(returned)
     except BaseException as error:  # noqa: BLE001 - whoever waits gets it; cancelling it as well
         call.set_exception(error)
 
 
 def _run(call: concurrent.futures.Future[Any], function: RewardFunction, *args: Any) -> None:
     try:
-        call.set_result(function(*args))
+        with _no_return_of_forks():
+            returned = function(*args)
+        call.set_result(returned)
     except BaseException as error:  # noqa: BLE001 - whoever waits gets it
         call.set_exception(error)
+
+
+@contextlib.contextmanager
+def _no_return_of_forks() -> Iterator[None]:
+    """A child that the user's code has forked ends where it would come back: it is no second job."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(0)
 
 
 def load_reward_function(named: str, what: str) -> RewardFunction:
