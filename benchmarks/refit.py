@@ -37,7 +37,7 @@ from common import (
 from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.config.schema import StepChoice
+from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.launch.stop_signals import exit_on_sigterm

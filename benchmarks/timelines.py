@@ -31,7 +31,8 @@ from nemo_style_aligner.placement.candidates import Cluster, Run, predicted
 from nemo_style_aligner.placement.costs import Sample
 from nemo_style_aligner.placement.plan import literal
 from nemo_style_aligner.placement.planner import Prediction, plans, written_plan
-from nemo_style_aligner.placement.rates import Device, as_in_run, measured_here
+from nemo_style_aligner.placement.rates import Device, measured_here
+from nemo_style_aligner.placement.run_rates import as_in_run
 
 PROMPT_TOKENS, GROUP, PASS_TOKENS, RANKS = 32, 4, 512, 2
 PHASES = {

@@ -19,7 +19,7 @@ from ranks import fork_ranks
 from small_models import SHAPE, VOCAB, TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.schema import KeepChoice
+from nemo_style_aligner.config.kinds import KeepChoice
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.kept_passes import keep_passes

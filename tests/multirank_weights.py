@@ -21,8 +21,8 @@ from ranks import fork_ranks
 from small_models import TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import StepChoice
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.shard import TensorParallel

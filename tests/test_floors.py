@@ -44,6 +44,49 @@ def test_imports_go_downwards(folder: str) -> None:
     assert not upwards
 
 
+def files() -> dict[str, Path]:
+    """The package's modules by their dotted names."""
+    named = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for path in PACKAGE.glob("**/*.py")}
+    return {name.removesuffix(".__init__"): path for name, path in named.items()}
+
+
+def imported_files(of_functions: bool) -> dict[str, set[str]]:
+    """What files each file imports; with ``of_functions`` also when a function is called."""
+    modules = files()
+    imported = {}
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text())
+        names = imports(tree) if of_functions else [name for node in loaded(tree) for name in imports(node)]
+        imported[module] = {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
+    return imported
+
+
+def loaded(node: ast.AST) -> list[ast.AST]:
+    """The import statements that run when a module is imported."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [node]
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return []
+    return [found for child in ast.iter_child_nodes(node) for found in loaded(child)]
+
+
+def reached(module: str, imported: dict[str, set[str]]) -> set[str]:
+    """The files that a file imports, and those that they import, and so on."""
+    seen, left = set[str](), [module]
+    while left:
+        new = imported[left.pop()] - seen
+        seen |= new
+        left += new
+    return seen
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    imported = imported_files(of_functions=True)
+    assert not [module for module in imported if module in reached(module, imported)]
+
+
 def _is_there(module: str, attribute: str) -> bool:
     return hasattr(importlib.import_module(module), attribute) or bool(
         importlib.util.find_spec(f"{module}.{attribute}")

@@ -13,7 +13,7 @@ from generation_models import have_graphs
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.schema import StepChoice
+from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.models.actor import Actor

@@ -13,7 +13,7 @@ import torch
 from small_models import VOCAB
 from trained_models import ARCHITECTURES, OPTIM, make_actor, policy_batch, tokens
 
-from nemo_style_aligner.config.schema import KeepChoice
+from nemo_style_aligner.config.kinds import KeepChoice
 from nemo_style_aligner.models import kept_passes as kept_passes_module
 from nemo_style_aligner.models import logprobs as logprobs_module
 from nemo_style_aligner.models import products

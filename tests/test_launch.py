@@ -31,6 +31,7 @@ from nemo_style_aligner.jobs.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.launch import initialization, meeting
 from nemo_style_aligner.launch.initialization import _stay_on_loopback, bind_address
 from nemo_style_aligner.launch.meeting import meet
+from nemo_style_aligner.launch.over_mpi import Interface, place_to_meet, reached
 from nemo_style_aligner.launch.start import check_world_size
 from nemo_style_aligner.launch.stop_signals import REQUEUE_FILE, write_requeue_file
 from nemo_style_aligner.launch.supervisor import rank_environment
@@ -195,8 +196,9 @@ def test_ranks_of_mpirun_know_where_to_meet() -> None:
     assert infos[0].master_port != infos[1].master_port  # two may run side by side
     over_two = {name: value for name, value in OMPI.items() if not name.startswith("MASTER_")}
     assert detect_launch(BATCH_SCRIPT | over_two).master_addr == "node1"
-    with pytest.raises(LaunchError, match="mpirun -x MASTER_ADDR=HOST"):
-        detect_launch(over_two)
+    asked = detect_launch(over_two)  # of MPI, once the ranks know that they have to meet
+    assert (asked.master_addr, asked.master_port, asked.world_size) == (None, None, 4)
+    assert detect_launch(over_two | {"MASTER_PORT": "29500"}).master_port == 29500
 
 
 def test_components_of_a_heterogeneous_job_get_different_ports() -> None:
@@ -595,28 +597,29 @@ for n in 1 2; do
     ip -n "$NAME$n" addr add "10.77.0.$n/24" dev "link$n"
     ip -n "$NAME$n" link set "link$n" up
 done
-for n in 1 2; do
+on() {
+    n=$1
+    shift
     RANK=$((n - 1)) ip netns exec "$NAME$n" unshare -u -m sh -c \
-        'hostname "node$0"; mount --bind "hosts$0" /etc/hosts; exec "$@"' "$n" "$@" &
-done
-wait
+        'hostname "node$0"; mount --bind "hosts$0" /etc/hosts; exec "$@"' "$n" "$@"
+}
+"""
+"""Networks and host names of two machines, on this one, whose default routes lead to other networks; ``on N COMMAND``.
+
+Both call themselves 127.0.1.1, and both have an address in a network of the same numbers, where the other is not.
 """
 
 
-@pytest.mark.long
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
-def test_ranks_of_two_machines_that_call_themselves_loopback(script: Path) -> None:
-    """Machines are networks and host names of their own, on this one. Their default route leads to other networks."""
+def run_on_two_machines(script: str, *command: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of bash that knows ``on`` and ``"$@"``, which is a command."""
     name = f"nsa{os.getpid()}_"
     if subprocess.run(["ip", "netns", "add", f"{name}0"], capture_output=True, check=False).returncode:
         pytest.skip("no network can be made here")
-    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node1"}
-    command = [sys.executable, "-u", str(script), "trainer.devices=1", "trainer.num_nodes=2", "exp_manager.name=well"]
     try:
-        result = subprocess.run(
-            ["bash", "-c", TWO_MACHINES, "bash", *command],
-            env=CLEAN | place | {"MASTER_PORT": "15555", "NAME": name},
-            cwd=script.parent,
+        return subprocess.run(
+            ["bash", "-c", TWO_MACHINES + script, "bash", *command],
+            env=CLEAN | {"NAME": name} | env,
+            cwd=folder,
             text=True,
             capture_output=True,
             timeout=300,
@@ -625,8 +628,58 @@ def test_ranks_of_two_machines_that_call_themselves_loopback(script: Path) -> No
     finally:
         for number in range(3):
             subprocess.run(["ip", "netns", "delete", f"{name}{number}"], capture_output=True, check=False)
+
+
+needs_machines = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2, for networks of its own"
+)
+OF_TWO = ("trainer.devices=1", "trainer.num_nodes=2", "exp_manager.name=well")
+
+
+@pytest.mark.long
+@needs_machines
+def test_ranks_of_two_machines_that_call_themselves_loopback(script: Path) -> None:
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node1"}
+    command = [sys.executable, "-u", str(script), *OF_TWO]
+    both = 'on 1 "$@" & on 2 "$@" & wait'
+    result = run_on_two_machines(both, *command, folder=script.parent, MASTER_PORT="15555", **place)
     for number in (1, 2):
         assert f"sum 3 on rank {number - 1} of 2" in result.stdout, result.stderr
+
+
+@needs_mpi
+@needs_machines
+def test_ranks_of_mpirun_over_two_machines_ask_it_where_to_meet(script: Path) -> None:
+    """The second machine's ranks are started as by ssh. Nobody names rank 0's machine."""
+    remote = script.parent / "ssh"
+    known = TWO_MACHINES[TWO_MACHINES.index("on() {") :]
+    remote.write_text(
+        f'#!/bin/bash\n{known}\nwhile [[ $1 == -* ]]; do shift; done\non "${{1#node}}" bash -c "${{*:2}}"\n'
+    )
+    remote.chmod(0o755)
+    mpirun = [str(MPIRUN), "-n", "2", "--allow-run-as-root", "--prtemca", "plm_ssh_agent", str(remote)]
+    mpirun += ["--host", "node1:1,node2:1", "-x", "PYTHONPATH", sys.executable, "-u", str(script), *OF_TWO]
+    result = run_on_two_machines(
+        'on 1 "$@"', *mpirun, f"exp_manager.explicit_log_dir={script.parents[1]}/log", folder=script.parent
+    )
+    for number in (0, 1):
+        assert f"sum 3 on rank {number} of 2" in result.stdout, result.stderr
+
+
+def test_without_mpi4py_ranks_of_several_machines_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(LaunchError, match=r"install mpi4py.*mpirun -x MASTER_ADDR=HOST"):
+        place_to_meet(0, None, 1.0)
+
+
+def test_an_address_is_chosen_that_the_others_reach() -> None:
+    def of(*addresses: str) -> list[Interface]:
+        return list(map(Interface, addresses))
+
+    first = of("172.17.0.1/16", "10.1.0.1/24", "10.2.0.1/24")
+    assert reached(first, of("172.17.0.1/16", "10.2.0.7/24")) == "10.2.0.1"
+    assert reached(first, first) == "127.0.0.1"  # ranks on rank 0's machine
+    assert reached([], of("10.2.0.7/24")) is None
 
 
 @pytest.mark.parametrize("by", [PYTHON_LONG, "torchrun", MPIRUN_LONG])

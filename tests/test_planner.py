@@ -21,7 +21,8 @@ from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.placement import critic_config
 from nemo_style_aligner.placement.costs import Layout, Model, Sample, largest_share
 from nemo_style_aligner.placement.plan import read_plan
-from nemo_style_aligner.placement.rates import DEVICES, Device, as_in_run, measured_here
+from nemo_style_aligner.placement.rates import DEVICES, Device, measured_here
+from nemo_style_aligner.placement.run_rates import as_in_run
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
 from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps
 

@@ -166,21 +166,6 @@ def is_training_checkpoint(path: Path) -> bool:
     return (path / STATE).is_dir() or (path / MANIFEST).is_file()
 
 
-def refuse_nemo_2(path: Path) -> None:
-    """Raise ValueError for a directory of NeMo 2.0 or Megatron-Bridge, saying what to do with it."""
-    if (path / "context").is_dir() and (path / "weights").is_dir():
-        raise ValueError(
-            f"{path} is a NeMo 2.0 checkpoint (context/ and weights/), which is not read here: export it as a Hugging "
-            "Face directory with NeMo (nemo.collections.llm.export_ckpt(path, target='hf', output_path=...)), and "
-            "convert that with nsa convert"
-        )
-    if any(path.glob("run_config.yaml")) or any(path.glob("iter_*/run_config.yaml")):
-        raise ValueError(
-            f"{path} is a Megatron-Bridge checkpoint (run_config.yaml), which is not read here: export it as a Hugging "
-            "Face directory (AutoBridge.export_ckpt), and convert that with nsa convert"
-        )
-
-
 def present_name(path: Path) -> Path:
     """The path of a checkpoint that is named as it was once: it loses its ``-last`` when a newer one is saved."""
     if os.path.exists(path) or not path.name.endswith(LAST):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import yaml
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.directory import is_training_checkpoint, refuse_nemo_2
+from nemo_style_aligner.checkpoints.directory import is_training_checkpoint
 from nemo_style_aligner.checkpoints.durable import UNFINISHED, discard, publish, remove_path, require_space, sync_file
 from nemo_style_aligner.checkpoints.file_source import (
     ArchiveError,
@@ -36,6 +36,7 @@ from nemo_style_aligner.checkpoints.file_source import (
     open_source,
     safe_name,
 )
+from nemo_style_aligner.checkpoints.foreign import refuse_nemo_2
 from nemo_style_aligner.checkpoints.manifest import describe_files, find_changes
 from nemo_style_aligner.checkpoints.sharded_index import Index
 from nemo_style_aligner.checkpoints.sharded_tensors import (

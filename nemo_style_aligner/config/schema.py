@@ -18,14 +18,28 @@ from typing import Annotated, Any, Literal
 
 from nemo_style_aligner.architecture import LARGEST_LENGTH, ModelArchitecture
 from nemo_style_aligner.config.fields import Field, Free, Given, Open, Range, Section, fields_of, find_field, of
+from nemo_style_aligner.config.kinds import (
+    LARGEST_PORT,
+    MOST_ATTRIBUTES,
+    Action,
+    DistillationLoss,
+    InitMethod,
+    KeepChoice,
+    KLEstimator,
+    LogFormat,
+    LogLevel,
+    OptimizerName,
+    Placement,
+    PreferenceLoss,
+    StepChoice,
+    Strategy,
+    TrainedCritic,
+    TruncationMethod,
+)
 from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.seeds import LARGEST_SEED
 
 # ---- kinds of values ----------------------------------------------------------------------------
-
-LARGEST_PORT = 65535
-MOST_ATTRIBUTES = 1000
-"""Outputs that a reward model's head may have."""
 
 _LONGEST_SECONDS = 2_000_000  # sockets wait for less than 2^31 ms; a longer wait may end at once
 
@@ -47,19 +61,6 @@ Length = Annotated[int, Range(2, LARGEST_LENGTH)]
 Steps = Annotated[int, Range(1, also=-1)]  # 0 steps would load a model only to write it out again
 Files = str | list[Any]
 
-Action = Literal["stop", "skip"]
-InitMethod = Literal["xavier", "kaiming", "normal", "zero"]
-KLEstimator = Literal["abs", "k1", "k2", "k3"]
-KeepChoice = Literal["auto", "always", "never"]
-LogFormat = Literal["text", "json"]
-LogLevel = Literal["debug", "info", "warning"]
-Placement = Literal["auto", "swap", "resident"]
-DistillationLoss = Literal["fwd_kl", "bwd_kl"]
-PreferenceLoss = Literal["dpo", "ipo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"]
-Strategy = Literal["interleave", "flatten", "colocated", "colocate_all", "separate", "disaggregated"]
-StepChoice = Literal["auto", "native", "torch"]
-TrainedCritic = Literal["refuse", "keep"]
-TruncationMethod = Literal["left", "right"]
 
 # ---- ranks, logs, checkpoints -------------------------------------------------------------------
 
@@ -205,9 +206,6 @@ class Schedule(Section):
     # at most warmup_steps + 1000 updates is at min_lr right after the warm-up.
     constant_steps: CountFrom0 | None = 0
     min_lr: Number | None = 9e-7  # learning rate at the end; no effect with constant
-
-
-OptimizerName = Literal["distributed_fused_adam", "mcore_distributed_optim", "fused_adam", "adam", "adamw", "sgd"]
 
 
 class Optimizer(Section):

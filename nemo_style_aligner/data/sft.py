@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_style_aligner.config.schema import TruncationMethod
+from nemo_style_aligner.config.kinds import TruncationMethod
 from nemo_style_aligner.data.chat_rendering import Segment
 from nemo_style_aligner.data.chats import is_conversation, read_conversation
 from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples

@@ -24,6 +24,7 @@ from nemo_style_aligner.data.preferences import ComparisonEncoder
 from nemo_style_aligner.data.texts import PlainEncoder, TextDataset
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams, text_before_end
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.errors import NonFiniteError, UserError
 from nemo_style_aligner.jobs import evaluation_measures as measures
 from nemo_style_aligner.models.critic import RewardModel
@@ -35,7 +36,6 @@ from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rl.math_verifier import MathVerifier
-from nemo_style_aligner.rl.rollouts.setup import vocabulary_options
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry.progress import Progress
 from nemo_style_aligner.weights.stream import export_weights

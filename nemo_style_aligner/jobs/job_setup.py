@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
+from nemo_style_aligner.config.kinds import Placement
 from nemo_style_aligner.config.loading import ConfigError, log_directory
-from nemo_style_aligner.config.schema import Placement
 from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.jobs.log_lock import hold_log_directory

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.kinds import Placement
 from nemo_style_aligner.config.loading import ConfigError
-from nemo_style_aligner.config.schema import Placement
 from nemo_style_aligner.jobs.placement import (
     CRITIC_ARCHIVE,
     critic_config,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from nemo_style_aligner.errors import excepthook_kept
 from nemo_style_aligner.launch.ending import failures
+from nemo_style_aligner.launch.over_mpi import place_to_meet
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.detection import LOOPBACK, LaunchError, LaunchInfo, integer
 from nemo_style_aligner.parallel.machine import (
@@ -50,7 +51,9 @@ def initialize(info: LaunchInfo, timeout_minutes: float, cfg: DictConfig | None 
     """
     raise_limit_of_open_files()
     if info.master_addr is None:
-        info = dataclasses.replace(info, master_addr=LOOPBACK, master_port=free_port())
+        alone, seconds = info.world_size == 1, 60 * timeout_minutes
+        address, port = (LOOPBACK, free_port()) if alone else place_to_meet(info.rank, info.master_port, seconds)
+        info = dataclasses.replace(info, master_addr=address, master_port=port)
     if info.launcher == "mpirun":
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # an engine's ranks that wait in MPI would spin
     os.environ.update(info.environment())

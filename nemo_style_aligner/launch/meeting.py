@@ -72,6 +72,7 @@ def _open_store(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
     """Open the store on rank 0, and connect to it on the others."""
     assert info.master_addr is not None and info.master_port is not None  # `launch.initialize` has seen to it
     is_master = info.rank == 0
+    is_one_machine = info.master_addr == LOOPBACK and info.local_world_size == info.world_size
     say = threading.Timer(_QUIET_SECONDS, _logger.warning, ("waiting for rank 0 at %s", _address(info)))
     say.daemon = True
     if info.local_rank == 0:  # once per machine
@@ -84,7 +85,7 @@ def _open_store(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
             is_master,
             timeout=timeout,
             wait_for_workers=False,  # `_await_others` does, with messages
-            master_listen_fd=_loopback_listener(info) if is_master and info.master_addr == LOOPBACK else None,
+            master_listen_fd=_loopback_listener(info) if is_master and is_one_machine else None,
         )
     except (OSError, DistError) as error:
         if is_master:

@@ -10,7 +10,7 @@ import dataclasses
 
 import torch
 
-from nemo_style_aligner.config.schema import DistillationLoss
+from nemo_style_aligner.config.kinds import DistillationLoss
 from nemo_style_aligner.models.pipeline import LossResult, Scoring
 from nemo_style_aligner.models.supervised_losses import Objective
 

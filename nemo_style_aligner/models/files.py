@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.directory import is_training_checkpoint, present_name, refuse_nemo_2
+from nemo_style_aligner.checkpoints.directory import is_training_checkpoint, present_name
 from nemo_style_aligner.checkpoints.durable import discard
+from nemo_style_aligner.checkpoints.foreign import refuse_nemo_2
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer
 from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 from nemo_style_aligner.errors import UserError

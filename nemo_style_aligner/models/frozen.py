@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from nemo_style_aligner.config.schema import Placement
+from nemo_style_aligner.config.kinds import Placement
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.offload import WeightOffload
 from nemo_style_aligner.parallel.groups import device

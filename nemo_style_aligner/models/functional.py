@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from nemo_style_aligner.config.schema import KLEstimator
+from nemo_style_aligner.config.kinds import KLEstimator
 from nemo_style_aligner.transfers import moved
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_style_aligner.config.schema import MOST_ATTRIBUTES
+from nemo_style_aligner.config.kinds import MOST_ATTRIBUTES
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.transfers import moved
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_style_aligner.config.schema import KeepChoice
+from nemo_style_aligner.config.kinds import KeepChoice
 from nemo_style_aligner.models import recompute
 from nemo_style_aligner.models.activation_memory import activation_bytes
 from nemo_style_aligner.models.frozen import FrozenWeights

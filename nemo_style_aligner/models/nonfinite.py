@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_style_aligner.config.schema import Action
+from nemo_style_aligner.config.kinds import Action
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 

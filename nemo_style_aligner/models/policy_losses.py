@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from nemo_style_aligner.config.schema import KLEstimator
+from nemo_style_aligner.config.kinds import KLEstimator
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.functional import kl_penalty, segment_mean, sequence_ratios, spread
 from nemo_style_aligner.transfers import moved

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch.nn.functional import logsigmoid
 
-from nemo_style_aligner.config.schema import PreferenceLoss
+from nemo_style_aligner.config.kinds import PreferenceLoss
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import LossResult, Scoring, forward

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Literal
 
-from nemo_style_aligner.config.schema import LARGEST_PORT
+from nemo_style_aligner.config.kinds import LARGEST_PORT
 from nemo_style_aligner.errors import UserError
 
 Launcher = Literal["mpirun", "slurm", "torchrun", "environment", "supervisor", "python"]
@@ -36,7 +36,7 @@ class LaunchInfo:
     """This process's place in the job.
 
     ``master_addr`` and ``master_port`` say where rank 0 waits for the others; they are ``None`` for a process that was
-    started alone.
+    started alone, and where mpirun has started ranks on several machines and nobody has said which has rank 0.
     """
 
     rank: int
@@ -128,11 +128,9 @@ def _from_mpirun(env: Mapping[str, str]) -> LaunchInfo:
     if local_size < size:
         nodelist = env.get("SLURM_JOB_NODELIST")  # of the allocation; mpirun fills its nodes in their order
         named = env.get("MASTER_ADDR") or (first_host(nodelist) if nodelist else None)
-        if named is None:
-            raise LaunchError(
-                "mpirun has started ranks on several machines, which do not know where rank 0 is: name its machine in "
-                "MASTER_ADDR (mpirun -x MASTER_ADDR=HOST)"
-            )
+        if named is None:  # `launch.over_mpi` asks
+            port = master_port(env) if "MASTER_PORT" in env else None
+            return LaunchInfo(rank, size, local_rank, local_size, "mpirun", None, port)
         address, name = named, env.get("PMIX_NAMESPACE", "")
     port = _FIRST_PORT + zlib.crc32(name.encode()) % _PORTS
     return LaunchInfo(rank, size, local_rank, local_size, "mpirun", address, master_port(env, port))

@@ -26,7 +26,8 @@ from nemo_style_aligner.placement.candidates import (
 )
 from nemo_style_aligner.placement.costs import Sample
 from nemo_style_aligner.placement.plan import Plan, PlannedJob
-from nemo_style_aligner.placement.rates import DEVICES, Device, as_in_run, measured_here
+from nemo_style_aligner.placement.rates import DEVICES, Device, measured_here
+from nemo_style_aligner.placement.run_rates import as_in_run
 from nemo_style_aligner.placement.workload import Lengths, draw_steps, find_model
 from nemo_style_aligner.wording import counted
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from nemo_style_aligner.config.schema import KLEstimator
+from nemo_style_aligner.config.kinds import KLEstimator
 from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.models import functional

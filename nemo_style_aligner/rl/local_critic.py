@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.config.schema import Placement
+from nemo_style_aligner.config.kinds import Placement
 from nemo_style_aligner.models.critic import Critic, applied_updates
 from nemo_style_aligner.models.frozen import choose_placement
 from nemo_style_aligner.models.offload import WeightOffload

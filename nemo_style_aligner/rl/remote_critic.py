@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nemo_style_aligner.config.schema import TrainedCritic
+from nemo_style_aligner.config.kinds import TrainedCritic
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from nemo_style_aligner.config.schema import Placement
+from nemo_style_aligner.config.kinds import Placement
 from nemo_style_aligner.models.critic import RewardModel
 from nemo_style_aligner.models.frozen import FrozenModel
 from nemo_style_aligner.models.heads import RewardHeadConfig

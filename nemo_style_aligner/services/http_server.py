@@ -32,7 +32,7 @@ import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from nemo_style_aligner.config.schema import LARGEST_PORT
+from nemo_style_aligner.config.kinds import LARGEST_PORT
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.launch.ending import fail_job
 from nemo_style_aligner.services.protocol import JSON_TYPE, ProtocolError

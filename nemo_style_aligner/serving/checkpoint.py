@@ -12,13 +12,13 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import WeightStream
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS
+from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.files import kind_of, tokenizer_of
 from nemo_style_aligner.models.gpt import parse_precision
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.parallel.machine import available_memory
-from nemo_style_aligner.rl.rollouts.setup import vocabulary_options
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint
 from nemo_style_aligner.weights.layout import check_shapes, hf_tensors, weight_layout

@@ -9,11 +9,12 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import device
-from nemo_style_aligner.rl.rollouts.setup import shared_token, vocabulary_options
 from nemo_style_aligner.services.http_client import server_url
+from nemo_style_aligner.services.secret import resolve_token
 from nemo_style_aligner.serving.app import ServedModel
 from nemo_style_aligner.weights.stream import export_weights
 
@@ -61,7 +62,7 @@ class PolicyServer:
             "policy",
             host=str(section.host),
             port=int(section.port),
-            token=shared_token(cfg),
+            token=resolve_token(cfg.remote_critic_rm.token, "remote_critic_rm.token"),
             section=_SECTION,
         )
         server = self._served.server

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from nemo_style_aligner.config.schema import LogFormat, LogLevel
+from nemo_style_aligner.config.kinds import LogFormat, LogLevel
 from nemo_style_aligner.config.section_names import translated
 
 LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.architecture import MULTIPLIERS, Activation, ModelArchitecture, Normalization
-from nemo_style_aligner.checkpoints.directory import refuse_nemo_2
+from nemo_style_aligner.checkpoints.foreign import refuse_nemo_2
 from nemo_style_aligner.parsing import read_json
 from nemo_style_aligner.rope import RopeScaling
 from nemo_style_aligner.wording import download_hint

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.schema import StepChoice
+from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.engine.contract import (
     GenerationEngine,
     GenerationRequest,

@@ -13,11 +13,12 @@ from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import ConfigError
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
+from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine, num_pages
 from nemo_style_aligner.engine.shard import EngineGroup, TensorParallel
 from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMUnavailable, find_trtllm, trtllm_engine
+from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.roles import Channel
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -172,26 +173,6 @@ def _engine_options(
         "num_slots": int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size),
         "max_sequence_length": max_sequence_length,
         **vocabulary_options(architecture, tokenizer),
-    }
-
-
-def vocabulary_options(architecture: ModelArchitecture, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Options of the vocabulary and the tokenizer that every engine takes; see `GenerationEngine`.
-
-    Raises:
-        TokenizerError: the model cannot make the token that ends responses.
-    """
-    if tokenizer.eos_id >= architecture.vocab_size:
-        raise TokenizerError(
-            f"the tokenizer's EOS has the id {tokenizer.eos_id}, but the model's vocabulary has "
-            f"{architecture.vocab_size} tokens: no response would end. Give the model its own tokenizer"
-        )
-    return {
-        "eos_id": tokenizer.eos_id,
-        "more_eos_ids": tokenizer.stop_ids[1:],
-        "vocab_limit": min(tokenizer.vocab_size, architecture.vocab_size),
-        "detokenize": tokenizer.ids_to_text,
-        "token_to_id": tokenizer.token_to_id,
     }
 
 
