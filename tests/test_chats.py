@@ -25,6 +25,7 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_style_aligner.data.tokenizer_export import save_as_trained
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.engine.contract import SamplingParams, StopCondition, text_before_end
+from nemo_style_aligner.wanted import wanted
 
 # Templates with the structure of the originals: which roles they know, what ends a turn, what becomes of earlier turns.
 QWEN2 = """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
@@ -676,6 +677,21 @@ def test_one_conversation_that_takes_too_much_closes_the_template_for_no_other(m
     with pytest.raises(DataError, match="takes more than 5 s of computing"):
         PromptDataset([jsonl(tmp_path / "long", chat(*[user] * 50_000))], tokenizer, 9)
     assert len(PromptDataset([jsonl(tmp_path / "short", chat(user))], tokenizer, 99)) == 1
+
+
+def test_a_rendering_that_nobody_waits_for_ends(make: Any) -> None:
+    def gone() -> None:
+        raise ConnectionError("the client is gone")
+
+    tokenizer = make("{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}")
+    user = {"role": "user", "content": "a"}
+    tokenizer.apply_chat_template([user])  # the process is there
+    nobody, began = wanted.set(gone), time.monotonic()
+    with pytest.raises(ConnectionError):
+        tokenizer.apply_chat_template([user] * 30_000)
+    assert time.monotonic() - began < 3
+    wanted.reset(nobody)
+    assert tokenizer.apply_chat_template([user] * 2) == "aaaa"
 
 
 def test_the_proof_of_a_conversation_takes_time_as_it_has_turns(make: Any, tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import yaml
-
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.parsing import parse_yaml
 from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE, METRICS_FILE, read_json_lines
 from nemo_style_aligner.telemetry.metric_table import (
     LEARNS,
@@ -124,7 +123,10 @@ class RunView:
             raise NoRunError(f"{log_dir}: no job has logged anything there ({METRICS_FILE} is empty or missing)")
         config = log_dir / HYPERPARAMETERS_FILE
         self.config_text = config.read_text(encoding="utf-8") if config.exists() else ""
-        self.config: dict[str, Any] = yaml.safe_load(self.config_text) or {}
+        try:
+            self.config: dict[str, Any] = parse_yaml(self.config_text) or {}
+        except ValueError as error:
+            raise UserError(f"{config} cannot be read: {error}") from error
         self.times = [record["time"] for record in records if "time" in record]
 
     # ---- what it is -------------------------------------------------------------------------
