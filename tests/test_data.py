@@ -102,10 +102,10 @@ def test_a_bad_line_is_named(tmp_path: Path, tokenizer: Tokenizer, line: str, co
 def test_a_key_that_is_given_twice_is_found_among_many(tmp_path: Path) -> None:
     keys = ", ".join(f'"k{i}": 0' for i in range(60000))
     (tmp_path / "d").write_text(f'{{{keys}, "k59999": 1}}')
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(DataError, match="has the key 'k59999' twice"):
         read_jsonl(tmp_path / "d")
-    assert time.monotonic() - began < 10  # not minutes
+    assert time.process_time() - began < 10  # not minutes
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

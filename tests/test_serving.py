@@ -272,7 +272,7 @@ def test_no_body_takes_long_or_concerns_another_client(server: str) -> None:
         began = time.monotonic()
         reply = session.post(f"{server}/v1/{path}", data=body, timeout=60)
         assert reply.status_code == 400 and len(reply.text) < 1000, (body[-80:], reply.text[:1000])
-        assert time.monotonic() - began < 10, body[-80:]
+        assert time.monotonic() - began < 30, body[-80:]  # not minutes
     for path, body in (("tokenize", {"prompt": "a" * 1_000_000}), ("detokenize", {"tokens": [1] * 1_000_000})):
         assert session.post(f"{server}/{path}", data=json.dumps(body), timeout=60).status_code == 400
     hi = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}

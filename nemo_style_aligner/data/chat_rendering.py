@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHANGE = "change the template (chat_template.jinja beside the tokenizer)"
+_MOST_ANSWERS = 1000
 _SPELT_BREAK = ascii(BREAK)[1:-1]
 _PROBED_ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -346,6 +347,8 @@ class _InTemplate:
 
     def _texts(self) -> list[_Text]:
         targets = [i for i, turn in enumerate(self._turns) if turn.is_target]
+        if len(targets) > _MOST_ANSWERS:  # before each, the conversation up to there is rendered
+            self._record.fail(f"{len(targets):,} answers in one conversation are more than {_MOST_ANSWERS}: divide it")
         texts: list[_Text] = []
         for i in reversed(targets):
             start, answered = self._answer(i)

@@ -53,15 +53,17 @@ class HelperProcess:
         deadline = time.monotonic() + seconds
         with contextlib.ExitStack() as unless_answered:
             unless_answered.callback(self.close)
-            with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-                while not self._connection.poll(min(seconds, CHECK_SECONDS)):
-                    wanted.get()()
-                    if time.monotonic() >= deadline:
-                        return None
-                reply = self._connection.recv()
-                unless_answered.pop_all()
-                return reply
-        return None
+            while True:
+                try:
+                    if self._connection.poll(min(seconds, CHECK_SECONDS)):
+                        reply = self._connection.recv()
+                        unless_answered.pop_all()
+                        return reply
+                except (OSError, EOFError, pickle.UnpicklingError):
+                    return None
+                wanted.get()()
+                if time.monotonic() >= deadline:
+                    return None
 
     def close(self) -> int:
         """End it; returns its exit status, or minus the signal that has ended it."""
