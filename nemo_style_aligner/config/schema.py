@@ -184,9 +184,6 @@ class TrainedModel(Model):
     max_tokens_per_micro_batch: Free[Count | None] = None
     global_batch_size: Count | None = 64  # sequences per update, over all ranks
     encoder_seq_length: Length | None = 4096  # longest sequence; longer comparisons are left out, with a count
-    # True: the name of a special token in a message (<|im_end|>) is its letters; False: it is that token. null: as the
-    # model was trained, else False (docs/data.md)
-    special_tokens_as_text: bool | None = None
     # Positions of the model that is saved. null: the checkpoint's, or encoder_seq_length if that is larger.
     max_position_embeddings: Length | None = None
     # Recompute none (null), selective (norms, SwiGLU; TE: whole MLPs) or full.
@@ -196,6 +193,12 @@ class TrainedModel(Model):
     hidden_dropout: ShareBelow1 | None = 0.0  # dropout in training: of the outputs of embedding, attention, MLP
     attention_dropout: ShareBelow1 | None = 0.0  # dropout in training: of the attention weights
     peft: Peft
+
+
+class TrainedOnTexts(TrainedModel):
+    # True: the name of a special token in a message (<|im_end|>) is its letters; False: it is that token. null: as the
+    # model was trained, else False (docs/data.md)
+    special_tokens_as_text: bool | None = None
 
 
 class Schedule(Section):
@@ -365,7 +368,7 @@ class SFTData(ChatData):
     validation_ds: Free[SFTValidationFiles]
 
 
-class SFTModel(TrainedModel):
+class SFTModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     restore_from_path: Given[str] = of("???")  # the base model (.nemo)
     global_batch_size: Count | None = of("${.data.train_ds.global_batch_size}")  # examples per update, over all ranks
@@ -392,7 +395,7 @@ class RewardLoop(SupervisedLoop):
     val_random_sampler: Free[bool] = False  # shuffle the validation data
 
 
-class SupervisedModel(TrainedModel):
+class SupervisedModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     # Examples (comparisons, pairs, responses, texts) per forward-backward pass and rank.
     micro_batch_size: Free[Count | None] = 1
@@ -969,7 +972,7 @@ class Policy(Section):
     length_params: Lengths
 
 
-class ActorModel(TrainedModel):
+class ActorModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     ppo: Policy
 

@@ -125,7 +125,8 @@ def changes(lines: Sequence[Mapping[str, Any]], examples: Sequence[Example], tok
         times = max(text.count(string) for text in texts) if len(string) >= _LONG else 0
         if times > whole.count(string):
             found.append(f"{name} stands in the text {times} times")
-    special = [tokenizer.ids_to_text([i], keep_special=True) for i in sorted(tokenizer.markup_ids)]
+    markup = () if tokenizer.format.special_tokens_as_text else sorted(tokenizer.markup_ids)
+    special = [tokenizer.ids_to_text([i], keep_special=True) for i in markup]
     for name, string in given:
         if "[" in name and (own := [token for token in special if token in string]):
             found.append(f"{name} has special tokens of its own ({', '.join(own)}): was a template applied before?")
