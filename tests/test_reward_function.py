@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(180)
 FUNCTIONS = """
 from beside import SCALE
 
-def reward(prompt, response, line):
+def reward(prompt, response, line, step=0):
     if response == "0":
         return 1 / int(response)
     if response == "9":
@@ -39,7 +39,8 @@ def reward(prompt, response, line):
     if response == "99":
         raise SystemExit("enough")
     assert line["text"] == prompt
-    return SCALE * line.get("weight", 1) * (response == line["answer"])
+    reward = SCALE * line.get("weight", 1) * (response == line["answer"])
+    return reward + step / 100 if step else reward
 
 not_a_function = 1
 """
@@ -103,6 +104,8 @@ def test_a_function_scores_with_the_prompts_own_answers_and_its_errors_reach_the
             client.wait_until_ready(30, sequences=SequencesToScore(20, tokenizer.vocab_size, "another"))
         # Twice the line's weight where it is right; "#" ends a response.
         assert client.infer_async(tokens, lengths, prompts).result(60).tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
+        stepped = PromptsOfSequences(lines[:2], torch.tensor([4, 4]), torch.tensor([3, 50]))
+        assert client.infer_async(tokens[:2], lengths[:2], stepped).result(60).tolist() == pytest.approx([2.03, 2.5])
         with pytest.raises(RequestRefusedError, match=rf"{port}/v2/.*sequence 0 of .* returned '', .* prompt '2\+2='"):
             failing = PromptsOfSequences([two | {"answer": 0, "weight": "x"}], torch.tensor([4]))
             client.infer_async(tokens[3:4, :4], torch.tensor([4]), failing).result(60)

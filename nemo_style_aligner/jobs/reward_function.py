@@ -101,8 +101,9 @@ class RewardFunctionService:
 
     def _sample(self, job: InferJob, row: int) -> Sample:
         assert job.lines is not None and job.prompt_lengths is not None  # the endpoint asks for them
+        step = 0 if job.steps is None else int(job.steps[row])
         tokens = job.tokens[row, : job.lengths[row]].tolist()
-        return Sample(row, row, job.lines[row], tokens, int(job.prompt_lengths[row]), True, self._decode, "")
+        return Sample(row, row, job.lines[row], tokens, int(job.prompt_lengths[row]), True, self._decode, "", step)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         response_ids = self._tokenizer.without_end(list(token_ids))

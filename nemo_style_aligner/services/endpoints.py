@@ -195,7 +195,7 @@ class InferEndpoint(Endpoint):
         if tokenize is not None:
             inputs.insert(0, TensorSpec("sentences", "BYTES", (1,), optional=True))
         if takes_prompts:
-            inputs += [LINES, PROMPT_LENGTHS]
+            inputs += [LINES, PROMPT_LENGTHS, STEPS]
         super().__init__(name, inputs, outputs, batched=True, limits=limits)
         self._tokenize = tokenize
 
@@ -232,6 +232,9 @@ class InferEndpoint(Endpoint):
         if (job.prompt_lengths < 1).any() or (job.prompt_lengths > job.lengths).any():
             raise self._refuse("'prompt_lengths' must be from 1 to the row's 'sequence_lengths'")
         job.lines = [self._line(row, text) for row, text in enumerate(lines)]
+        job.steps = arrays[STEPS.name][:, 0] if STEPS.name in arrays else np.zeros(job.rows, dtype=np.int64)
+        if len(job.steps) != job.rows:
+            raise self._refuse(f"{job.rows} rows of 'tokens', but {len(job.steps)} of 'steps'")
 
     def _line(self, row: int, text: bytes) -> dict[str, Any]:
         try:
@@ -335,6 +338,7 @@ VALUES = TensorSpec("values", "FP32", (-1,))
 LOGPROBS = TensorSpec("logprobs", "FP32", (-1,))
 LINES = TensorSpec("lines", "BYTES", (1,))
 PROMPT_LENGTHS = TensorSpec("prompt_lengths", "INT64", (1,))
+STEPS = TensorSpec("steps", "INT64", (1,), optional=True)
 
 
 def rewards_spec(num_attributes: int = 1) -> TensorSpec:

@@ -49,7 +49,7 @@ class InferJob(Job):
     """tokens: int64 [b, s]; lengths: int64 [b], true length of each row, 1 <= length <= s.
 
     ``position``: where the critic must be to answer; None: anywhere. ``lines``: each row's prompt with all keys of its
-    line, ``prompt_lengths``: int64 [b], its tokens; None where the request does not say.
+    line, ``prompt_lengths``: int64 [b], its tokens, ``steps``: int64 [b], the run's; None where requests do not say.
     """
 
     tokens: np.ndarray
@@ -57,6 +57,7 @@ class InferJob(Job):
     position: CriticPosition | None = None
     lines: list[dict[str, Any]] | None = None
     prompt_lengths: np.ndarray | None = None
+    steps: np.ndarray | None = None
 
     @property
     def rows(self) -> int:

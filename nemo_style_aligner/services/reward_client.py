@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.services.endpoints import LINES, PROMPT_LENGTHS
+from nemo_style_aligner.services.endpoints import LINES, PROMPT_LENGTHS, STEPS
 from nemo_style_aligner.services.http_client import (
     ClientLimits,
     HttpClient,
@@ -69,10 +69,12 @@ class PromptsOfSequences:
     Attributes:
         lines: each sequence's prompt with all the keys of its line, to which ``text`` belongs.
         lengths: int64 [b], tokens of the prompts.
+        steps: int64 [b], the run's; for services that ask for these, too.
     """
 
     lines: Sequence[Mapping[str, Any]]
     lengths: torch.Tensor
+    steps: torch.Tensor | None = None
 
     def inputs(self) -> dict[str, np.ndarray]:
         """The inputs of a request: a JSON text for each line, BYTES [b, 1], and the lengths, INT64 [b, 1]."""
@@ -112,7 +114,7 @@ class RewardClient:
         self._pad_to_length = pad_to_length
         self._setting = setting
         self._output = output
-        self._takes_prompts = False
+        self._takes_prompts = self._takes_steps = False
         self._threads = concurrent.futures.ThreadPoolExecutor(max_parallel, "reward-infer")
 
     @property
@@ -135,6 +137,7 @@ class RewardClient:
         described = metadata.get("inputs")
         inputs = {entry.get("name") for entry in described} if isinstance(described, list) else set()
         self._takes_prompts = {LINES.name, PROMPT_LENGTHS.name} <= inputs
+        self._takes_steps = STEPS.name in inputs
 
     def infer_async(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompts: PromptsOfSequences | None = None
@@ -148,6 +151,8 @@ class RewardClient:
         inputs = scoring_inputs(tokens, lengths, self._pad_to_length)
         if prompts is not None and self._takes_prompts:
             inputs |= prompts.inputs()
+            if self._takes_steps and prompts.steps is not None:
+                inputs[STEPS.name] = as_array(prompts.steps).reshape(-1, 1)
         rows, width = tokens.shape
         return self._threads.submit(self._infer, inputs, (rows, 1 if self._output == "rewards" else width - 1))
 
