@@ -213,7 +213,7 @@ def padded(experience: Experience) -> dict[str, torch.Tensor]:
     rollouts, batch = experience.rollouts, experience.value_batch()
     found = {}
     for name, column in experience.columns.items():
-        rows = rollouts.on_first_rank(column, rollouts.response_lengths)
+        rows = rollouts.on_first_rank(column, rollouts.sampled_lengths)
         if batch is not None and rows is not None:
             found[name] = torch.zeros_like(batch.mask).masked_scatter(batch.mask != 0, torch.cat(list(rows)))
     if batch is None:

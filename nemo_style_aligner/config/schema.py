@@ -771,6 +771,12 @@ class ServePolicy(Section):
     max_length: Count | None = None
 
 
+class Episodes(Section):
+    max_replies: Count = 16  # of an episode; the response, with what is inserted, has length_params.max_length tokens
+    seconds: Seconds = 300  # of an episode in its environment; a longer one has failed (on_nonfinite)
+    blocked_seconds: Seconds = 60  # a coroutine that holds the event loop for longer ends the run, and is named
+
+
 class ActorLoop(Updates):
     max_epochs: Count = 1  # passes over the training prompts
     max_steps: Steps = -1  # steps of the whole run, over all restarts; -1: as many as max_epochs allows
@@ -804,11 +810,17 @@ class ActorLoop(Updates):
     dual_clip: Annotated[float, Range(1, low_excluded=True)] | None = None
     dynamic_sampling: DynamicSampling
 
+    # FILE.py:NAME, an `async def NAME(policy, line)`: a response is an episode of several replies, between which this
+    # function tells the policy what its tools, or others, say (docs/environments.md). null: it is one reply.
+    environment: str | None = None
+    episodes: Free[Episodes]
+
     # Rewards
     # A list of {name, source, weight: 1.0, only: {FIELD: VALUE}}: the weighted sum counts, and each is logged by name
     # (docs/rewards.md). null: the service that remote_critic_rm names; []: none, beside a teacher.
     # source: exact_match, math_verify (responses against the prompt line's answer), FILE.py:NAME, MODEL.nemo (a reward
-    # model in this job), service (that of remote_critic_rm) or http://HOST:PORT/NAME (another one).
+    # model in this job), service (that of remote_critic_rm), http://HOST:PORT/NAME (another one), or environment (what
+    # the episode's function returns).
     # only: the prompts whose line has VALUE, or one of [VALUES], in FIELD.
     rewards: list[Any] | None = None
     reward_functions: Free[RewardFunctions]  # those of rewards: FILE.py:NAME

@@ -140,6 +140,11 @@ class GenerationResult:
     finish_reason: FinishReason
     weight_version: int
 
+    @property
+    def sampled(self) -> list[bool]:
+        """Which of ``token_ids`` were sampled: all, of a response that is one reply."""
+        return [True] * len(self.token_ids)
+
 
 @dataclasses.dataclass
 class GenerationStatistics:

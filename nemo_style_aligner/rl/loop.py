@@ -237,11 +237,11 @@ class RLTrainer(TrainingLoop):
         minibatches = [minibatch.tolist() for minibatch in self._minibatches(len(collected), epoch=0)]
         return collected.dealt(minibatches, self._work)
 
-    def _work(self, length: int, response_length: int) -> int:
-        return self.actor.model.architecture.forward_operations(length - 1, response_length)
+    def _work(self, length: int, sampled_length: int) -> int:
+        return self.actor.model.architecture.forward_operations(length - 1, sampled_length)
 
     def logprobs(self, rollouts: Rollouts, *, is_trained: bool) -> dict[str, torch.Tensor]:
-        """Log-probs of the share's response tokens, fp32 [R] each: ``old_logprobs``, and where these ranks have such
+        """Log-probs of the share's sampled tokens, fp32 [R] each: ``old_logprobs``, and where these ranks have such
         models, ``reference_logprobs`` and ``teacher_logprobs``.
 
         Rewards and values are computed elsewhere meanwhile.
@@ -272,7 +272,7 @@ class RLTrainer(TrainingLoop):
                 minibatches = [minibatch.tolist() for minibatch in self._minibatches(len(experience), epoch)]
                 if epoch:  # its minibatches are others than those that the samples were dealt for
                     rows = experience.rollouts
-                    work = map(self._work, rows.lengths.tolist(), rows.response_lengths.tolist())
+                    work = map(self._work, rows.lengths.tolist(), rows.sampled_lengths.tolist())
                     experience = experience.dealt(deal(list(work), minibatches))
                 for minibatch in minibatches:
                     origin = f"samples {minibatch} (prompts {prompt_ids[minibatch].tolist()})"

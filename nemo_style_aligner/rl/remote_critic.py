@@ -20,7 +20,7 @@ from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rl.experience import Experience
 from nemo_style_aligner.rl.rewards import Reward, RewardSource, when_all
-from nemo_style_aligner.rl.sample import Sample, of_responses
+from nemo_style_aligner.rl.sample import Sample, of_sampled
 from nemo_style_aligner.rl.values import Save, Training, ValueBatch, ValueSource
 from nemo_style_aligner.services.client import CriticClient, Scores, SequenceConflictError
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
@@ -89,7 +89,7 @@ class RemoteCritic(ValueSource, RewardSource):
     def values(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]]:
         """See `ValueSource.values`."""
         rows, answer = self._ask(samples)
-        return when_all([answer], lambda: of_responses(answer.result().values[rows], samples))
+        return when_all([answer], lambda: of_sampled(answer.result().values[rows], samples))
 
     def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
         """See `RewardSource.score`."""

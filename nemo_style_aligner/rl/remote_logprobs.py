@@ -9,7 +9,7 @@ import torch
 
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.rl.rewards import when_all
-from nemo_style_aligner.rl.sample import Sample, of_responses
+from nemo_style_aligner.rl.sample import Sample, of_sampled
 from nemo_style_aligner.services.reward_client import RewardClient, SequencesToScore
 
 
@@ -27,7 +27,7 @@ class RemoteLogprobs:
         """The log-probs of samples' response tokens, fp32 each; returns at once."""
         sequences = [sample.token_ids for sample in samples]
         answer = self._client.infer_async(pad_rows(sequences, 0), lengths_of(sequences))
-        return when_all([answer], lambda: of_responses(answer.result(), samples))
+        return when_all([answer], lambda: of_sampled(answer.result(), samples))
 
     def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
         """Wait until it answers, and make sure that it takes these ``sequences``. Raises `UserError`."""

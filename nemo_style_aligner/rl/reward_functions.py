@@ -122,16 +122,32 @@ class FunctionRewards(RewardSource):
         return lambda: None
 
     def _as_reward(self, returned: Any, response: Sample) -> Reward:
-        parts = returned if isinstance(returned, Mapping) else {"reward": returned}
-        known = {part: n for part, v in parts.items() if isinstance(part, str) and (n := _as_number(v)) is not None}
-        if known and len(known) == len(parts):  # all are named numbers
-            value = known.pop("reward") if "reward" in known else math.fsum(known.values())
-            if fits_fp32(value):
-                return Reward(value, known)
-        wanted = "is not a finite number" if parts is not returned else "are not named numbers with a finite sum"
-        problem = f"the reward function {self._name} returned {reprlib.repr(returned)}, which {wanted}, for {response}"
-        logger.error(problem)
-        return Reward.failed(problem)
+        reward = as_reward(returned, f"the reward function {self._name}", response)
+        if reward.problem is not None:
+            logger.error(reward.problem)
+        return reward
+
+
+class EnvironmentRewards(RewardSource):
+    """What the environment of an episode has returned."""
+
+    def score(self, responses: Sequence[Sample]) -> Rewards:
+        """See `RewardSource.score`."""
+        result: Rewards = concurrent.futures.Future()
+        result.set_result([as_reward(sample.outcome, "the environment", sample) for sample in responses])
+        return result
+
+
+def as_reward(returned: Any, who: str, response: Sample) -> Reward:
+    """What a function of the user's has returned as a reward: a number, or named parts; failed if it is neither."""
+    parts = returned if isinstance(returned, Mapping) else {"reward": returned}
+    known = {part: n for part, v in parts.items() if isinstance(part, str) and (n := _as_number(v)) is not None}
+    if known and len(known) == len(parts):  # all are named numbers
+        value = known.pop("reward") if "reward" in known else math.fsum(known.values())
+        if fits_fp32(value):
+            return Reward(value, known)
+    wanted = "is not a finite number" if parts is not returned else "are not named numbers with a finite sum"
+    return Reward.failed(f"{who} returned {reprlib.repr(returned)}, which {wanted}, for {response}")
 
 
 class MathRewards(FunctionRewards):
