@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 _ESCAPED = re.compile(r"\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[0-7]{1,3})")
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 _FILE = re.compile(r"\.(nemo|gguf|model|jsonl?|py|yaml)$")
 
 
@@ -49,6 +51,11 @@ def common_start(one: str, other: str) -> str:
     """The longest common prefix of two texts."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return "".join(character for character, _ in pairs)
+
+
+def spelt(text: str) -> str:
+    """Text with its control characters, which a terminal would obey, spelt out; tabs and line feeds stay."""
+    return _CONTROL.sub(lambda character: f"\\x{ord(character[0]):02x}", text)
 
 
 def unescaped(text: str) -> str:

@@ -196,7 +196,7 @@ def test_what_is_no_model_is_named(hugging_face: Path, model: Path, tmp_path: Pa
         for source, target_is_archive, message in (
             (tmp_path / "nowhere", True, "nowhere does not exist"),
             (tmp_path / "other", True, "other is no model (it has no model_config.yaml"),
-            (tmp_path / "run", True, "run holds several models: name one, such as"),
+            (tmp_path / "run", True, "run holds models: name one, such as"),
             (model, True, "has a tokenizer, but no model"),
             (hugging_face, False, "is a Hugging Face directory already"),
         ):

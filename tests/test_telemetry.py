@@ -20,10 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.cli.main import run
 from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.jobs import job_setup
@@ -31,7 +33,7 @@ from nemo_style_aligner.jobs.job_setup import Run
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_for_all_ranks, with_fields
+from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_for_all_ranks, warn_plainly, with_fields
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
 from nemo_style_aligner.telemetry.profiler import profiled
 from nemo_style_aligner.telemetry.progress import Progress, how_far
@@ -491,6 +493,29 @@ def test_log_lines_carry_the_rank_and_other_ranks_only_warn(capsys: pytest.Captu
     logging.getLogger("job").warning("shown")
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(r"\[rank 3\] WARNING job: shown$", line)
+
+
+@pytest.mark.usefixtures("logging_set_up")
+def test_no_terminal_obeys_what_lines_quote(capsys: pytest.CaptureFixture[str]) -> None:
+    """Control sequences of files, models and clients are spelt out in logs, warnings of commands, and errors."""
+
+    def fail() -> None:
+        raise UserError("\x1b]52;c;eA==\x07 in\ta\nfile\x9b1m")
+
+    configure_logging()
+    logging.getLogger("job").warning("\x1b]0;title\x07")
+    logging.getLogger().handlers.clear()
+    warn_plainly()
+    logging.getLogger("job").warning("\r\x1b[2Jgone")
+    commands = [click.Command("fails", callback=fail), click.Command("lacks", params=[click.Argument(["x"])])]
+    for command, argument in zip(commands, ([], ["--\x1b[2J"]), strict=True):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(sys, "argv", ["nsa", *argument])
+            run(command, "nsa")
+    said = capsys.readouterr().err
+    assert not set(said) & {"\x1b", "\x07", "\x9b", "\r"}
+    assert r"\x1b]0;title\x07" in said and r"WARNING: \x0d\x1b[2Jgone" in said and r"--\x1b[2J" in said
+    assert "error: \\x1b]52;c;eA==\\x07 in\ta\nfile\\x9b1m" in said
 
 
 @pytest.mark.usefixtures("logging_set_up")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -79,10 +78,11 @@ def command(output: Path | None, sheet: Path | None, **options: Any) -> None:
     print(f"loading torch and megatron-core, then {options['model']}", file=sys.stderr, flush=True)
     from nemo_style_aligner.jobs.evaluation import EvaluationSettings, evaluate_policies, evaluate_reward_model
     from nemo_style_aligner.parallel.groups import single_process
+    from nemo_style_aligner.telemetry.log_lines import warn_plainly
     from nemo_style_aligner.telemetry.report import write_sheet
     from nemo_style_aligner.telemetry.samples import sheet as sheet_of
 
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    warn_plainly()
     settings = EvaluationSettings(**options)
     found: list[Results] = []
 

@@ -121,7 +121,8 @@ class ChatRenderer:
         for turn in conversation.turns:
             texts = {key: self._without_markup(getattr(turn, key)) for key in ("content", "label", "extras")}
             turns.append(dataclasses.replace(turn, **texts))
-        return dataclasses.replace(conversation, turns=turns, tools=self._without_markup(conversation.tools))
+        others = {key: self._without_markup(getattr(conversation, key)) for key in ("tools", "variables")}
+        return dataclasses.replace(conversation, turns=turns, **others)
 
     def _without_markup(self, value: Any) -> Any:
         """A value of JSON, with `BREAK` in its texts."""
@@ -143,6 +144,20 @@ class ChatRenderer:
         ids = self.tokenizer.markup_ids.union(self.tokenizer.stop_ids, others)
         names = [self.tokenizer.ids_to_text([i], keep_special=True) for i in sorted(ids)]
         return [name for name in names if len(name) > 1]
+
+    def continued(self, record: Record, conversation: Conversation) -> str:
+        """A conversation that ends within an answer, up to there.
+
+        Raises:
+            DataError: its last turn is no answer's text; or as `examples`.
+        """
+        *before, last = conversation.turns
+        if last.kind != "assistant" or last.content is None or last.extras.get("tool_calls"):
+            record.fail("what is continued should be a text of the assistant's")
+        if self.markers is None:
+            return _InTemplate(record, conversation, self).continued()
+        begun = self.as_text(dataclasses.replace(conversation, turns=[last])).turns[0].content
+        return self.prompt(record, dataclasses.replace(conversation, turns=before)) + str(begun)
 
     def begins_with_bos(self, asked: bool | None) -> bool:
         """Whether conversations begin with BOS: in markers as texts do; a template decides, if nothing else does."""
@@ -300,8 +315,9 @@ class _Text:
     answers: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-_Form = Literal["prompt", "whole", "marked", "without tools"]
-"""With the generation prompt at the end; as they are; with marks, for the proof; as if there were no tools."""
+_Form = Literal["prompt", "whole", "continued", "marked", "without tools"]
+"""With the generation prompt at the end; as they are; up to the last one's text; with marks, for the proof; as if there
+were no tools."""
 
 
 class _InTemplate:
@@ -312,7 +328,7 @@ class _InTemplate:
         conversation = renderer.as_text(conversation)
         self._turns = [turn for turn in conversation.turns if turn.content or turn.kind != "system"]
         self._messages = [_message(turn, renderer.role(turn)) for turn in self._turns]
-        self._tools = conversation.tools
+        self._tools, self._variables = conversation.tools, conversation.variables
         self._rendered: dict[tuple[_Form, int], str] = {}  # by form, and how many of the first turns
 
     def examples(self) -> list[list[Segment]]:
@@ -322,6 +338,15 @@ class _InTemplate:
     def prompt(self) -> str:
         """See `ChatRenderer.prompt`."""
         return self._try(self._prompt)
+
+    def continued(self) -> str:
+        """See `ChatRenderer.continued`."""
+        return self._try(self._continued)
+
+    def _continued(self) -> str:
+        last = len(self._turns) - 1
+        self._prove(last + 1, {last: None})
+        return self._text("continued", last + 1)
 
     def _prompt(self) -> str:
         self._prove(len(self._turns))
@@ -410,7 +435,9 @@ class _InTemplate:
             if form == "marked":
                 messages = [marked(message, i)[0] for i, message in enumerate(messages)]
             tools = None if form == "without tools" else self._tools
-            self._rendered[form, number] = self._tokenizer.apply_chat_template(messages, form == "prompt", tools)
+            self._rendered[form, number] = self._tokenizer.apply_chat_template(
+                messages, form == "prompt", tools, self._variables, form == "continued"
+            )
             if self._tokenizer.format.special_tokens_as_text and _SPELT_BREAK in self._rendered[form, number]:
                 self._record.fail("names of special tokens cannot be text in what the chat template writes as ASCII")
         return self._rendered[form, number]

@@ -57,10 +57,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, and JSON schemas of the ``tools`` that the assistant may call."""
+    """Turns, JSON schemas of the ``tools`` that the assistant may call, and further ``variables`` of the template."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def kind_of(role: str) -> str:

@@ -23,6 +23,7 @@ from nemo_style_aligner.config.section_names import translated
 from nemo_style_aligner.errors import OtherRankError, UserError, comes_from
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step
 from nemo_style_aligner.trusted_paths import unless_planted
+from nemo_style_aligner.wording import spelt
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit status of a job that Ctrl-C has ended."""
@@ -177,7 +178,7 @@ def _report_and_abort(kind: type[BaseException], error: BaseException, trace: Tr
             lines = "".join(f"[rank {rank}] {line}\n" for line in [header, *text.splitlines()])
         with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone
             _logger.debug("the traceback:", exc_info=(kind, error, trace))
-            sys.stderr.write(translated(lines))  # in one piece: other ranks may be writing too
+            sys.stderr.write(spelt(translated(lines)))  # in one piece: other ranks may be writing too
     finally:
         # Even if reporting fails: an exception from here would leave the process running with its other threads.
         abort_job(status)

@@ -26,7 +26,7 @@ from nemo_style_aligner.placement.node import Share, start_ranks, visible_gpus
 from nemo_style_aligner.placement.plan import Address, Plan, PlanError, check_configs, read_plan
 from nemo_style_aligner.placement.printers import mpirun_script, slurm_script, submit
 from nemo_style_aligner.telemetry.log_lines import configure_logging
-from nemo_style_aligner.wording import counted
+from nemo_style_aligner.wording import counted, spelt
 
 _logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ def launch_plan(
     if dry_run:
         for name, job in plan.jobs.items():
             command = shlex.join([job.script, *plan.arguments(name)])
-            print(f"{name}: {counted(job.nodes, 'nodes')} of {counted(job.devices, 'ranks')}: {command}")
+            print(spelt(f"{name}: {counted(job.nodes, 'nodes')} of {counted(job.devices, 'ranks')}: {command}"))
         return 0
     plan.make_secret()
     place: Place = on_this_machine
