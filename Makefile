@@ -158,6 +158,8 @@ $(DOCS_STAMP): $(STAMP)
 
 docs: $(DOCS_STAMP)
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs 2 docs results/site
+	@cp results/site/README.html results/site/index.html
+	@echo "results/site/index.html"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 _ESCAPED = re.compile(r"\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[0-7]{1,3})")
 
@@ -22,6 +23,14 @@ def some_of(names: Sequence[str], shown: int = 5) -> str:
 def counted(number: int, plural: str) -> str:
     """``number`` of something: "1 step", "2 steps"."""
     return f"{number} {plural.removesuffix('s') if number == 1 else plural}"
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Short names of models, or other files: of each path the last part in which all differ, without ``.nemo``."""
+    for parts in zip(*(path.absolute().parts[::-1] for path in paths), strict=False):
+        if len(set(parts)) == len(paths):
+            return [part.removesuffix(".nemo") for part in parts]
+    return [str(path) for path in paths]
 
 
 def download_hint(path: str) -> str:

@@ -16,6 +16,7 @@ import click
 from nemo_style_aligner import __version__
 from nemo_style_aligner.arguments import why_unwritable
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.masking import masked_text
 from nemo_style_aligner.wording import spelt
 
 COMMANDS = {
@@ -97,7 +98,7 @@ def run(command: click.Command, name: str) -> NoReturn:
         error.show()
         status = error.exit_code
     except UserError as error:  # this is no rank, whatever the environment says
-        print(spelt(f"error: {error}"), file=sys.stderr)
+        print(spelt(masked_text(f"error: {error}")), file=sys.stderr)
         status = error.exit_status
     except Exception as error:  # noqa: BLE001 - how a job ends
         from nemo_style_aligner.launch.ending import fail_job

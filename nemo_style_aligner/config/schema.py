@@ -306,6 +306,7 @@ class SupervisedLoop(Updates):
     max_steps: Steps = -1  # updates of the whole run, over all restarts; -1: as many as max_epochs allows
     # Updates between validations; 0: none; a float up to 1.0: a fraction of the run.
     val_check_interval: Free[IntervalOrShare | None] = 100
+    val_check_at_start: Free[bool] = False  # validate before the first update as well
     # Updates between checkpoints; 0: only at the end and when stopped; a float up to 1.0: a fraction of the run.
     save_interval: Free[IntervalOrShare | None] = of("${.val_check_interval}")
     limit_val_batches: Free[IntervalOrShare] = 1.0  # global batches per validation; up to 1.0: a fraction of the data
@@ -781,6 +782,7 @@ class ActorLoop(Updates):
     max_epochs: Count = 1  # passes over the training prompts
     max_steps: Steps = -1  # steps of the whole run, over all restarts; -1: as many as max_epochs allows
     val_check_interval: Free[Interval | None] = 10  # steps between validations; 0: none
+    val_check_at_start: Free[bool] = True  # validate before the first step as well: what later ones are compared with
     # Steps between checkpoints; 0: only at the end and when stopped.
     save_interval: Free[Interval | None] = of("${.val_check_interval}")
     # NaN or Inf in loss, gradients, rewards, values or log-probs. stop: the job ends with an error before an update is

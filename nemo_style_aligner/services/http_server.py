@@ -33,8 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from nemo_style_aligner.config.kinds import LARGEST_PORT
-from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.launch.ending import fail_job
+from nemo_style_aligner.errors import UserError, end_process
 from nemo_style_aligner.services.protocol import JSON_TYPE, ProtocolError
 from nemo_style_aligner.services.request_log import NOTES_KEY, REQUEST_ID_HEADER, RequestLog, request_id
 from nemo_style_aligner.services.signing import (
@@ -237,7 +236,7 @@ class WsgiServer:
                 pass
         except BaseException as error:
             if not self._stopping.is_set():
-                fail_job(error)
+                end_process(error)
             logger.exception("%s: error while accepting connections", self._name)
         finally:
             self._listener.close()
@@ -455,7 +454,7 @@ class _Connection:
                 self._send_stream(request, status, fields, body)
         finally:
             details |= {"ms": round(1000 * (time.monotonic() - started), 1), "client": self._client, **request.notes}
-            self._server.log.answered(details, is_known=request.is_known)
+            self._server.log.answered(details, is_known=request.is_known, is_handshake=_is_handshake(request, status))
         if isinstance(body, bytes):
             self._send_answer(request, status, fields, body)
         if not request.is_complete:
@@ -780,6 +779,12 @@ def _without_token(what: str) -> ProtocolError:
     return ProtocolError(401, message, {"WWW-Authenticate": 'Basic realm="nemo_style_aligner"'})
 
 
+def _is_handshake(request: _Request, status: str) -> bool:
+    """Whether a browser has learnt that there is a password to ask its user for."""
+    fields = request.fields
+    return status.startswith("401") and "AUTHORIZATION" not in fields and "text/html" in fields.get("ACCEPT", "")
+
+
 def _is_stream(request: _Request, answer: list[Any]) -> bool:
     """Whether what the application has begun to say is sent in parts."""
     wants_signature = request.digest is not None or "X_CHALLENGE" in request.fields
@@ -807,13 +812,13 @@ class PlaceTakenError(UserError, OSError):
         return str(self.strerror)
 
 
-def require_free(host: str, port: int, name: str) -> None:
+def require_free(host: str, port: int, name: str, section: str | None = None, port_key: str | None = None) -> None:
     """Find out whether a `WsgiServer` could listen there, before what takes long.
 
     Raises:
         PlaceTakenError: it could not.
     """
-    _bind(host, port, name, None, None).close()
+    _bind(host, port, name, section, port_key).close()
 
 
 def _bind(host: str, port: int, name: str, section: str | None, port_key: str | None) -> socket.socket:

@@ -17,6 +17,11 @@ METRICS_FILE = "metrics.jsonl"
 TABLES_FILE = "tables.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 HYPERPARAMETERS_FILE = "hyperparameters.yaml"
+LENGTH_FILE = "length.json"
+
+
+class NoRunError(UserError):
+    """A folder holds nothing that a job has logged."""
 
 
 class DamagedLogError(UserError, ValueError):
