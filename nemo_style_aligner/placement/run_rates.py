@@ -13,6 +13,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.sizes import Layout
+from nemo_style_aligner.parsing import parse_yaml
 from nemo_style_aligner.placement.costs import Model, Sample
 from nemo_style_aligner.placement.rates import Device
 from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE
@@ -88,7 +89,10 @@ def _config_of(log_dir: Path) -> PPOActor:
     file = log_dir / HYPERPARAMETERS_FILE
     if not file.is_file():
         raise UserError(f"{log_dir}: no {HYPERPARAMETERS_FILE}: give the log directory of an actor's run")
-    given: Any = OmegaConf.load(file)
+    try:
+        given: Any = OmegaConf.create(parse_yaml(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
     config = PPOActor.read(given)
     unknown = {key: config.get(key) for key in _KNOWN}
     if said := [f"{key}={value}" for key, value in unknown.items() if value not in (None, _KNOWN[key])]:
