@@ -1,7 +1,7 @@
 """A service that answers as a reward model does, with the rewards of a Python function of the user's.
 
 The function gets the prompt's whole line, with the right answer, say, which the actor's job sends with each sequence
-(`PROMPT_LENGTHS`, `LINES` of `services.endpoints`).
+(`PROMPT_LENGTHS`, `LINES` of `services.scores`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from nemo_style_aligner.engine.contract import text_before_end
 from nemo_style_aligner.rl.reward_functions import FunctionRewards
 from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.services.endpoints import ModelLimits, reward_endpoint
-from nemo_style_aligner.services.jobs import InferJob, JobQueue, QueueState
+from nemo_style_aligner.services.endpoints import Job, ModelLimits
+from nemo_style_aligner.services.jobs import JobQueue, QueueState
 from nemo_style_aligner.services.protocol import ProtocolError
-from nemo_style_aligner.services.routes import HttpSettings, ServiceMetrics, start_http_server
+from nemo_style_aligner.services.routes import HttpSettings, start_http_server
+from nemo_style_aligner.services.scores import REWARDS, ScoreEndpoint
+from nemo_style_aligner.services.service_metrics import ServiceMetrics
 
 _POLL_SECONDS = 0.25  # how soon a stop request is noticed
 _DRAIN_SECONDS = 60.0  # after a stop request
@@ -57,7 +59,7 @@ class RewardFunctionService:
         self._queue = JobQueue(http.max_outstanding_requests)
         self._metrics = ServiceMetrics()
         limits = ModelLimits(vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint())
-        endpoints = reward_endpoint(limits, takes_prompts=True)
+        endpoints = [ScoreEndpoint("reward_model", [REWARDS], limits, takes_prompts=True)]
         self._http = start_http_server(endpoints, self._queue, http, self._metrics)
 
     def request_stop(self) -> None:
@@ -79,14 +81,13 @@ class RewardFunctionService:
     def _begin_next(self) -> None:
         """Have the next request scored, if one comes soon."""
         for job in self._queue.take(_POLL_SECONDS, 1, 0.0):  # one row: an error fails one request only
-            assert isinstance(job, InferJob)  # there is no other endpoint
             job.taken, job.batch_rows = time.monotonic(), job.rows
             self._metrics.queue_time.observe(job.taken - job.arrived)
             self._metrics.batch_rows.observe(job.rows)
             rewards = self._rewards.score([self._sample(job, row) for row in range(job.rows)])
             rewards.add_done_callback(functools.partial(self._answer, job))
 
-    def _answer(self, job: InferJob, scored: concurrent.futures.Future[list[Reward]]) -> None:
+    def _answer(self, job: Job, scored: concurrent.futures.Future[list[Reward]]) -> None:
         try:
             rewards = scored.result()
         except Exception as error:  # noqa: BLE001 - the service ends; the client hears of anything else, too
@@ -99,10 +100,11 @@ class RewardFunctionService:
             values = np.array([reward.value for reward in rewards], dtype=np.float32)
             job.future.set_result({"rewards": values.reshape(-1, 1)})
 
-    def _sample(self, job: InferJob, row: int) -> Sample:
-        assert job.lines is not None and job.prompt_lengths is not None  # the endpoint asks for them
-        tokens = job.tokens[row, : job.lengths[row]].tolist()
-        return Sample(row, row, job.lines[row], tokens, int(job.prompt_lengths[row]), True, self._decode, "")
+    def _sample(self, job: Job, row: int) -> Sample:
+        given = job.arguments
+        tokens = given["tokens"][row, : given["lengths"][row]].tolist()
+        prompt_length = int(given["prompt_lengths"][row])
+        return Sample(row, row, given["lines"][row], tokens, prompt_length, True, self._decode, "")
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         response_ids = self._tokenizer.without_end(list(token_ids))

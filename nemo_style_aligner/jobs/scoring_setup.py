@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -32,16 +32,17 @@ from nemo_style_aligner.models.restore import BaseModel, open_base_model, requir
 from nemo_style_aligner.rl.estimators import Estimator
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.remote_logprobs import RemoteLogprobs
+from nemo_style_aligner.rl.remote_scores import RemoteScores
 from nemo_style_aligner.rl.reward_config import RewardSpec, build_reward_source, reward_specs
 from nemo_style_aligner.rl.reward_models import ModelRewards
-from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource
+from nemo_style_aligner.rl.rewards import RewardSource
 from nemo_style_aligner.rl.rollouts.setup import shared_token
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.services.client import CriticClient
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
 from nemo_style_aligner.services.http_client import ClientLimits, server_url
-from nemo_style_aligner.services.reward_client import RewardClient, SequencesToScore
+from nemo_style_aligner.services.score_client import ScoreClient, SequencesToScore
+from nemo_style_aligner.services.scores import LOGPROBS, REWARDS, Score
 
 _INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted
 
@@ -78,7 +79,7 @@ def build_scorer(
 
     def reward_model(spec: RewardSpec, entry: str) -> RewardSource:
         if spec.devices:
-            return RemoteRewards(_client(cfg, entry, "rewards"))
+            return _apart(cfg, entry, REWARDS)
         models.append(_reward_model(cfg, policy, sequences, spec.source, f"{entry}.source"))
         return models[-1]
 
@@ -87,14 +88,14 @@ def build_scorer(
     silence = 2 * sum(float(timeouts[key]) for key in ("total_seconds", "restart_seconds"))
     others = {frozen_spec(cfg, role).name: role for role in (REFERENCE, TEACHER) if role in roles.ranks_apart(cfg)}
     asked = ("critic", *others, "rewards") if isinstance(critic, RemoteCritic) else (*others, "rewards")
-    logprobs = {f"{name}_logprobs": RemoteLogprobs(_client(cfg, role, "logprobs")) for name, role in others.items()}
-    return Scorer(rewards, critic, silence, " and ".join(f"the {name}" for name in asked), models, logprobs)
+    apart = {name: _apart(cfg, role, LOGPROBS) for name, role in others.items()}
+    return Scorer(rewards, critic, silence, " and ".join(f"the {name}" for name in asked), models, apart)
 
 
-def _client(cfg: DictConfig, role: str, output: Literal["rewards", "logprobs"]) -> RewardClient:
-    """Of a frozen model on ranks of its own."""
+def _apart(cfg: DictConfig, role: str, score: Score) -> RemoteScores:
+    """What a frozen model on ranks of its own gives."""
     url, name = server_url(*_address(role)), frozen_spec(cfg, role).name
-    return RewardClient(url, name, limits=_limits(cfg), token=shared_token(cfg), output=output)
+    return RemoteScores(ScoreClient(url, name, [score], limits=_limits(cfg), token=shared_token(cfg)))
 
 
 def _listed_rewards(
@@ -177,14 +178,14 @@ def build_local_critic(
 def _reward_service(cfg: DictConfig) -> RewardSource:
     """The reward model's service, where the critic's job does not have it."""
     section = cfg.remote_critic_rm.reward_model
-    client = RewardClient(
+    client = ScoreClient(
         server_url(section.ip, section.port),
         section.name,
         limits=_limits(cfg),
         token=shared_token(cfg),
         pad_to_length=cfg.remote_critic_rm.pad_to_length,
     )
-    return RemoteRewards(client)
+    return RemoteScores(client)
 
 
 def build_remote_critic(cfg: DictConfig, remote: DictConfig, run: Run) -> RemoteCritic:

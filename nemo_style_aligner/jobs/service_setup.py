@@ -35,19 +35,14 @@ from nemo_style_aligner.parallel.detection import LOOPBACK
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
 from nemo_style_aligner.rl.rollouts.setup import sampling_params
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
 from nemo_style_aligner.services.critic_service import CriticService, LogprobService, RewardService
-from nemo_style_aligner.services.endpoints import (
-    LOGPROBS,
-    InferEndpoint,
-    ModelLimits,
-    TensorSpec,
-    critic_endpoints,
-    rewards_spec,
-)
+from nemo_style_aligner.services.endpoints import ModelLimits
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.services.http_server import ConnectionLimits
-from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer, ScoringBackend
+from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.routes import HttpSettings
+from nemo_style_aligner.services.scores import LOGPROBS, REWARDS, Score, ScoreEndpoint, ScoringBackend
 from nemo_style_aligner.services.secret import resolve_token
 from nemo_style_aligner.training.run_control import RunControl, parse_duration
 
@@ -86,10 +81,10 @@ def run_frozen_model(cfg: DictConfig, channel: Channel | None = None, temperatur
     watchdog = start_service_watchdog(cfg.exp_manager)
     base = open_base_model(cfg.rm_model_file, cfg, key="rm_model_file")
     if temperature is None:
-        output = rewards_spec(RewardHeadConfig.from_model_config(cfg.model).num_rewards)
+        score = Score(REWARDS.name, columns=RewardHeadConfig.from_model_config(cfg.model).num_rewards)
     else:
-        output = LOGPROBS
-    server = listen_as_frozen_model(cfg, layout, base, output)
+        score = LOGPROBS
+    server = listen_as_frozen_model(cfg, layout, base, score)
 
     def build() -> ScoringBackend:
         if temperature is None:
@@ -120,17 +115,25 @@ def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
     ppo = cfg.trainer.ppo
     combined = bool(ppo.combine_rm_and_critic_server)
     limits = _limits(base)
-    endpoints = critic_endpoints(limits, combined=combined, tokenize=base.tokenizer.text_as_trained)
+    multiple = ppo.strip_sequence_length_to_multiple or 1
+    tokenize = base.tokenizer.text_as_trained
+    endpoints = critic_endpoints(limits, combined=combined, tokenize=tokenize, length_multiple=multiple)
     http = _http_settings(ppo, "trainer.ppo")
-    return ModelServer(endpoints, http, _dispatch(ppo, run.layout, limits))
+    return ModelServer(endpoints, http, _dispatch(ppo, run.layout))
 
 
-def listen_as_frozen_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel, output: TensorSpec) -> ModelServer:
-    """Open the port of a model that is never trained and gives ``output``; see `listen_as_critic`."""
+def listen_as_frozen_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel, score: Score) -> ModelServer:
+    """Open the port of a model that is never trained and gives ``score``; see `listen_as_critic`."""
     limits = _limits(base)
-    endpoint = InferEndpoint(cfg.inference.model_name, [output], limits, base.tokenizer.text_as_trained)
+    endpoint = ScoreEndpoint(
+        cfg.inference.model_name,
+        [score],
+        limits,
+        base.tokenizer.text_as_trained,
+        length_multiple=cfg.inference.strip_sequence_length_to_multiple or 1,
+    )
     http = _http_settings(cfg.inference, "inference")
-    return ModelServer([endpoint], http, _dispatch(cfg.inference, layout, limits))
+    return ModelServer([endpoint], http, _dispatch(cfg.inference, layout))
 
 
 def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:
@@ -214,13 +217,11 @@ def _limits(base: BaseModel) -> ModelLimits:
     )
 
 
-def _dispatch(section: DictConfig, layout: ParallelLayout, limits: ModelLimits) -> DispatchSettings:
+def _dispatch(section: DictConfig, layout: ParallelLayout) -> DispatchSettings:
     sizes = section.inference_micro_batch_size  # NeMo-Aligner's configs may list several
     return DispatchSettings(
         max_batch_rows=(sizes if isinstance(sizes, int) else max(sizes)) * layout.dp_size,
         max_queue_delay_microseconds=int(section.max_queue_delay_microseconds),
-        strip_sequence_length_to_multiple=section.strip_sequence_length_to_multiple,
-        max_sequence_length=limits.max_sequence_length,
     )
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.rl.remote_scores import RemoteScores
 from nemo_style_aligner.rl.reward_functions import DEFAULT_SECONDS, FunctionRewards, MathRewards, load_reward_function
-from nemo_style_aligner.rl.rewards import ExactMatch, RemoteRewards, RewardSource, RewardSum, WeightedSource
+from nemo_style_aligner.rl.rewards import ExactMatch, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.services.http_client import ClientLimits
-from nemo_style_aligner.services.reward_client import RewardClient
+from nemo_style_aligner.services.score_client import ScoreClient
 
 REWARDS = "trainer.ppo.rewards"
 
@@ -128,7 +129,7 @@ def build_reward_source(
             return service()
         if spec.kind == "url":
             url, _, model = spec.source.rpartition("/")
-            return RemoteRewards(RewardClient(url, model, limits=limits, token=token, setting=key))
+            return RemoteScores(ScoreClient(url, model, limits=limits, token=token, setting=key))
         if spec.kind == "function":
             function = load_reward_function(spec.source, key)
             return FunctionRewards(function, spec.source, seconds=seconds, max_parallel=threads)

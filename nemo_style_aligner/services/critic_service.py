@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class CriticService:
-    """A `services.model_server.CriticBackend`: critic and, in the same ranks, reward model.
+    """A `services.critic_endpoints.CriticBackend`: critic and, in the same ranks, reward model.
 
     Args:
         critic: the value function.
@@ -175,7 +175,7 @@ class CriticService:
 
 
 class RewardService:
-    """A `services.model_server.ScoringBackend`: nothing but a reward model."""
+    """A `services.scores.ScoringBackend`: nothing but a reward model."""
 
     def __init__(self, reward_model: RewardModel) -> None:
         self.reward_model = reward_model
@@ -186,7 +186,7 @@ class RewardService:
 
 
 class LogprobService:
-    """A `services.model_server.ScoringBackend`: nothing but a frozen language model, a reference or a teacher.
+    """A `services.scores.ScoringBackend`: nothing but a frozen language model, a reference or a teacher.
 
     Args:
         temperature: divides the logits.
