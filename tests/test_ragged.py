@@ -167,8 +167,8 @@ def test_layouts_agree(result: Callable[[str], Result], layout: Layout) -> None:
         assert metrics.keys() == expected_metrics.keys()
         for name in metrics.keys() - {"padding_efficiency", "dp_balance"}:
             assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-5, abs=1e-7), name
-    for name, weight in found["weights"].items():  # 2% of the learning rate, where the gradient is next to nothing
-        torch.testing.assert_close(weight, expected["weights"][name], atol=0.02 * LR, rtol=0)
+    for name, weight in found["weights"].items():  # 5% of the learning rate, where the gradient is next to nothing
+        torch.testing.assert_close(weight, expected["weights"][name], atol=0.05 * LR, rtol=0)
 
 
 @pytest.mark.parametrize("world", ["", "dp2 "])
