@@ -113,7 +113,7 @@ def test_a_service_listens_as_its_config_says(
     if is_critic:
         listen_as_critic(cfg, run, base)
     else:
-        listen_as_frozen_model(cfg, layout, base, Score("rewards", columns=2))
+        listen_as_frozen_model(cfg, layout, base, [Score("rewards", columns=2)])
     assert made.http == HttpSettings(
         port=1234, host="10.0.0.7", section=name, token="s3cret", known_as=("10.0.0.8:1234",), max_body_bytes=5000,
         max_outstanding_requests=7,

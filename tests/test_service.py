@@ -18,7 +18,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ import pytest
 import requests
 import torch
 from served_critic import (
+    TEST_LIMITS,
     VOCAB,
     CountingBackend,
     critic_client,
@@ -42,9 +43,13 @@ from served_critic import (
 )
 
 from nemo_style_aligner.parallel.machine import free_port
+from nemo_style_aligner.rl.remote_scores import RemoteScores
+from nemo_style_aligner.rl.rewards import RewardSum
+from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.services.client import CriticClient
 from nemo_style_aligner.services.critic_endpoints import critic_endpoints
-from nemo_style_aligner.services.endpoints import Job, ModelLimits
+from nemo_style_aligner.services.endpoints import Endpoint, Job, ModelLimits, Service, TensorSpec
 from nemo_style_aligner.services.exactly_once.ledger import CriticPosition, TrainingLedger
 from nemo_style_aligner.services.exactly_once.session import SequenceConflictError
 from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
@@ -53,7 +58,7 @@ from nemo_style_aligner.services.jobs import JobQueue, QueueState
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.protocol import InferRequest, ProtocolError
 from nemo_style_aligner.services.routes import HttpSettings, create_app
-from nemo_style_aligner.services.score_client import SequencesToScore
+from nemo_style_aligner.services.score_client import ScoreClient, SequencesToScore
 from nemo_style_aligner.services.scores import REWARDS, Score, ScoreEndpoint
 from nemo_style_aligner.services.service_metrics import ServiceMetrics
 
@@ -700,6 +705,70 @@ def test_a_server_that_cannot_take_the_jobs_sequences_is_refused() -> None:
         client.wait_until_ready(10, sequences=SequencesToScore(10**6, 10**6, "b"))
 
 
+def test_a_kind_of_scores_of_ones_own_costs_its_name_and_what_computes_it() -> None:
+    """From the model to the column of each response's tokens that a step gets."""
+    entropies = Score("entropies", per_token=True)
+
+    class Entropies(CountingBackend):
+        def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.batches.append(tuple(tokens.shape))
+            return {"entropies": tokens[:, 1:] / 2}
+
+    backend = Entropies()
+    samples = [Sample(n, n, {}, list(range(n, 2 * n)), 1, True, str) for n in (3, 5, 4)]
+    with serve(backend, endpoints=[ScoreEndpoint("observer", [entropies])], delay_us=200_000) as server:
+        source = RemoteScores(ScoreClient(server.url, "observer", [entropies], limits=TEST_LIMITS))
+        scorer = Scorer(RewardSum([]), None, 60, "the observer", apart={"observer": source})
+        scorer.wait_until_ready(10, SequencesToScore(10, 100, ""))
+        batches = [scorer.score(samples[:2]), scorer.score(samples[2:])]
+        found = {id_: columns for batch in batches for id_, _, columns in batch.result()}
+        assert get(server, "/v2/models/observer").json()["outputs"] == [
+            {"name": "entropies", "datatype": "FP32", "shape": [-1, -1]}
+        ]
+        scorer.close()
+    assert backend.batches == [(3, 5)], "requests were not merged"
+    assert scorer.columns == ["observer_entropies"]
+    for id_, columns in found.items():
+        assert columns["observer_entropies"].tolist() == [token / 2 for token in range(id_ + 1, 2 * id_)]
+
+
+def test_a_kind_of_request_of_ones_own_says_what_it_carries_and_what_answers_it() -> None:
+    class Distance(Endpoint):
+        method = "distance"
+
+        def __init__(self) -> None:
+            super().__init__("distance", [TensorSpec("points", "FP32", (2,))], [TensorSpec("distance", "FP32", (1,))])
+
+        def make_job(self, request: InferRequest) -> Job:
+            first, last = self._arrays(request)["points"].tolist()
+            if last < first:
+                raise self._refuse("the last point lies before the first")
+            return Job(self, {"first": first, "last": last}, self._position(request.parameters))
+
+        def answer(self, jobs: Sequence[Job], service: Service) -> None:
+            (job,) = jobs
+            job.future.set_result({"distance": np.array([service.command(self, **job.arguments)], np.float32)})
+
+    class Measure(CountingBackend):
+        def distance(self, first: float, last: float) -> float:
+            return last - first
+
+    with serve(Measure(), endpoints=[*critic_endpoints(combined=True), Distance()]) as server:
+
+        def ask(*points: float, **parameters: object) -> requests.Response:
+            return post(server, "distance", {"inputs": [tensor("points", points)], "parameters": parameters})
+
+        assert outputs(ask(1.0, 3.5))["distance"].tolist() == [2.5]
+        assert outputs(post(server, "critic_infer", infer_body([[1, 2]], [2])))["rewards"].tolist() == [[3.0]]
+        for answer, status, message in (
+            (ask(2.0, 1.0), 400, "distance: the last point lies before the first"),
+            (ask(1.0, 2.0, 3.0), 400, r"'points' must be of shape \[2\], got \[3\]"),
+            (ask(1.0, 2.0, run_id="a", sequence_number=7), 409, "distance: sequence_number 7 .* expected 1"),
+        ):
+            assert answer.status_code == status and re.search(message, answer.json()["error"]), answer.text
+        assert 'command_seconds_count{command="distance"} 1.0' in get(server, "/metrics").text
+
+
 def test_several_attributes() -> None:
     class Attributes(CountingBackend):
         def infer(self, tokens, lengths):
@@ -811,6 +880,7 @@ def server_with(*jobs: Job, **settings: float) -> ModelServer:
     server.queue.set_state(QueueState.SERVING)
     for job in jobs:
         server.queue.put(job)
+        job.future.add_done_callback(lambda _: server.queue.release())
     return server
 
 

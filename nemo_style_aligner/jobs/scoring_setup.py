@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -39,10 +39,11 @@ from nemo_style_aligner.rl.rewards import RewardSource
 from nemo_style_aligner.rl.rollouts.setup import shared_token
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.services.client import CriticClient
+from nemo_style_aligner.services.critic_service import LogprobService
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
 from nemo_style_aligner.services.http_client import ClientLimits, server_url
 from nemo_style_aligner.services.score_client import ScoreClient, SequencesToScore
-from nemo_style_aligner.services.scores import LOGPROBS, REWARDS, Score
+from nemo_style_aligner.services.scores import REWARDS, Score
 
 _INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted
 
@@ -79,7 +80,7 @@ def build_scorer(
 
     def reward_model(spec: RewardSpec, entry: str) -> RewardSource:
         if spec.devices:
-            return _apart(cfg, entry, REWARDS)
+            return _apart(cfg, entry, [REWARDS])
         models.append(_reward_model(cfg, policy, sequences, spec.source, f"{entry}.source"))
         return models[-1]
 
@@ -88,14 +89,14 @@ def build_scorer(
     silence = 2 * sum(float(timeouts[key]) for key in ("total_seconds", "restart_seconds"))
     others = {frozen_spec(cfg, role).name: role for role in (REFERENCE, TEACHER) if role in roles.ranks_apart(cfg)}
     asked = ("critic", *others, "rewards") if isinstance(critic, RemoteCritic) else (*others, "rewards")
-    apart = {name: _apart(cfg, role, LOGPROBS) for name, role in others.items()}
+    apart = {name: _apart(cfg, role, LogprobService.scores) for name, role in others.items()}
     return Scorer(rewards, critic, silence, " and ".join(f"the {name}" for name in asked), models, apart)
 
 
-def _apart(cfg: DictConfig, role: str, score: Score) -> RemoteScores:
+def _apart(cfg: DictConfig, role: str, scores: Sequence[Score]) -> RemoteScores:
     """What a frozen model on ranks of its own gives."""
     url, name = server_url(*_address(role)), frozen_spec(cfg, role).name
-    return RemoteScores(ScoreClient(url, name, [score], limits=_limits(cfg), token=shared_token(cfg)))
+    return RemoteScores(ScoreClient(url, name, scores, limits=_limits(cfg), token=shared_token(cfg)))
 
 
 def _listed_rewards(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -42,7 +43,7 @@ from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.services.http_server import ConnectionLimits
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.routes import HttpSettings
-from nemo_style_aligner.services.scores import LOGPROBS, REWARDS, Score, ScoreEndpoint, ScoringBackend
+from nemo_style_aligner.services.scores import REWARDS, Score, ScoreEndpoint, ScoringBackend
 from nemo_style_aligner.services.secret import resolve_token
 from nemo_style_aligner.training.run_control import RunControl, parse_duration
 
@@ -81,10 +82,10 @@ def run_frozen_model(cfg: DictConfig, channel: Channel | None = None, temperatur
     watchdog = start_service_watchdog(cfg.exp_manager)
     base = open_base_model(cfg.rm_model_file, cfg, key="rm_model_file")
     if temperature is None:
-        score = Score(REWARDS.name, columns=RewardHeadConfig.from_model_config(cfg.model).num_rewards)
+        scores = [Score(REWARDS.name, columns=RewardHeadConfig.from_model_config(cfg.model).num_rewards)]
     else:
-        score = LOGPROBS
-    server = listen_as_frozen_model(cfg, layout, base, score)
+        scores = [*LogprobService.scores]
+    server = listen_as_frozen_model(cfg, layout, base, scores)
 
     def build() -> ScoringBackend:
         if temperature is None:
@@ -114,26 +115,17 @@ def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
     """Open the critic's port: the service is alive from now on, and ready once `serve` runs the backend."""
     ppo = cfg.trainer.ppo
     combined = bool(ppo.combine_rm_and_critic_server)
-    limits = _limits(base)
-    multiple = ppo.strip_sequence_length_to_multiple or 1
-    tokenize = base.tokenizer.text_as_trained
-    endpoints = critic_endpoints(limits, combined=combined, tokenize=tokenize, length_multiple=multiple)
-    http = _http_settings(ppo, "trainer.ppo")
-    return ModelServer(endpoints, http, _dispatch(ppo, run.layout))
+    endpoints = critic_endpoints(_limits(base), combined=combined, **_scoring(ppo, base))
+    return ModelServer(endpoints, _http_settings(ppo, "trainer.ppo"), _dispatch(ppo, run.layout))
 
 
-def listen_as_frozen_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel, score: Score) -> ModelServer:
-    """Open the port of a model that is never trained and gives ``score``; see `listen_as_critic`."""
-    limits = _limits(base)
-    endpoint = ScoreEndpoint(
-        cfg.inference.model_name,
-        [score],
-        limits,
-        base.tokenizer.text_as_trained,
-        length_multiple=cfg.inference.strip_sequence_length_to_multiple or 1,
-    )
-    http = _http_settings(cfg.inference, "inference")
-    return ModelServer([endpoint], http, _dispatch(cfg.inference, layout))
+def listen_as_frozen_model(
+    cfg: DictConfig, layout: ParallelLayout, base: BaseModel, scores: Sequence[Score]
+) -> ModelServer:
+    """Open the port of a model that is never trained and gives ``scores``; see `listen_as_critic`."""
+    section = cfg.inference
+    endpoint = ScoreEndpoint(section.model_name, scores, _limits(base), **_scoring(section, base))
+    return ModelServer([endpoint], _http_settings(section, "inference"), _dispatch(section, layout))
 
 
 def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:
@@ -215,6 +207,12 @@ def _limits(base: BaseModel) -> ModelLimits:
         vocab_size=base.architecture.vocab_size,
         tokenizer=base.tokenizer.fingerprint(),
     )
+
+
+def _scoring(section: DictConfig, base: BaseModel) -> dict[str, Any]:
+    """How requests for scores become batches, as a `ScoreEndpoint` takes it."""
+    multiple = section.strip_sequence_length_to_multiple or 1
+    return {"tokenize": base.tokenizer.text_as_trained, "length_multiple": multiple}
 
 
 def _dispatch(section: DictConfig, layout: ParallelLayout) -> DispatchSettings:

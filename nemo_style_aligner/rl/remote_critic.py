@@ -88,10 +88,6 @@ class RemoteCritic(RemoteScores, ValueSource):
         """See `ValueSource.values`."""
         return self.column(VALUES.name, samples)
 
-    def close(self) -> None:
-        """Close the connections; call it on all ranks together."""
-        super().close()
-
     # ---- the run ----------------------------------------------------------------------------
 
     def begin(self) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from nemo_style_aligner.services.endpoints import Endpoint, Job, ModelLimits, Service, TensorSpec
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger, batch_digest
+from nemo_style_aligner.services.exactly_once.saves import Save
 from nemo_style_aligner.services.protocol import InferRequest, ProtocolError
 from nemo_style_aligner.services.scores import REWARDS, VALUES, ScoreEndpoint, ScoringBackend
 
@@ -126,13 +127,13 @@ class SaveEndpoint(Endpoint):
         (job,) = jobs
         asked = service.ledger.history, job.arguments["keep_history"]
         if not service.saves.join(asked, job.future):
-            service.command(self, **job.arguments)
-            service.saves.assign(asked, job.future)
+            save = service.command(self, **job.arguments)
+            save.asked, save.waiting = asked, [job.future]
         service.saves.poll()
 
-    def act(self, service: Service, arguments: Mapping[str, Any]) -> None:
+    def act(self, service: Service, arguments: Mapping[str, Any]) -> Save:
         """See `Endpoint.act`."""
-        service.saves.add(super().act(service, arguments))
+        return service.saves.add(super().act(service, arguments))
 
 
 class RestoreEndpoint(Endpoint):

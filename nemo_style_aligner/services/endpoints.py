@@ -130,14 +130,9 @@ class Endpoint(abc.ABC):
     def make_job(self, request: InferRequest) -> Job:
         """Check the request. Raises `ProtocolError` (400)."""
 
-    def admit(self, job: Job, ledger: TrainingLedger) -> None:
-        """On rank 0: refuse the job unless the critic is where its client believes it to be: `ProtocolError` (409)."""
-        if job.position is not None:
-            ledger.check(job.position, self.name)
-
     @abc.abstractmethod
     def answer(self, jobs: Sequence[Job], service: Service) -> None:
-        """On rank 0: do what admitted jobs ask for, of which there is one unless the endpoint ``merges``.
+        """On rank 0: do what jobs ask for, of which there is one unless the endpoint ``merges``.
 
         Sets the jobs' futures, now or later. Raises `ProtocolError` to refuse them.
         """

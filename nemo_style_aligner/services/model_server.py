@@ -108,10 +108,7 @@ class ModelServer:
         self.queue.set_state(QueueState.SERVING)
         try:
             while not self._stop_requested:
-                activity.progress()  # an idle service is not stuck
-                self.saves.poll()
-                self._work()
-                self._meet()
+                self._turn()
             self._drain()
             while self.saves:
                 time.sleep(_POLL_SECONDS)
@@ -125,12 +122,18 @@ class ModelServer:
             raise
 
     def _drain(self) -> None:
-        logger.info("shutting down: finishing %d jobs", self.queue.waiting)
+        logger.info("shutting down: finishing %d jobs", self.queue.outstanding)
         self.queue.set_state(QueueState.DRAINING)
         deadline = time.monotonic() + self._settings.drain_seconds
-        while self.queue.waiting and time.monotonic() < deadline:
-            self._work()
+        while self.queue.outstanding and time.monotonic() < deadline:
+            self._turn()
         self.queue.refuse_waiting(ProtocolError(503, QueueState.DRAINING.value, {"Retry-After": "5"}))
+
+    def _turn(self) -> None:
+        activity.progress()  # an idle service is not stuck
+        self.saves.poll()
+        self._work()
+        self._meet()
 
     def _work(self) -> None:
         """Wait briefly for the next jobs, and do them."""
@@ -151,19 +154,20 @@ class ModelServer:
             raise
 
     def _do(self, jobs: list[Job]) -> None:
-        """Have jobs of one endpoint answered."""
-        endpoint, admitted = jobs[0].endpoint, list[Job]()
+        """Have jobs of one endpoint answered, unless the critic is elsewhere than their clients believe."""
+        accepted = []
         for job in jobs:
             try:
-                endpoint.admit(job, self.ledger)
-                admitted.append(job)
+                if job.position is not None:
+                    self.ledger.check(job.position, job.endpoint.name)
+                accepted.append(job)
             except ProtocolError as refusal:
                 job.future.set_exception(refusal)
         try:
-            if admitted:
-                endpoint.answer(admitted, self)
+            if accepted:
+                accepted[0].endpoint.answer(accepted, self)
         except ProtocolError as refusal:
-            for job in admitted:
+            for job in accepted:
                 job.future.set_exception(refusal)
 
     def command(self, endpoint: Endpoint, **arguments: Any) -> Any:

@@ -159,10 +159,12 @@ class ScoreClient:
         services that announce the inputs for them, once `wait_until_ready` has been called. The future raises
         `ProtocolError` when an answer is malformed, or does not have the scores' shapes.
         """
-        inputs = scoring_inputs(tokens, lengths, self._pad_to_length)
+        rows, width = tokens.shape
+        padding = max(0, (self._pad_to_length or 0) - width)  # longer ones go as they are: nobody here needs it
+        inputs = {"tokens": as_array(torch.nn.functional.pad(tokens, (0, padding)))}
+        inputs["sequence_lengths"] = as_array(lengths).reshape(-1, 1)
         if prompts is not None and self._takes_prompts:
             inputs |= prompts.inputs()
-        rows, width = tokens.shape
         return self._threads.submit(self._scores, self._asking(), inputs, rows, width)
 
     def _asking(self) -> Ask:
@@ -185,18 +187,6 @@ class ScoreClient:
 def as_array(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> np.ndarray:
     """A tensor as an array of the wire."""
     return tensor.detach().to("cpu", dtype).contiguous().numpy()
-
-
-def scoring_inputs(
-    tokens: torch.Tensor, lengths: torch.Tensor, pad_to_length: int | None = None
-) -> dict[str, np.ndarray]:
-    """The inputs of a request that asks for scores. tokens: int64 [b, s]; lengths: int64 [b].
-
-    Sequences longer than ``pad_to_length`` go as they are: nobody here needs the padding.
-    """
-    if pad_to_length is not None:
-        tokens = torch.nn.functional.pad(tokens, (0, max(0, pad_to_length - tokens.shape[1])))
-    return {"tokens": as_array(tokens), "sequence_lengths": as_array(lengths).reshape(-1, 1)}
 
 
 def call_model(

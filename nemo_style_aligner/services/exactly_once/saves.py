@@ -15,7 +15,7 @@ Answer = concurrent.futures.Future[dict[str, np.ndarray]]
 
 
 @dataclasses.dataclass
-class _Save:
+class Save:
     """A checkpoint that is being written; on rank 0 with what was asked, and the answers that wait for it."""
 
     written: concurrent.futures.Future[Any]
@@ -31,7 +31,7 @@ class Saves:
     """
 
     def __init__(self) -> None:
-        self._saves: list[_Save] = []
+        self._saves: list[Save] = []
         self._newest: Asked | None = None  # of the complete ones
 
     def __len__(self) -> int:
@@ -42,13 +42,10 @@ class Saves:
         """All answers that wait."""
         return [answer for save in self._saves for answer in save.waiting]
 
-    def add(self, written: concurrent.futures.Future[Any]) -> None:
+    def add(self, written: concurrent.futures.Future[Any]) -> Save:
         """Note a save that has begun; ``written`` is done when it is complete."""
-        self._saves.append(_Save(written))
-
-    def assign(self, asked: Asked, answer: Answer) -> None:
-        """Say for whom the newest save was begun."""
-        self._saves[-1].asked, self._saves[-1].waiting = asked, [answer]
+        self._saves.append(Save(written))
+        return self._saves[-1]
 
     def join(self, asked: Asked, answer: Answer) -> bool:
         """Have a repeat of a request answered with its save, if that is being written or the newest complete one."""
