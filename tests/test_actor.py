@@ -20,7 +20,7 @@ from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.services.critic_service import LogprobService
 from nemo_style_aligner.services.endpoints import ModelLimits
 from nemo_style_aligner.services.score_client import ScoreClient, SequencesToScore, UnfitServiceError
-from nemo_style_aligner.services.scores import LOGPROBS, ScoreEndpoint
+from nemo_style_aligner.services.scores import ScoreEndpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
@@ -76,9 +76,9 @@ def test_log_probs_are_the_same_from_a_model_elsewhere() -> None:
     ]
     service: Any = LogprobService(model, 0.5, MicroBatching(2))
     service.gate = threading.Event()
-    endpoints = [ScoreEndpoint("reference", [LOGPROBS], ModelLimits(max_sequence_length=12))]
+    endpoints = [ScoreEndpoint("reference", LogprobService.scores, ModelLimits(max_sequence_length=12))]
     with serve(service, endpoints=endpoints, delay_us=200_000) as server:
-        source = RemoteScores(ScoreClient(server.url, "reference", [LOGPROBS], limits=TEST_LIMITS))
+        source = RemoteScores(ScoreClient(server.url, "reference", LogprobService.scores, limits=TEST_LIMITS))
         source.wait_until_ready(20, SequencesToScore(12, 1, ""))
         with pytest.raises(UnfitServiceError, match="at most 12 tokens"):
             source.wait_until_ready(20, SequencesToScore(13, 1, ""))
