@@ -22,7 +22,7 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError
-from nemo_style_aligner.services.score_client import PromptsOfSequences, SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 from nemo_style_aligner.services.secret import find_secret
 from nemo_style_aligner.telemetry import log_lines
 
@@ -96,16 +96,17 @@ def test_a_function_scores_with_the_prompts_own_answers_and_its_errors_reach_the
         serving(command(folder, "--threads", "2", "--end-strings", "#"), folder / "service.log") as (job, port),
         reward_client(port, token=token, limits=limits) as client,
     ):
-        prompts = PromptsOfSequences(lines, torch.tensor([4, 4, 5, 4, 4]))
         tokens, lengths = pad_rows(ids, 0), lengths_of(ids)
         client.wait_until_ready(30, sequences=SequencesToScore(20, tokenizer.vocab_size, tokenizer.fingerprint()))
         with pytest.raises(ValueError, match="its tokenizer gives other token ids"):
             client.wait_until_ready(30, sequences=SequencesToScore(20, tokenizer.vocab_size, "another"))
         # Twice the line's weight where it is right; "#" ends a response.
-        assert client.infer_async(tokens, lengths, prompts).result(60)["rewards"].tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
+        assert client.infer_async(tokens, lengths, lines, torch.tensor([4, 4, 5, 4, 4])).result(60)[
+            "rewards"
+        ].tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
         with pytest.raises(RequestRefusedError, match=rf"{port}/v2/.*sequence 0 of .* returned '', .* prompt '2\+2='"):
-            failing = PromptsOfSequences([two | {"answer": 0, "weight": "x"}], torch.tensor([4]))
-            client.infer_async(tokens[3:4, :4], torch.tensor([4]), failing).result(60)
+            failing = [two | {"answer": 0, "weight": "x"}]
+            client.infer_async(tokens[3:4, :4], torch.tensor([4]), failing, torch.tensor([4])).result(60)
 
         for response, message in (
             ("0", r"functions.py:reward raised ZeroDivisionError: .*functions.py:6\) for the prompt '2\+2=' "),

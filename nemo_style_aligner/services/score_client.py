@@ -63,24 +63,6 @@ class SequencesToScore:
     tokenizer: str
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptsOfSequences:
-    """What the sequences of a request are responses to, for services that ask for it.
-
-    Attributes:
-        lines: each sequence's prompt with all the keys of its line, to which ``text`` belongs.
-        lengths: int64 [b], tokens of the prompts.
-    """
-
-    lines: Sequence[Mapping[str, Any]]
-    lengths: torch.Tensor
-
-    def inputs(self) -> dict[str, np.ndarray]:
-        """The inputs of a request: a JSON text for each line, BYTES [b, 1], and the lengths, INT64 [b, 1]."""
-        texts = np.array([json.dumps(dict(line)).encode() for line in self.lines], dtype=object)
-        return {LINES.name: texts.reshape(-1, 1), PROMPT_LENGTHS.name: as_array(self.lengths).reshape(-1, 1)}
-
-
 Scores = dict[str, torch.Tensor]
 """Scores by name, fp32: [b], or [b, s-1] where they are per token."""
 
@@ -151,20 +133,27 @@ class ScoreClient:
         return {self._model: self.scores}
 
     def infer_async(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, prompts: PromptsOfSequences | None = None
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        lines: Sequence[Mapping[str, Any]] = (),
+        prompt_lengths: torch.Tensor | None = None,
     ) -> concurrent.futures.Future[Scores]:
         """Score sequences. tokens: int64 [b, s]; lengths: int64 [b], prompt and response together.
 
-        What is per token has at t what belongs to token t + 1, zero where there is none. ``prompts`` are sent to
-        services that announce the inputs for them, once `wait_until_ready` has been called. The future raises
-        `ProtocolError` when an answer is malformed, or does not have the scores' shapes.
+        What is per token has at t what belongs to token t + 1, zero where there is none. What the sequences are
+        responses to, prompts' ``lines`` with ``text`` and ``prompt_lengths``, int64 [b], is sent to services that
+        announce these inputs, once `wait_until_ready` has been called. The future raises `ProtocolError` when an
+        answer is malformed, or does not have the scores' shapes.
         """
         rows, width = tokens.shape
         padding = max(0, (self._pad_to_length or 0) - width)  # longer ones go as they are: nobody here needs it
         inputs = {"tokens": as_array(torch.nn.functional.pad(tokens, (0, padding)))}
         inputs["sequence_lengths"] = as_array(lengths).reshape(-1, 1)
-        if prompts is not None and self._takes_prompts:
-            inputs |= prompts.inputs()
+        if prompt_lengths is not None and self._takes_prompts:
+            texts = np.array([json.dumps(dict(line)).encode() for line in lines], dtype=object)
+            inputs[LINES.name] = texts.reshape(-1, 1)
+            inputs[PROMPT_LENGTHS.name] = as_array(prompt_lengths).reshape(-1, 1)
         return self._threads.submit(self._scores, self._asking(), inputs, rows, width)
 
     def _asking(self) -> Ask:

@@ -209,7 +209,4 @@ class ScoreEndpoint(Endpoint):
 
 def _with_width(rows: np.ndarray, width: int) -> np.ndarray:
     """A copy of ``rows`` [n, any], cut or padded with zeros to ``width`` columns."""
-    fitted = np.zeros((len(rows), width), dtype=rows.dtype)
-    columns = min(width, rows.shape[1])
-    fitted[:, :columns] = rows[:, :columns]
-    return fitted
+    return np.pad(rows[:, :width], ((0, 0), (0, max(0, width - rows.shape[1]))))
