@@ -1,16 +1,16 @@
 """What the critic and reward service costs in addition to bare forward passes of the same model.
 
-    python benchmarks/service.py [--clients 1 8 64] [--shape 30m] [--length 128] [--batch-rows 16] [--json FILE]
+    python benchmarks/service.py [--clients 1 8 64] [--shape 30m] [--length 128] [--batch-rows 16] [--secret]
 
-The service runs in a process of its own, with critic and reward model, over real HTTP; clients are threads here, each
-with one connection, and never pause. Bare passes of the same model, in the same process and on the same threads, are
-timed before and after. docs/service.md explains the columns.
+The service runs in a process of its own, with critic and reward model, over real HTTP; clients are the actor's, in
+threads here, each with one connection, and never pause. Bare passes of the same model, in the same process and on the
+same threads, are timed before and after: "cost" is what the service takes in addition to these, "pauses" the share of
+time without a pass.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import multiprocessing
 import os
 import signal
@@ -39,6 +39,7 @@ from common import (
 )
 
 from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.models.critic import Critic, RewardModel
 from nemo_style_aligner.models.gpt import build_model, parse_precision
@@ -47,6 +48,7 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.services.critic_endpoints import critic_endpoints
 from nemo_style_aligner.services.endpoints import ModelLimits
+from nemo_style_aligner.services.http_client import ClientLimits, HttpClient, server_url
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.protocol import encode_infer_request
 from nemo_style_aligner.services.routes import HttpSettings
@@ -54,6 +56,8 @@ from nemo_style_aligner.wording import counted
 
 START_SECONDS = 300.0
 REQUEST_SECONDS = 300.0
+LIMITS = ClientLimits(read_s=REQUEST_SECONDS, total_s=REQUEST_SECONDS, max_backoff_s=0.2)
+SECRET = "of-this-benchmark"
 
 
 def main() -> None:
@@ -67,6 +71,7 @@ def main() -> None:
     parser.add_argument("--delay", type=at_least(0), default=2000, help="max_queue_delay_microseconds")
     parser.add_argument("--seconds", type=positive_float, default=10.0, help="for each number of clients")
     parser.add_argument("--form", choices=("binary", "json"), default="binary", help="encoding of tensors on the wire")
+    parser.add_argument("--secret", action="store_true", help="both ends have one, and prove it")
     parser.add_argument("--threads", type=positive_int, default=available_cores(), help="of the model")
     parser.add_argument("--json", type=json_path)
     args = parser.parse_args()
@@ -118,7 +123,7 @@ def serve(args: argparse.Namespace, rendezvous: str, answers: Any) -> None:
     time_bare(backend, bare, args)
     server = ModelServer(
         critic_endpoints(ModelLimits(args.length, SHAPES[args.shape].vocab_size), combined=True),
-        HttpSettings(port=0, max_outstanding_requests=2 * max(args.clients)),
+        HttpSettings(port=0, token=SECRET if args.secret else None, max_outstanding_requests=2 * max(args.clients)),
         DispatchSettings(args.batch_rows, args.delay),
     )
     answers.put(server.port)
@@ -179,22 +184,16 @@ def load(clients: int, port: int, args: argparse.Namespace) -> list[Request]:
 
     def client(number: int) -> None:
         body, headers = request_body(np.random.default_rng(number), args)
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_SECONDS)
+        service = HttpClient(server_url("127.0.0.1", port), token=SECRET if args.secret else None)
         while not stop.is_set():
             sent = time.monotonic()
             try:
-                connection.request("POST", "/v2/models/critic_infer/infer", body, headers)
-                response = connection.getresponse()
-                content = response.read()
-            except (OSError, http.client.HTTPException) as error:
-                failures.append(f"the service does not answer: {error!r}")
+                service.request("POST", "/v2/models/critic_infer/infer", limits=LIMITS, body=body, headers=headers)
+            except UserError as error:
+                failures.append(str(error))
                 return
-            if response.status not in (200, 503):  # 503: the service is starting
-                failures.append(content[:300].decode("utf-8", "replace"))
-                return
-            if response.status == 200:
-                done.append((sent, time.monotonic()))
-        connection.close()
+            done.append((sent, time.monotonic()))
+        service.close()
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
     for thread in threads:

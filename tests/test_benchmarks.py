@@ -49,7 +49,7 @@ ARGUMENTS = {
     ],
     "service.py": [
         *("--shape", "tiny", "--length", "16", "--batch-rows", "4", "--clients", "1", "8", "--seconds", "8"),
-        *("--threads", "1"),
+        *("--threads", "1", "--secret"),
     ],
     "training_pass.py": [
         *("--shape", "tiny", "--sequences", "6", "--prompts", "2", "9", "--responses", "2", "40", "--max-tokens", "32"),
