@@ -11,7 +11,7 @@ import torch
 
 from nemo_style_aligner.services.endpoints import Endpoint, Job, ModelLimits, Service, TensorSpec
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger, batch_digest
-from nemo_style_aligner.services.exactly_once.saves import Save
+from nemo_style_aligner.services.exactly_once.saves import OpenSave
 from nemo_style_aligner.services.protocol import InferRequest, ProtocolError
 from nemo_style_aligner.services.scores import REWARDS, VALUES, ScoreEndpoint, ScoringBackend
 
@@ -131,7 +131,7 @@ class SaveEndpoint(Endpoint):
             save.asked, save.waiting = asked, [job.future]
         service.saves.poll()
 
-    def act(self, service: Service, arguments: Mapping[str, Any]) -> Save:
+    def act(self, service: Service, arguments: Mapping[str, Any]) -> OpenSave:
         """See `Endpoint.act`."""
         return service.saves.add(super().act(service, arguments))
 

@@ -9,7 +9,6 @@ that a bad one never reaches the batch it would share with others.
 from __future__ import annotations
 
 import abc
-import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from nemo_style_aligner.services.exactly_once.ledger import CriticPosition, TrainingLedger
-from nemo_style_aligner.services.exactly_once.saves import Saves
+from nemo_style_aligner.services.exactly_once.saves import Answer, Saves
 from nemo_style_aligner.services.protocol import InferRequest, ProtocolError, is_int
 from nemo_style_aligner.services.service_metrics import ServiceMetrics
 
@@ -54,10 +53,6 @@ class ModelLimits:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
-ResultFuture = concurrent.futures.Future[dict[str, np.ndarray]]
-"""Of the outputs by name."""
-
-
 @dataclasses.dataclass(eq=False)
 class Job:
     """A request whose answer is awaited.
@@ -75,7 +70,7 @@ class Job:
     arguments: dict[str, Any]
     position: CriticPosition | None = None
     rows: int = 1
-    future: ResultFuture = dataclasses.field(default_factory=ResultFuture)
+    future: Answer = dataclasses.field(default_factory=Answer)
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     request_id: str = ""
     taken: float = 0.0

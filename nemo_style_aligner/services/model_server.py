@@ -18,9 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nemo_style_aligner.services.endpoints import Endpoint, Job, ResultFuture
+from nemo_style_aligner.services.endpoints import Endpoint, Job
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.services.exactly_once.saves import Saves
+from nemo_style_aligner.services.exactly_once.saves import Answer, Saves
 from nemo_style_aligner.services.jobs import JobQueue, QueueState
 from nemo_style_aligner.services.protocol import ProtocolError
 from nemo_style_aligner.services.routes import HttpSettings, start_http_server
@@ -224,7 +224,7 @@ def _failure(error: BaseException) -> ProtocolError:
     return ProtocolError(500, f"the service failed: {type(error).__name__}: {error}")
 
 
-def _fail(answers: Sequence[ResultFuture], error: BaseException) -> None:
+def _fail(answers: Sequence[Answer], error: BaseException) -> None:
     """Tell those that still wait."""
     for answer in answers:
         if not answer.done():

@@ -178,13 +178,13 @@ class ScoreEndpoint(Endpoint):
         rows, width = tokens.shape
         service.metrics.batch_rows.observe(rows)
         outputs = service.command(self, tokens=torch.tensor(tokens), lengths=torch.tensor(lengths))
-        arrays = {score: self._output(outputs, score, score.shape(rows, width)) for score in self._scores}
+        found = [(score, self._output(outputs, score, score.shape(rows, width))) for score in self._scores]
         first = 0
         for job in jobs:
             part, own = slice(first, first + job.rows), job.arguments["tokens"].shape[1]
             first += job.rows
             job.batch_rows = rows
-            job.future.set_result({s.name: s.of_rows(array[part], lengths[part], own) for s, array in arrays.items()})
+            job.future.set_result({s.name: s.of_rows(array[part], lengths[part], own) for s, array in found})
 
     def _merged(self, rows: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
         """Tokens of several requests, int64 [b, width]: the longest true length, rounded up within the model's limit.
@@ -209,4 +209,7 @@ class ScoreEndpoint(Endpoint):
 
 def _with_width(rows: np.ndarray, width: int) -> np.ndarray:
     """A copy of ``rows`` [n, any], cut or padded with zeros to ``width`` columns."""
-    return np.pad(rows[:, :width], ((0, 0), (0, max(0, width - rows.shape[1]))))
+    fitted = np.zeros((len(rows), width), dtype=rows.dtype)  # np.pad takes six times as long
+    columns = min(width, rows.shape[1])
+    fitted[:, :columns] = rows[:, :columns]
+    return fitted

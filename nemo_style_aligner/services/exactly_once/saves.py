@@ -12,10 +12,11 @@ Asked = tuple[str, str | None]
 """The critic's history and ``keep_history``, by which a repeat of a request is recognised."""
 
 Answer = concurrent.futures.Future[dict[str, np.ndarray]]
+"""Of a request: the outputs by name."""
 
 
 @dataclasses.dataclass
-class Save:
+class OpenSave:
     """A checkpoint that is being written; on rank 0 with what was asked, and the answers that wait for it."""
 
     written: concurrent.futures.Future[Any]
@@ -31,7 +32,7 @@ class Saves:
     """
 
     def __init__(self) -> None:
-        self._saves: list[Save] = []
+        self._saves: list[OpenSave] = []
         self._newest: Asked | None = None  # of the complete ones
 
     def __len__(self) -> int:
@@ -42,9 +43,9 @@ class Saves:
         """All answers that wait."""
         return [answer for save in self._saves for answer in save.waiting]
 
-    def add(self, written: concurrent.futures.Future[Any]) -> Save:
+    def add(self, written: concurrent.futures.Future[Any]) -> OpenSave:
         """Note a save that has begun; ``written`` is done when it is complete."""
-        self._saves.append(Save(written))
+        self._saves.append(OpenSave(written))
         return self._saves[-1]
 
     def join(self, asked: Asked, answer: Answer) -> bool:
