@@ -22,7 +22,7 @@ class UserCodeError(UserError, ValueError):
     """A function of the user's cannot be loaded; the message says why."""
 
 
-def load_function(named: str, what: str, takes: Sequence[str]) -> Callable[..., Any]:
+def load_function(named: str, what: str, takes: Sequence[str], may_take: Sequence[str] = ()) -> Callable[..., Any]:
     """Load the function that ``FILE.py:NAME`` names. The file is executed; it may import modules that lie beside it.
 
     A file is executed once in a process, however many of its functions are loaded.
@@ -31,6 +31,7 @@ def load_function(named: str, what: str, takes: Sequence[str]) -> Callable[..., 
         named: the file and the function in it.
         what: where it is named, for messages: a config key or a command line's option.
         takes: what it is called with, for messages; a callable object that is no function is not checked.
+        may_take: what it is also called with, by name, if it has a parameter of that name.
 
     Raises:
         UserCodeError: there is no such file or function, everybody may write to it, the file raises an error, or the
@@ -48,7 +49,7 @@ def load_function(named: str, what: str, takes: Sequence[str]) -> Callable[..., 
         own = [key for key, value in vars(module).items() if _is_own(value, module) and not key.startswith("_")]
         own.sort(key=lambda key: -difflib.SequenceMatcher(None, key, name).ratio())
         raise UserCodeError(f"{what}={named}: {file} has no function {name}; it has {some_of(own) or 'none'}")
-    require_arguments(function, takes, f"{what}={named}")
+    require_arguments(function, takes, f"{what}={named}", may_take)
     return function
 
 
@@ -57,16 +58,27 @@ def _is_own(value: object, module: ModuleType) -> bool:
     return callable(value) and getattr(getattr(value, "function", value), "__module__", None) == module.__name__
 
 
-def require_arguments(function: Callable[..., Any], takes: Sequence[str], what: str) -> None:
-    """Make sure that a function takes so many arguments; ``what`` it is, for the message. Raises `UserCodeError`."""
+def require_arguments(
+    function: Callable[..., Any], takes: Sequence[str], what: str, may_take: Sequence[str] = ()
+) -> None:
+    """Make sure that a function can be called so; ``what`` it is, for the message. Raises `UserCodeError`."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of C code that does not say
         return
     try:
-        signature.bind(*takes)
+        signature.bind(*takes, **{name: name for name in may_take if has_parameter(function, name)})
     except TypeError as error:
-        raise UserCodeError(f"{what} takes {signature}, but is called with ({', '.join(takes)}): {error}") from error
+        called = ", ".join([*takes, *may_take])
+        raise UserCodeError(f"{what} takes {signature}, but is called with ({called}): {error}") from error
+
+
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function says that it has a parameter of this name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _load_module(file: Path, what: str) -> ModuleType:

@@ -24,6 +24,7 @@ from nemo_style_aligner.config.loading import (
     complete_config,
     load_defaults,
     log_directory,
+    make_paths_absolute,
 )
 from nemo_style_aligner.config.schema import JOBS, fields_of_job, may_change
 from nemo_style_aligner.config.section_names import names_of
@@ -658,3 +659,24 @@ def test_what_is_validated_on_and_logged_may_change() -> None:
     free = ("model.data.validation_ds.shuffle", "exp_manager.wandb_logger_kwargs.id", "trainer.ppo.token")
     assert all(map(may_change, free))
     assert not any(map(may_change, ("model.data.data_prefix.train", "model.num_layers", "trainer.ppo.staleness")))
+
+
+def test_paths_are_absolute_before_code_of_the_users_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.pretrained_checkpoint.restore_from_path = "sft.nemo"
+    cfg.model.data.data_prefix = {"train": [0.3, "a.jsonl", "0.7", "/b.jsonl"], "validation": "v.jsonl"}
+    cfg.trainer.ppo.estimator = "own.py:mine"
+    rewards = ["own.py:reward", "rm.nemo", "exact_match", "http://h:1/rm"]
+    cfg.trainer.ppo.rewards = [{"source": source} for source in rewards]
+    cfg.exp_manager.explicit_log_dir = None
+    make_paths_absolute(cfg)
+    assert cfg.pretrained_checkpoint.restore_from_path == f"{tmp_path}/sft.nemo"
+    assert cfg.model.data.data_prefix.train == [0.3, f"{tmp_path}/a.jsonl", "0.7", "/b.jsonl"]
+    assert cfg.model.data.data_prefix.validation == f"{tmp_path}/v.jsonl"
+    assert cfg.trainer.ppo.estimator == f"{tmp_path}/own.py:mine" and cfg.trainer.ppo.policy_loss == "ppo"
+    expected = [f"{tmp_path}/own.py:reward", f"{tmp_path}/rm.nemo", "exact_match", "http://h:1/rm"]
+    assert [reward.source for reward in cfg.trainer.ppo.rewards] == expected
+    assert log_directory(cfg.exp_manager) == tmp_path / "nemo_experiments" / "megatron_gpt_ppo_actor"
+    for job in JOBS:
+        make_paths_absolute(load_defaults(job))  # what is not given is left alone

@@ -30,8 +30,10 @@ from nemo_style_aligner.config.loading import ConfigError, check_config, complet
 from nemo_style_aligner.config.schema import JOBS
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.jobs.config_checks import check_job, find_problems
+from nemo_style_aligner.jobs.job_view import JobView
 from nemo_style_aligner.jobs.log_lock import hold_log_directory
 from nemo_style_aligner.jobs.path_checks import log_directory_problems, resume_problems
+from nemo_style_aligner.jobs.settings_in_vain import settings_in_vain
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 from nemo_style_aligner.rope import RopeScaling
@@ -936,6 +938,44 @@ def test_settings_that_do_nothing_are_told(model: Path, caplog: pytest.LogCaptur
             ("trainer.ppo.reward_functions.seconds=1", "trainer.ppo.rewards=None"),
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("job", "given", "told"),
+    [
+        ("gpt_ppo_actor", "trainer.ppo.initial_policy_kl_penalty=0 trainer.ppo.kl_clamp=3", "kl_clamp=3"),
+        ("gpt_ppo_actor", "trainer.ppo.kl_estimator=k3 trainer.ppo.use_absolute_kl=False", "use_absolute_kl=False"),
+        ("gpt_ppo_actor", "model.ppo.sampling_params.use_greedy=True model.ppo.sampling_params.top_p=0.9", "top_p=0.9"),
+        ("gpt_ppo_actor", "trainer.ppo.max_consecutive_skips=3", "max_consecutive_skips=3"),
+        ("gpt_ppo_actor", "trainer.ppo.serve_policy.port=77", "serve_policy.port=77"),
+        ("gpt_ppo_actor", "remote_critic_rm.reward_model.port=77", "reward_model.port=77"),
+        ("gpt_ppo_actor", "trainer.ppo.trt_llm.kv_cache_memory_fraction=0.5", "kv_cache_memory_fraction=0.5"),
+        ("gpt_reinforce_actor", "trainer.ppo.discount_factor=0.9", "discount_factor=0.9"),
+        ("gpt_reinforce_actor", "trainer.ppo.advantage_whitening_unbiased=True", "advantage_whitening_unbiased=True"),
+        ("gpt_dpo", "model.dpo.gt_reward_scale=2 model.data.default_chosen_reward=3", "default_chosen_reward=3"),
+        ("gpt_dpo", "model.dpo.sft_average_log_probs=True", "sft_average_log_probs=True"),
+        ("gpt_dpo", "model.dpo.preference_average_log_probs=True", None),  # what follows from it is not given
+        ("gpt_kto", "model.optim.sched.name=constant model.optim.sched.min_lr=1e-9", "min_lr=1e-09"),
+        ("gpt_kto", "model.peft.lora_tuning.adapter_dim=8", "adapter_dim=8"),
+        ("gpt_kto", "model.peft.peft_scheme=lora model.peft.lora_tuning.adapter_dim=8", None),
+        ("gpt_sft", "model.activations_checkpoint_num_layers=1", "activations_checkpoint_num_layers=1"),
+        ("gpt_sft", "exp_manager.mlflow_logger_kwargs.run_name=a", "run_name=a"),
+        ("training_rm", "model.regression.loss_mask_val=-1", "loss_mask_val=-1"),
+    ],
+)
+def test_a_setting_that_another_one_switches_off_is_told(job: str, given: str, told: str | None) -> None:
+    cfg = load_defaults(job)
+    for key, _, value in (argument.partition("=") for argument in given.split()):
+        OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, merge=False)
+    lines = list(settings_in_vain(JobView(job, cfg, 1, None)))
+    assert len(lines) == (told is not None) and all(f"{told}: no effect with " in line for line in lines), lines
+
+
+def test_k1_is_no_penalty_in_the_loss(model: Path) -> None:
+    for estimator in ("trainer.ppo.kl_estimator=k1", "trainer.ppo.use_absolute_kl=False"):
+        (found,) = problems(model, "gpt_ppo_actor", f"trainer.ppo.kl_in=loss {estimator}")
+        assert "the gradient of k1 is 0 on average" in found and "set trainer.ppo.kl_estimator=k3" in found
+        assert problems(model, "gpt_ppo_actor", estimator) == []
 
 
 def test_names_of_checkpoints_and_hosts_that_are_possible(model: Path) -> None:

@@ -257,7 +257,10 @@ def test_best_of_groups() -> None:
 
 def test_best_of_n_imitates() -> None:
     step = some_step(4)
-    assert ESTIMATORS["best_of_n"](step)[0].tolist() == step.spread(step.counts).tolist()
+    without = dataclasses.replace(step, token_kl=torch.zeros_like(step.token_kl))
+    assert ESTIMATORS["best_of_n"](without)[0].tolist() == step.spread(step.counts).tolist()
+    expected = (1 - step.token_kl) * step.spread(step.counts)  # the KL penalty of each token counts
+    assert ESTIMATORS["best_of_n"](step)[0].tolist() == expected.tolist() and step.token_kl.any()
 
 
 def test_overlong_penalty() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -46,14 +47,17 @@ SAMPLES = PROMPTS * RESPONSES
 
 # `kill_at` beside the file: the call at which the process that makes it, or a rank that it names, is killed, once.
 REWARDS = """
-import pathlib, time
+import os, pathlib, time
 import psutil
 
 HERE, calls = pathlib.Path(__file__).parent, 0
+os.chdir("/")  # as some do to find their own files: a job's paths stay where they were
 
-def form(prompt, response, line):
+def form(prompt, response, line, step):
     global calls
     calls += 1
+    with (HERE / "steps").open("a") as file:
+        file.write(f"{step} ")
     marker = HERE / "kill_at"
     at, *ranks = marker.read_text().split() if marker.exists() else "0"
     if calls == int(at):
@@ -182,11 +186,15 @@ def done(
     artefacts: Artefacts, undisturbed: Path, flags: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """`undisturbed`, once it is done: on one rank, where there is no secret to share."""
+    relative = (
+        "exp_manager.explicit_log_dir=log",
+        f"pretrained_checkpoint.restore_from_path={os.path.relpath(artefacts.sft, undisturbed)}",
+    )
     if not (undisturbed / "log").exists():
         with monkeypatch.context() as patch:
             patch.setenv(TOKEN_FILE_VARIABLE, str(undisturbed / "nowhere" / "token"))
             run(
-                script("train_gpt_ppo_actor.py", *flags(undisturbed, *grpo(undisturbed, artefacts.rm))),
+                script("train_gpt_ppo_actor.py", *flags(undisturbed, *grpo(Path(), artefacts.rm), *relative)),
                 undisturbed / "job.log",
                 TIMEOUT,
             )
@@ -222,6 +230,7 @@ def test_parts_of_rewards_and_what_was_drawn_are_logged(artefacts: Artefacts, do
         f"rewards/{rm}",
     ):
         assert [step for step, _ in found[f"train_rollouts/{name}"]] == steps, name
+    assert list(dict.fromkeys(map(int, (done / "steps").read_text().split()))) == steps
     assert not any("critic" in name or "values" in name or "returns" in name for name in found)
     assert "critic" not in (done / "job.log").read_text() and not (done / "log" / "critic_journal").exists()
     rounds, dropped, useless, consumed = (
@@ -265,6 +274,7 @@ def test_killed_and_resumed_is_as_if_never_killed(
     command = script("train_gpt_ppo_actor.py", *flags(tmp_path, *grpo(tmp_path, artefacts.rm)))
     kill_and_start_again(command, tmp_path, at_call=sum(drawn[:-1]) + min(SAMPLES + 2, drawn[-1] - 1))
     require_same_end(tmp_path, done)
+    assert (tmp_path / "steps").read_text().split()[-1] == (done / "steps").read_text().split()[-1]  # resumed, too
 
 
 @pytest.mark.long

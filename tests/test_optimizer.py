@@ -28,36 +28,32 @@ def test_precision() -> None:
         parse_precision(16)
 
 
-def nemo_cosine_annealing(step: int, lr: float, min_lr: float, warmup: int, constant: int, max_steps: int) -> float:
-    """NeMo's ``CosineAnnealing`` (nemo/core/optim/lr_scheduler.py), told again, one span of time after the other."""
-    decay_steps = max_steps - warmup - constant
-    if warmup > 0 and step <= warmup:  # the warm-up ends one step after `warmup`
-        return (step + 1) / (warmup + 1) * lr
-    if constant > 0 and warmup + decay_steps < step <= max_steps:
-        return min_lr
-    if step > max_steps:
-        return min_lr
-    fraction = (step - warmup) / decay_steps
-    return (lr - min_lr) * (math.cos(math.pi * fraction) + 1) / 2 + min_lr
-
-
 @pytest.mark.parametrize(
-    "lr, min_lr, warmup, constant, max_steps",
+    "settings, max_steps, expected",
     [
-        (9e-7, 9e-8, 10, 0, 50),
-        (1e-3, 0.0, 0, 0, 7),
-        (1e-3, 0.0, 1, 0, 7),
-        (1e-3, 1e-4, 3, 5, 20),
-        (9e-6, 9e-7, 10, 1000, 300),
+        (  # WarmupAnnealHoldPolicy: (step + 1) / (warm-up + 1), then half a cosine
+            {"lr": 8.0, "min_lr": 0.0, "warmup_steps": 3, "constant_steps": 0},
+            15,
+            {0: 2.0, 1: 4.0, 2: 6.0, 3: 8.0, 7: 6.0, 9: 4.0, 11: 2.0, 15: 0.0, 16: 0.0},
+        ),
+        (  # _linear_warmup_with_cosine_annealing: step / warm-up
+            {"lr": 9e-6, "min_lr": 9e-7, "warmup_steps": 10, "constant_steps": 1000},
+            1500,
+            {0: 0.0, 1: 9e-7, 2: 1.8e-6, 9: 8.1e-6, 10: 9e-6, 255: 4.95e-6, 500: 9e-7, 501: 9e-7, 1501: 9e-7},
+        ),
+        (
+            {"lr": 1.0, "min_lr": 0.2, "warmup_steps": 2, "constant_steps": 5},
+            13,
+            {0: 0.0, 1: 0.5, 2: 1.0, 4: 0.8, 5: 0.6, 6: 0.4, 8: 0.2, 12: 0.2, 20: 0.2},
+        ),
+        ({"lr": 1.0, "min_lr": 0.0, "warmup_steps": 0, "constant_steps": 2}, 8, {0: 1.0, 2: 0.75, 3: 0.5, 6: 0.0}),
+        ({"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "constant_steps": 1000}, 300, {10: 1.0, 11: 0.1, 299: 0.1}),
     ],
 )
-def test_schedule_is_nemos(lr: float, min_lr: float, warmup: int, constant: int, max_steps: int) -> None:
-    sched = {"name": "CosineAnnealing", "warmup_steps": warmup, "constant_steps": constant, "min_lr": min_lr}
-    schedule = Schedule.from_config({"lr": lr, "sched": sched}, max_steps)
-    for step in range(max_steps + 5):
-        expected = nemo_cosine_annealing(step, lr, min_lr, warmup, constant, max_steps)
-        assert schedule(step) == pytest.approx(expected, rel=1e-12, abs=1e-20), step
-    assert max(schedule(step) for step in range(max_steps)) == pytest.approx(lr)
+def test_schedule_is_nemos(settings: dict[str, Any], max_steps: int, expected: dict[int, float]) -> None:
+    """Values by hand from NeMo's formulas (nemo/core/optim/lr_scheduler.py), of updates counted from 0."""
+    schedule = Schedule.from_config({"lr": settings.pop("lr"), "sched": settings}, max_steps)
+    assert {step: schedule(step) for step in expected} == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 def test_constant_schedule_and_errors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -379,8 +380,14 @@ def test_judged_responses_and_their_mismatches(files: Path, tokenizer: Tokenizer
     for line, text in zip(trl, texts, strict=True):
         assert text.startswith(line["prompt"]) and len(text) == 6 and line["completion"][:2] != text[4:]
     assert len({text[4:] for text in texts}) == 5  # each response once
-    with pytest.raises(DataError, match="KTO needs two responses at least"):
-        MismatchedDataset([data[0]], seed=1, seq_length=6)
+    several = [dataclasses.replace(data[n % 3], token_ids=[9, n % 3, 50 + n], prompt_length=2) for n in range(9)]
+    for seed in range(20):  # several responses to each prompt: the other one is another prompt's
+        mismatched = MismatchedDataset(several, seed=seed, seq_length=6)
+        others = [mismatched[index].token_ids[1][-1] - 50 for index in range(9)]
+        assert all(n % 3 != other % 3 for n, other in enumerate(others)) and len(set(others)) > 3
+    for one_prompt in ([data[0]], [data[0], data[0]]):
+        with pytest.raises(DataError, match="KTO needs two responses at least, to different prompts"):
+            MismatchedDataset(one_prompt, seed=1, seq_length=6)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import importlib.util
 import json
 import math
@@ -53,6 +54,9 @@ def parts(prompt, response, line):
 async def named(prompt, response, line):
     await asyncio.sleep(0.2)
     return {"reward": 7, "length": len(response)}
+
+def curriculum(prompt, response, line, step):
+    return step
 
 def odd(prompt, response, line):
     return eval(response)
@@ -165,6 +169,19 @@ def test_a_failing_function_gives_no_reward_but_a_problem(
     assert math.isnan(failed.value) and failed.problem is not None
     assert re.search(f"^reward odd: the reward function .*functions.py:odd {message}", failed.problem), failed.problem
     assert scored == Reward(1.0, {"odd": 1.0, "exact_match": 0.0})
+
+
+def test_a_function_may_take_the_step(build: Any, functions: str) -> None:
+    source = build({"source": f"{functions}:curriculum"})
+    assert values(source, [dataclasses.replace(response, step=7) for response in responses("a", "b")]) == [7, 7]
+
+
+def test_a_part_that_is_only_logged_fails_alone(build: Any, functions: str, caplog: pytest.LogCaptureFixture) -> None:
+    source = build({"source": f"{functions}:odd", "weight": 0}, {"source": "exact_match"})
+    failed, scored = score(source, responses("1/0", "2"))
+    assert failed.value == 0.0 and failed.problem is None and math.isnan(failed.parts["odd"])
+    assert scored == Reward(1.0, {"odd": 2.0, "exact_match": 1.0})
+    assert "reward odd, which is only logged: the reward function" in caplog.text
 
 
 def test_calls_over_their_limit_fail(build: Any, functions: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -353,5 +370,22 @@ def test_math_verify_compares_by_value_within_limits(build: Any) -> None:
     ) == [1, 0]
     (huge,) = score(source, responses(r"\boxed{9^{9^{9^9}}}", answer="2"))
     assert huge == Reward(0.0, {"math_verify": 0.0, "math_verify/undecided": 1.0})
+    for response, answer in (  # of what it knows, nothing is left to the package, which leaves out letters
+        *[
+            ("It is 5 million", "5"),
+            (r"\boxed{2t}", "2"),
+            ("it is 2x", "2"),
+            ("$2$ million", "2"),
+            (r"\boxed{7²}", "7"),
+        ],
+        *[(r"\boxed{101_2}", "101"), (r"$\sqrt{2}$ km", r"\sqrt{2}\text{ m}"), ("<think>$1+x$", "x + 1")],
+    ):
+        assert values(source, responses(response, answer=answer)) == [0], response
+    assert values(source, responses(r"\boxed{\sqrt{12}}", "2√3", answer=r"2\sqrt{3}")) == [1, 1]
+    assert values(source, responses("1.414214", "1.42", answer=r"\sqrt{2}")) == [1, 0]  # by its own tolerance
+    assert values(source, responses("0.333333", "0.33", answer="1/3")) == [1, 0]
+    assert values(source, responses(r"\boxed{18.9}", r"\boxed{18}", answer=r"\$18.90")) == [1, 0]
     (unreadable,) = score(source, responses("3", answer="$ $"))
     assert math.isnan(unreadable.value) and "the right answer '$ $' cannot be read" in str(unreadable.problem)
+    with pytest.raises(DataError, match=r"x:2: reward math_verify: the right answer '\$' cannot be read as math"):
+        source.check({f"x:{n}": {"text": "?", "answer": answer} for n, answer in enumerate((r"\$5", "US$5", "$"))})

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config.fields import find_field, value_problems
@@ -153,6 +153,43 @@ def log_directory(exp_manager: DictConfig) -> Path:
     if exp_manager.explicit_log_dir:
         return Path(str(exp_manager.explicit_log_dir)).expanduser()
     return Path(str(exp_manager.exp_dir or "nemo_experiments")).expanduser() / str(exp_manager.name)
+
+
+_PATHS = (
+    *("pretrained_checkpoint.restore_from_path", "model.restore_from_path", "rm_model_file", "output_path"),
+    *("critic.pretrained_checkpoint.restore_from_path", "trainer.ppo.teacher.restore_from_path"),
+    *("model.peft.restore_from_path", "critic.model.peft.restore_from_path", "exp_manager.resume_from_checkpoint"),
+    *("model.dpo.reference_logprobs_dir", "model.kto.reference_logprobs_dir"),
+    *("exp_manager.mlflow_logger_kwargs.save_dir", "exp_manager.explicit_log_dir", "exp_manager.exp_dir"),
+    *("model.data.data_prefix", "model.data.train_ds.file_path", "model.data.validation_ds.file_path"),
+    "data.data.file_path",
+)
+_FUNCTIONS = ("trainer.ppo.estimator", "trainer.ppo.policy_loss")
+
+
+def make_paths_absolute(cfg: DictConfig) -> None:
+    """Make a config's paths absolute, in place: code of the user's may change the working directory later."""
+    if not cfg.exp_manager.explicit_log_dir:
+        cfg.exp_manager.exp_dir = str(cfg.exp_manager.exp_dir or "nemo_experiments")
+    for key in _PATHS:
+        if found := OmegaConf.select(cfg, key, throw_on_missing=False):
+            OmegaConf.update(cfg, key, _absolute(found), merge=False)
+    for key in _FUNCTIONS:
+        if ".py:" in str(named := OmegaConf.select(cfg, key)):
+            OmegaConf.update(cfg, key, _absolute(named))
+    for reward in OmegaConf.select(cfg, "trainer.ppo.rewards") or ():
+        if isinstance(reward, DictConfig) and re.fullmatch(r".+\.py:\w+|.*\.nemo/?", str(reward.get("source"))):
+            reward.source = _absolute(reward.source)
+
+
+def _absolute(found: Any) -> Any:
+    """A path, or lists and mappings of them as data files have, with the weights of blends."""
+    if isinstance(found, DictConfig):
+        return {key: _absolute(value) for key, value in found.items()}
+    if isinstance(found, ListConfig):
+        return [_absolute(value) for value in found]
+    is_path = isinstance(found, str) and found and not re.fullmatch(r"[\d.eE+-]+", found)
+    return str(Path(found).expanduser().absolute()) if is_path else found
 
 
 def _note_on_directories(cfg: DictConfig, defaults: DictConfig) -> str:

@@ -198,7 +198,8 @@ class TrainedModel(Model):
 class Schedule(Section):
     name: str | None = "CosineAnnealing"  # or constant
     max_steps: Count | None = None  # length of the schedule in updates; null: those of the run
-    warmup_steps: CountFrom0 | None = 10  # updates of linear warm-up
+    # Updates of linear warm-up. As in NeMo, with constant_steps above 0 the first one is made at a rate of 0.
+    warmup_steps: CountFrom0 | None = 10
     # Updates at the end of the schedule that are made at min_lr. NeMo-Aligner's files have 1000, with which a run of
     # at most warmup_steps + 1000 updates is at min_lr right after the warm-up.
     constant_steps: CountFrom0 | None = 0
@@ -789,7 +790,8 @@ class ActorLoop(Updates):
     top_n_rollouts: Count | None = None
     policy_loss: str = "ppo"  # ppo, gspo, cispo, reinforce, or FILE.py:NAME
     # How the losses of tokens add up. token_mean: the mean over all tokens; sequence_mean: over responses, of each
-    # one's mean; sequence_sum: over responses, of each one's sum divided by loss_constant_length.
+    # one's mean; sequence_sum: over responses, of each one's sum divided by loss_constant_length. Responses that are
+    # left out (mask_truncated) are in no mean: for Dr. GRPO, which learns from them as well, set mask_truncated=False.
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
     loss_constant_length: Count | None = None  # tokens, for sequence_sum; null: model.ppo.length_params.max_length
     # With ppo: of tokens with a negative advantage, no loss is above -dual_clip times it; above 1; null: no bound.
@@ -811,7 +813,8 @@ class ActorLoop(Updates):
 
     # KL divergence and advantages
     initial_policy_kl_penalty: Number = 0.01  # weight of the KL divergence from the initial policy
-    # reward: it lowers the rewards; loss: it is part of the policy's loss, for which k3 is usual.
+    # reward: it lowers the rewards (best_of_n, on_policy_distillation: the advantage of each token); loss: it is part
+    # of the policy's loss, for which k3 is usual, and k1 impossible, as its gradient is noise.
     kl_in: Literal["reward", "loss"] = "reward"
     use_absolute_kl: bool = True  # penalise |log ratio| instead of the log ratio
     kl_estimator: KLEstimator | None = None  # abs, k1, k2 or k3; null: abs if use_absolute_kl, else k1

@@ -1,18 +1,18 @@
 """Right answers: where a response has its answer, by the rule of its prompt's own line, and whether it is right.
 
-A line's ``answer`` is the right one, or a list of right ones. Its ``answer_extraction`` says which part of a response
-is compared with it:
+A line's ``answer`` is the right one, or a list of right ones. It is read whole, or by its own mark (``####`` or
+``\\boxed{}``) where it is a worked answer. Its ``answer_extraction`` says which part of a response is compared with it:
 
     "whole"          all of it
     "after MARKER"   what stands in the line after the last MARKER ("after ####" for GSM8K)
     "boxed"          the content of the last \\boxed{...}
-    "last number"    the last number in it
+    "last number"    the last number in it, with all that belongs to it
 
-Without that key, a response is right if all of it is, or what it marks by ``####`` or ``\\boxed{}`` as its answer.
+Without that key it is what the response marks last, by ``####`` or ``\\boxed{}``, or all of it if nothing is marked.
+Only what comes after the last thought (``<think>...</think>``) counts: a response that ends in a thought has no answer.
 
-Numbers are compared by their values: 7, 7.0, $7, "7." and "7 apples" are the same, and so are 1,000 and 1000. Two units
-must be the same; one alone is ignored. Other answers are compared as texts, without white space and a full stop at
-their ends.
+Numbers are compared by their values and units (`quantities`), other answers as texts, without white space and a full
+stop at their ends.
 """
 
 from __future__ import annotations
@@ -20,30 +20,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
+
+from nemo_style_aligner.data.quantities import last_quantity, plain, quantity
 
 ANSWER, EXTRACTION = "answer", "answer_extraction"
 """Keys of a prompt's line."""
 
-_MARKED = ("after ####", "boxed")
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_HASHES = "####"
 _BRACE = re.compile(r"(\\f?boxed\s*)?\{|\}")
-_LAST_NUMBER = re.compile(rf"(?:(?<![\w.])[-−])?(?:{_DIGITS})")
-_WORD = r"[^\W\d_][^\s\d=]*"
-_QUANTITY = re.compile(
-    r"(?P<minus>[-−+]?)\s*[$€£¥]?\s*(?P<inner>[-−]?)"
-    rf"(?P<digits>{_DIGITS})(?P<exponent>[eE][-+]?\d{{1,3}})?(?:\s*/\s*(?P<divisor>\d+))?"
-    rf"\s*(?P<unit>[%°]?(?:{_WORD}(?:\s{_WORD}){{0,2}})?)\s*\.?"
+_THOUGHT = re.compile(
+    r"[<◁]/?(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷]|\[/?think\]|<\|(?:begin|end)_of_thought\|>",
+    re.IGNORECASE,
 )
-_LONGEST_NUMBER = 100  # characters; what is longer is compared as a text
-_LATEX = (
-    (r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2"),
-    (r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}", r"\1"),
-    (r"\{,\}|,\\!", ","),
-    (r"\\[,;! ]|~", " "),
-    (r"\\([$%])", r"\1"),
-)  # what TeX writes around the same number
 
 
 def is_right(response: str, line: Mapping[str, Any]) -> bool:
@@ -52,20 +41,23 @@ def is_right(response: str, line: Mapping[str, Any]) -> bool:
     Raises:
         ValueError: the line has no answer, or another rule than those of this module.
     """
-    if (problem := problem_of(line)) is not None:
+    if (problem := _problem_of_form(line)) is not None:
         raise ValueError(problem)
-    rule = line.get(EXTRACTION)
-    rules = ("whole", *_MARKED) if rule is None else (rule,)
-    return any(
-        given is not None and _same(given, found if (found := find_answer(right, rule)) is not None else right)
-        for rule in rules
-        for given in (find_answer(response, rule),)
-        for right in right_answers(line)
-    )
+    given = given_answer(response, line)
+    return given is not None and any(verdict(given, right) for right in right_answers(line))
 
 
 def problem_of(line: Mapping[str, Any]) -> str | None:
     """Why responses to this line cannot be compared, None if they can."""
+    if (problem := _problem_of_form(line)) is not None:
+        return problem
+    if any(is_right(_said(right, line.get(EXTRACTION)), {**line, "text": ""}) for right in right_answers(line)):
+        return None
+    rule = f" by {EXTRACTION}={line[EXTRACTION]!r}" if line.get(EXTRACTION) is not None else ""
+    return f"{ANSWER!r} is {line[ANSWER]!r:.60}, which no response can have{rule}: give what the rule would find"
+
+
+def _problem_of_form(line: Mapping[str, Any]) -> str | None:
     if ANSWER not in line:
         return f"key {ANSWER!r} is missing (a text, a number or a list of them); the keys are {', '.join(line)}"
     answers = line[ANSWER] if isinstance(line.get(ANSWER), list) else [line.get(ANSWER)]
@@ -86,33 +78,80 @@ def _marker(rule: str) -> str:
     return rule.removeprefix("after ").strip() if rule.startswith("after ") else ""
 
 
+def _said(answer: str, rule: str | None) -> str:
+    """A response that says just this answer."""
+    if rule == "boxed":
+        return f"\\boxed{{{answer}}}"
+    return f"{_marker(rule or '')} {answer}"
+
+
 def right_answers(line: Mapping[str, Any]) -> list[str]:
     """The right answers of a line of which `problem_of` knows no problem, as texts."""
     answers = line[ANSWER]
-    return [str(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+    texts = map(str, answers if isinstance(answers, list) else [answers])
+    return [text.strip() if (marked := last_marked(text)) is None else marked for text in texts]
+
+
+# ---- in a response -------------------------------------------------------------------------------
+
+
+def given_answer(response: str, line: Mapping[str, Any]) -> str | None:
+    """What a response to a prompt's line gives as its answer, by the line's rule; None if it has none.
+
+    A thought may have begun in the prompt, the line's ``text``.
+    """
+    tags = list(_THOUGHT.finditer(str(line.get("text", ""))))
+    is_thinking = tags and not _is_end(tags[-1]) and not tags[-1].string[tags[-1].end() :].strip()
+    return find_answer((tags[-1][0] if is_thinking else "") + response, line.get(EXTRACTION))
 
 
 def find_answer(text: str, rule: str | None = None) -> str | None:
-    """The part of ``text`` that a rule takes for its answer; None if it has none.
+    """The part of a response that a rule takes for its answer; None if it has none.
 
-    Without a rule: what is marked, else all of it.
+    Without a rule: what is marked last, else all of it.
     """
+    text = after_thoughts(text)
+    if not text:
+        return None
     if rule is None:
-        marked = (find_answer(text, rule) for rule in _MARKED)
-        return next((found for found in marked if found is not None), text.strip())
+        return text if (marked := last_marked(text)) is None else marked
     if rule == "whole":
-        return text.strip()
+        return text
     if rule == "boxed":
-        return _boxed(text)
-    if rule == "last number":
-        numbers = _LAST_NUMBER.findall(text)
-        return numbers[-1] if numbers else None
-    _, marker, rest = text.rpartition(_marker(rule))
-    return next(iter(rest.strip().splitlines()), "").strip() if marker else None
+        return _boxed(text)[1]
+    return last_quantity(plain(text)) if rule == "last number" else _after(text, _marker(rule))[1]
 
 
-def _boxed(text: str) -> str | None:
-    """The content of the last ``\\boxed{...}`` whose braces are closed, in one pass: models may repeat it for ever."""
+def after_thoughts(text: str) -> str:
+    """What a response says after its last thought; nothing if it ends in one."""
+    last = None
+    for last in _THOUGHT.finditer(text):  # noqa: B007
+        pass
+    if last is None:
+        return text.strip()
+    return text[last.end() :].strip() if _is_end(last) else ""
+
+
+def _is_end(tag: re.Match[str]) -> bool:
+    return "/" in tag[0] or "end_" in tag[0]
+
+
+def last_marked(text: str) -> str | None:
+    """The last whole answer that is marked by ``####`` or ``\\boxed{}``; None if there is none."""
+    return max(_after(text, _HASHES), _boxed(text), key=lambda found: found[0])[1]
+
+
+def _after(text: str, marker: str) -> tuple[int, str | None]:
+    """Where the last marker is that something stands behind, and the first line of that."""
+    begin = text.rstrip().removesuffix(marker).rfind(marker)
+    rest = text[begin + len(marker) :].strip()
+    return (begin, rest.splitlines()[0].rstrip()) if begin >= 0 and rest else (-1, None)
+
+
+def _boxed(text: str) -> tuple[int, str | None]:
+    """Where the last ``\\boxed{...}`` is whose braces are closed, and its content, in one pass: models may repeat it
+    for ever.
+    """
     opened: list[int | None] = []  # of each brace that is not closed, where a box's content begins
     last, content = -1, None
     for brace in _BRACE.finditer(text):
@@ -120,34 +159,16 @@ def _boxed(text: str) -> str | None:
             opened.append(None if brace[1] is None else brace.end())
         elif opened and (begin := opened.pop()) is not None and begin > last:
             last, content = begin, text[begin : brace.start()].strip()
-    return content
+    return last, content
 
 
-def _same(given: str, right: str) -> bool:
-    given, right = _tidy(given), _tidy(right)
-    one, other = _quantity(given), _quantity(right)
-    if one is None or other is None:
-        return given.removesuffix(".").rstrip() == right.removesuffix(".").rstrip()
-    return one[0] == other[0] and (one[1] == other[1] or not one[1] or not other[1])
+# ---- compared ------------------------------------------------------------------------------------
 
 
-def _tidy(text: str) -> str:
-    """Without the marks of Markdown and TeX that surround an answer."""
-    text = text.strip().strip("*`").strip()
-    for pattern, plain in _LATEX:
-        text = re.sub(pattern, plain, text)
-    for begin, end in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        if text.startswith(begin) and text.endswith(end) and len(text) > len(begin) + len(end):
-            text = text[len(begin) : -len(end)]
-    return " ".join(text.split())
-
-
-def _quantity(text: str) -> tuple[Fraction, str] | None:
-    """The value and the unit ("" for none) of a text that is a number; None for others."""
-    match = _QUANTITY.fullmatch(text) if len(text) <= _LONGEST_NUMBER else None
-    if match is None or (match["divisor"] is not None and not int(match["divisor"])):
-        return None
-    value = Fraction(match["digits"].replace(",", "") + (match["exponent"] or ""))
-    value /= int(match["divisor"] or 1)
-    is_negative = (match["minus"] in ("-", "−")) != bool(match["inner"])
-    return -value if is_negative else value, match["unit"].rstrip(".").casefold()
+def verdict(given: str, right: str) -> bool | None:
+    """Whether two answers say the same; None if they may, being other texts that are not both quantities."""
+    given, right = ((plain(text) or text).removesuffix(".").rstrip() for text in (given, right))
+    one, other = quantity(given), quantity(right)
+    if one is not None and other is not None:
+        return one.equals(other)
+    return True if given == right else None

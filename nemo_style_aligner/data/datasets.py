@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_style_aligner.arguments import may_not_read
 from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl
@@ -380,18 +381,21 @@ class JudgedDataset(TextDataset[JudgedItem]):
 class MismatchedDataset:
     """Each response of a `JudgedDataset`, and beside it its prompt with the response to another prompt.
 
-    Which other one depends on the seed and on how many there are, not on batches or ranks: one after the other in a
-    random order of all. The first label is 1 for a good response, 0 for a bad one. What is longer than ``seq_length``
+    Which other one depends on the seed and on the data, not on batches or ranks: in a random order of all, the next one
+    of another prompt. The first label is 1 for a good response, 0 for a bad one. What is longer than ``seq_length``
     tokens is cut off.
     """
 
     def __init__(self, judged: Dataset[JudgedItem], seed: int, seq_length: int) -> None:
-        if len(judged) < 2:
-            raise DataError("KTO needs two responses at least: each is compared with what another prompt got")
+        items = (judged[index] for index in range(len(judged)))
+        numbers: dict[tuple[int, ...], int] = {}
+        prompts = [numbers.setdefault(tuple(i.token_ids[: i.prompt_length]), len(numbers)) for i in items]
+        if len(numbers) < 2:
+            raise DataError(
+                "KTO needs two responses at least, to different prompts: each is compared with what another prompt got"
+            )
         self._judged, self._seq_length = judged, seq_length
-        order = np.random.default_rng(seed).permutation(len(judged))
-        self._other = np.empty_like(order)
-        self._other[order] = np.roll(order, -1)
+        self._other = _next_of_another(np.random.default_rng(seed).permutation(len(judged)), np.array(prompts))
 
     def __len__(self) -> int:
         return len(self._judged)
@@ -405,6 +409,16 @@ class MismatchedDataset:
             (float(own.is_good), 0.0),
             names=("good" if own.is_good else "bad", "response to another prompt"),
         )
+
+
+def _next_of_another(order: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each item the one that follows it in a circular order and is of another group."""
+    ordered = groups[order]
+    begins = np.flatnonzero(ordered != np.roll(ordered, 1))  # runs of one group each
+    following = np.searchsorted(begins, np.arange(len(order)), side="right") % len(begins)
+    others = np.empty_like(order)
+    others[order] = order[begins[following]]
+    return others
 
 
 # ---- labelled texts ---------------------------------------------------------------------------

@@ -6,14 +6,12 @@ import contextlib
 import ipaddress
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.fields import values
-from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.job_view import (
@@ -32,9 +30,7 @@ from nemo_style_aligner.jobs.job_view import (
     base_config,
 )
 from nemo_style_aligner.jobs.placement import (
-    PLACEMENT,
     frozen_spec,
-    has_critic_apart,
     has_critic_here,
     has_reward_model_here,
 )
@@ -48,10 +44,12 @@ from nemo_style_aligner.rl.math_verifier import MathVerifier
 from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, FrozenSpec, RewardSpec, reward_specs
 from nemo_style_aligner.rl.reward_functions import load_reward_function
 from nemo_style_aligner.rl.rollouts.setup import engine_size
+from nemo_style_aligner.rl.settings import kl_estimator
 
 _PPO_LENGTH = "model.ppo.length_params.max_length"
-_ESTIMATOR, _LOSS = "trainer.ppo.estimator", "trainer.ppo.policy_loss"
-_CLIPPED = ("ppo", "gspo")
+ESTIMATOR, LOSS = "trainer.ppo.estimator", "trainer.ppo.policy_loss"
+CLIPPED = ("ppo", "gspo")
+"""Losses that clip ratios."""
 
 
 # ---- rollouts, engines, services ----------------------------------------------------------------
@@ -183,17 +181,17 @@ def _host(view: JobView, key: str) -> Iterator[str]:
 # ---- the algorithm ------------------------------------------------------------------------------
 
 
-def _estimator_of(view: JobView) -> Estimator | None:
+def estimator_of(view: JobView) -> Estimator | None:
     """None if there is no such estimator, and on ranks that only generate, whose machine may lack the user's file."""
     try:
-        return None if view.is_apart else find_estimator(str(view.get(_ESTIMATOR)), _ESTIMATOR)
+        return None if view.is_apart else find_estimator(str(view.get(ESTIMATOR)), ESTIMATOR)
     except UserError:
         return None
 
 
 def needs_critic(view: JobView) -> bool:
     """Whether there must be a critic, as far as can be told."""
-    estimator = _estimator_of(view)
+    estimator = estimator_of(view)
     return estimator is None or estimator.needs_values
 
 
@@ -205,17 +203,19 @@ def has_remote_critic(view: JobView) -> bool:
 def uses_reward_service(view: JobView) -> bool:
     """Whether rewards come from the service that ``remote_critic_rm`` names."""
     is_here = needs_critic(view) and has_critic_here(view.cfg) and has_reward_model_here(view.cfg)
-    return not is_here and any(spec.kind == "service" for spec in _specs(view))
+    return not is_here and any(spec.kind == "service" for spec in listed_rewards(view))
 
 
 def shares_secret(view: JobView) -> bool:
     """Whether the actor job serves anybody, or asks a service."""
-    is_asking = has_remote_critic(view) or uses_reward_service(view) or any(s.kind == "url" for s in _specs(view))
+    is_asking = (
+        has_remote_critic(view) or uses_reward_service(view) or any(s.kind == "url" for s in listed_rewards(view))
+    )
     serves = bool({*view.apart} - {ROLLOUT}) or bool(view.get("trainer.ppo.batch_iterator.use_flask"))
     return is_asking or serves
 
 
-def _specs(view: JobView) -> list[RewardSpec]:
+def listed_rewards(view: JobView) -> list[RewardSpec]:
     """Where rewards come from; nowhere if that cannot be read, which `_rewards` reports."""
     with contextlib.suppress(ConfigError):
         return reward_specs(_plain_rewards(view))
@@ -231,49 +231,55 @@ def _estimator(view: JobView) -> Iterator[str]:
     if view.is_apart:
         return
     try:
-        estimator = find_estimator(str(view.get(_ESTIMATOR)), _ESTIMATOR)
+        estimator = find_estimator(str(view.get(ESTIMATOR)), ESTIMATOR)
     except UserError as error:
         yield str(error)
         return
     if estimator.needs_groups and view.get(GROUP) == 1:
-        yield f"{view.show(_ESTIMATOR, GROUP)}: it compares the responses to a prompt; give 2 or more"
+        yield f"{view.show(ESTIMATOR, GROUP)}: it compares the responses to a prompt; give 2 or more"
     if estimator.needs_values and view.get("remote_critic_rm.critic") is None:
         others = ", ".join(name for name, other in ESTIMATORS.items() if not other.needs_values)
-        yield f"{view.show(_ESTIMATOR)} needs a critic, which only train_gpt_ppo_actor.py has; choose one of {others}"
+        yield f"{view.show(ESTIMATOR)} needs a critic, which only train_gpt_ppo_actor.py has; choose one of {others}"
     warm_up = "trainer.ppo.critic_warmup_steps"
     if not estimator.needs_values and view.get(warm_up):
-        yield f"{view.show(warm_up, _ESTIMATOR)}: there is no critic to warm up; set {warm_up}=0"
+        yield f"{view.show(warm_up, ESTIMATOR)}: there is no critic to warm up; set {warm_up}=0"
 
 
 def _policy_loss(view: JobView) -> Iterator[str]:
-    loss, dual, high = str(view.get(_LOSS)), "trainer.ppo.dual_clip", "model.ppo.ratio_eps_high"
+    loss, dual, high = str(view.get(LOSS)), "trainer.ppo.dual_clip", "model.ppo.ratio_eps_high"
     is_users = loss not in LOSSES
     if is_users and not view.is_apart:
         try:
-            find_policy_loss(loss, _LOSS)
+            find_policy_loss(loss, LOSS)
         except UserError as error:
             yield str(error)
     if view.get(dual) is not None and loss != "ppo" and not is_users:
-        yield f"{view.show(dual, _LOSS)}: only ppo has this bound; set {dual}=null"
-    if view.get(high) is not None and loss not in _CLIPPED and not is_users:
-        yield f"{view.show(high, _LOSS)}: only {' and '.join(_CLIPPED)} clip ratios so; set {high}=null"
+        yield f"{view.show(dual, LOSS)}: only ppo has this bound; set {dual}=null"
+    if view.get(high) is not None and loss not in CLIPPED and not is_users:
+        yield f"{view.show(high, LOSS)}: only {' and '.join(CLIPPED)} clip ratios so; set {high}=null"
     constant, aggregation = "trainer.ppo.loss_constant_length", "trainer.ppo.loss_aggregation"
     if view.get(constant) is not None and view.get(aggregation) != "sequence_sum":
         yield f"{view.show(constant, aggregation)}: only sequence_sum divides by it; set {constant}=null"
     kl_in = "trainer.ppo.kl_in"
     if view.get(kl_in) == "loss" and view.get(KL_PENALTY) == 0:
         yield f"{view.show(kl_in, KL_PENALTY)}: there is no penalty to put there; give it one, or set {kl_in}=reward"
+    chosen, absolute = "trainer.ppo.kl_estimator", "trainer.ppo.use_absolute_kl"
+    if view.get(kl_in) == "loss" and kl_estimator(view.cfg.trainer.ppo) == "k1":
+        yield (
+            f"{view.show(kl_in, chosen, absolute)}: the gradient of k1 is 0 on average, whatever the divergence, so "
+            f"this would add noise and no penalty; set {chosen}=k3, or {kl_in}=reward"
+        )
 
 
 def _best_of_n(view: JobView) -> Iterator[str]:
     best, group = view.get(BEST), view.get(GROUP)
     if best is not None and best > group:
         yield f"{view.show(BEST, GROUP)}: there are not so many responses to choose from; lower the former"
-    if view.get(_ESTIMATOR) == "best_of_n" and (best is None or best == group):
-        yield f"{view.show(_ESTIMATOR, GROUP, BEST)}: all responses would be imitated, bad ones too; lower the last"
+    if view.get(ESTIMATOR) == "best_of_n" and (best is None or best == group):
+        yield f"{view.show(ESTIMATOR, GROUP, BEST)}: all responses would be imitated, bad ones too; lower the last"
     whitens = "trainer.ppo.normalize_advantages"
-    if view.get(_ESTIMATOR) == "best_of_n" and view.get(whitens):
-        yield f"{view.show(_ESTIMATOR, whitens)}: its advantages are all 1, and whitened 0; set {whitens}=null"
+    if view.get(ESTIMATOR) == "best_of_n" and view.get(whitens):
+        yield f"{view.show(ESTIMATOR, whitens)}: its advantages are all 1, and whitened 0; set {whitens}=null"
 
 
 def _dynamic_sampling(view: JobView) -> Iterator[str]:
@@ -319,8 +325,8 @@ def _teacher(view: JobView) -> Iterator[str]:
         yield from _misfits(view, frozen_spec(view.cfg, TEACHER), TEACHER, "restore_from_path")
     if path and not view.get(weight):
         yield f"{view.show(TEACHER_ARCHIVE, weight)}: nothing would be learnt from it; give a weight, or leave it out"
-    if not path and view.get(_ESTIMATOR) == "on_policy_distillation":
-        yield f"{view.show(_ESTIMATOR, TEACHER_ARCHIVE)}: there is nobody to learn from; give a teacher"
+    if not path and view.get(ESTIMATOR) == "on_policy_distillation":
+        yield f"{view.show(ESTIMATOR, TEACHER_ARCHIVE)}: there is nobody to learn from; give a teacher"
 
 
 def _reference(view: JobView) -> Iterator[str]:
@@ -382,48 +388,6 @@ def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
             MathVerifier()
     except UserError as error:
         yield str(error) if str(error).startswith(key) else f"{key}={spec.source}: {error}"
-
-
-def settings_in_vain(view: JobView) -> Iterator[str]:
-    """A line for each of an actor's settings that makes others that have been given pointless, with these."""
-    defaults, present = load_defaults(view.name), dict(values(view.cfg))
-    for key, patterns in _in_vain(view):
-        given = [
-            name
-            for name, value in present.items()
-            if any(fnmatchcase(name, pattern) for pattern in patterns) and value != OmegaConf.select(defaults, name)
-        ]
-        if given:
-            yield f"{view.show(*given)}: no effect with {view.show(key)}"
-
-
-def _in_vain(view: JobView) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Keys, each with patterns of those that have no effect with its present value."""
-    loss, service = view.get(_LOSS), "remote_critic_rm"
-    if not has_remote_critic(view):
-        of_critic: tuple[str, ...] = ("critic.*", "combine_rm_and_critic_server")
-        if not has_critic_apart(view.cfg):
-            of_critic += ("trained_critic", "journal_*", "timeouts.training_*")
-        key = PLACEMENT if needs_critic(view) else _ESTIMATOR
-        yield key, tuple(f"{service}.{name}" for name in of_critic)
-    if not needs_critic(view):
-        yield _ESTIMATOR, ("critic.*",)
-        if view.get(_ESTIMATOR) in ESTIMATORS:
-            yield _ESTIMATOR, ("trainer.ppo.gae_lambda",)
-    if view.get(_ESTIMATOR) in ("best_of_n", "on_policy_distillation"):
-        yield _ESTIMATOR, ("trainer.ppo.overlong.*", "trainer.ppo.discount_factor")
-    if loss in LOSSES and loss not in _CLIPPED:
-        yield _LOSS, ("model.ppo.ratio_eps",)
-    if loss in LOSSES and loss != "cispo":
-        yield _LOSS, ("model.ppo.cispo_ratio_max",)
-    if not view.get("trainer.ppo.dynamic_sampling.enable"):
-        yield "trainer.ppo.dynamic_sampling.enable", ("trainer.ppo.dynamic_sampling.max_rounds",)
-    if not view.get(TEACHER_ARCHIVE):
-        yield TEACHER_ARCHIVE, (f"{TEACHER}.weight",)
-    if view.get("trainer.ppo.overlong.buffer_tokens") == 0:
-        yield "trainer.ppo.overlong.buffer_tokens", ("trainer.ppo.overlong.penalty",)
-    if view.get(REWARDS) is None:
-        yield REWARDS, ("trainer.ppo.reward_functions.*",)
 
 
 def actor_problems(view: JobView) -> Iterator[str]:

@@ -31,7 +31,7 @@ from nemo_style_aligner.config.loading import ConfigError, load_defaults, plain_
 from nemo_style_aligner.config.schema import fields_of_job
 from nemo_style_aligner.data.datasets import data_source
 from nemo_style_aligner.data.sft import SFTFormat
-from nemo_style_aligner.jobs.actor_checks import actor_problems, needs_critic, settings_in_vain, shares_secret
+from nemo_style_aligner.jobs.actor_checks import actor_problems, needs_critic, shares_secret
 from nemo_style_aligner.jobs.job_view import (
     GLOBAL_BATCH,
     LENGTH,
@@ -60,6 +60,7 @@ from nemo_style_aligner.jobs.placement import (
     of_critic,
     placement_problems,
 )
+from nemo_style_aligner.jobs.settings_in_vain import settings_in_vain
 from nemo_style_aligner.launch.roles import devices_key
 from nemo_style_aligner.models.adapter_files import adapter_kind
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
@@ -210,8 +211,7 @@ def _doubts(view: JobView) -> Iterator[str]:
             f"{reshard}=True has no effect without pipeline stages ({PP}=1): the number of ranks that share an engine "
             "is set by trainer.ppo.generation.tensor_parallel_size"
         )
-    if view.is_actor:
-        yield from settings_in_vain(view)
+    yield from settings_in_vain(view)
     for key in (GLOBAL_BATCH, MICRO_BATCH):
         of_data = key.replace("model.", "model.data.train_ds.")
         size, other = OmegaConf.select(cfg, key), OmegaConf.select(cfg, of_data)

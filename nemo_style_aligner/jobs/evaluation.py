@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, require_reward_head
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
-from nemo_style_aligner.data.answers import ANSWER, EXTRACTION, find_answer, is_right, problem_of
+from nemo_style_aligner.data.answers import ANSWER, given_answer, is_right, problem_of
 from nemo_style_aligner.data.datasets import PromptDataset, PromptItem, lengths_of, pad_rows
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl
 from nemo_style_aligner.data.preferences import ComparisonEncoder
@@ -122,8 +122,7 @@ class EvaluatedResponse:
         """What is known, without token ids."""
         record = {k: v for k, v in vars(self).items() if k not in ("tokens", "line", "number") and v is not None}
         if self.is_right is not None:
-            given = find_answer(self.response, self.line.get(EXTRACTION))
-            record |= {ANSWER: self.line[ANSWER], "given_answer": given}
+            record |= {ANSWER: self.line[ANSWER], "given_answer": given_answer(self.response, self.line)}
         return record
 
 
@@ -369,10 +368,8 @@ def _grader(uses_math: bool, prompts: Sequence[PromptItem]) -> Grader:
         return is_right
     verifier = MathVerifier()
     for item in prompts:
-        try:
-            verifier("", "0", {ANSWER: item.line[ANSWER]})
-        except ValueError as error:
-            raise DataError(f"{item.place}: {error}") from error
+        if (problem := verifier.problem_of(item.line)) is not None:
+            raise DataError(f"{item.place}: {problem}")
     return lambda response, line: verifier("", response, line)["reward"] == 1.0
 
 

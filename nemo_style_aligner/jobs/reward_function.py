@@ -68,8 +68,8 @@ class FunctionEndpoint(ScoreEndpoint):
     def _sample(self, job: Job, row: int) -> Sample:
         given = job.arguments
         tokens = given["tokens"][row, : given["lengths"][row]].tolist()
-        prompt_length = int(given["prompt_lengths"][row])
-        return Sample(row, row, given["lines"][row], tokens, prompt_length, True, self._decode, "")
+        prompt_length, step = (int(given[name][row]) for name in ("prompt_lengths", "steps"))
+        return Sample(row, row, given["lines"][row], tokens, prompt_length, True, self._decode, "", step)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         response_ids = self._tokenizer.without_end(list(token_ids))

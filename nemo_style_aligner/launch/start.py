@@ -24,7 +24,7 @@ import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config.command_line import Composed, compose
-from nemo_style_aligner.config.loading import ConfigError, check_config, log_directory
+from nemo_style_aligner.config.loading import ConfigError, check_config, log_directory, make_paths_absolute
 from nemo_style_aligner.config.section_names import speak_as
 from nemo_style_aligner.launch.ending import FAILED_FILE, abort_job, failures, install_excepthook, shutdown
 from nemo_style_aligner.launch.initialization import initialize
@@ -156,6 +156,7 @@ def _run_job(
         # This imports nearly all that a rank needs. It stays, and Python's garbage collector would scan it again and
         # again: a fifth of the time until the job begins.
         gc.disable()
+        make_paths_absolute(cfg)
         check_job = hydra.utils.get_method(check)
         gc.freeze()
         gc.enable()

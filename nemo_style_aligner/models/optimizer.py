@@ -29,6 +29,7 @@ class Schedule:
 
     NeMo's ``CosineAnnealing``: linear warm-up over ``warmup_steps``, cosine from ``lr`` to ``min_lr`` over
     ``max_steps - warmup_steps - constant_steps``, then ``min_lr``. ``constant`` keeps ``lr`` after the warm-up.
+    The warm-up of a cosine with ``constant_steps`` begins at 0, any other one a step later, as in NeMo.
 
     Attributes:
         is_given_length: whether ``max_steps`` is from the config, not the run's number of updates.
@@ -70,7 +71,8 @@ class Schedule:
     def __call__(self, step: int) -> float:
         """The learning rate of update number ``step``, counted from 0."""
         if self.warmup_steps > 0 and step <= self.warmup_steps:
-            return self.lr * (step + 1) / (self.warmup_steps + 1)
+            begins_at_0 = self.constant_steps > 0 and self.name != "constant"
+            return self.lr * (step + 1 - begins_at_0) / (self.warmup_steps + 1 - begins_at_0)
         if self.name == "constant":
             return self.lr
         decay_steps = self.max_steps - self.warmup_steps - self.constant_steps

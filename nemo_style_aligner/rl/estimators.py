@@ -327,11 +327,13 @@ def reinforce_plus_plus(step: StepRewards) -> Estimate:
 
 @estimator()
 def best_of_n(step: StepRewards) -> Estimate:
-    """1 everywhere: what was chosen among a prompt's responses is imitated (RAFT, arXiv:2304.06767).
+    """1, less each token's KL penalty: what was chosen among a prompt's responses is imitated (RAFT, arXiv:2304.06767).
 
-    The loop chooses [top_n_rollouts]. With the loss of reinforce this is supervised fine-tuning on the best responses.
+    The loop chooses [top_n_rollouts]. Without a penalty and with the loss of reinforce this is supervised fine-tuning
+    on the best responses.
     """
-    return step.spread(torch.ones_like(step.rewards)), None
+    counts = step.spread(step.counts)
+    return functional.zero_where_masked(counts - step.token_kl, counts), None
 
 
 @estimator(needs_groups=False)

@@ -13,7 +13,7 @@ from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, RewardSo
 from nemo_style_aligner.rl.sample import Sample, of_responses
 from nemo_style_aligner.services.http_client import RequestRefusedError
 from nemo_style_aligner.services.protocol import ProtocolError
-from nemo_style_aligner.services.score_client import ScoreClient, Scores, SequencesToScore
+from nemo_style_aligner.services.score_client import PromptsOfSequences, ScoreClient, Scores, SequencesToScore
 from nemo_style_aligner.services.scores import REWARDS
 
 
@@ -49,9 +49,10 @@ class RemoteScores(RewardSource):
         rows = {id(sample): row for row, sample in enumerate(self._asked)}
         if all(id(sample) in rows for sample in samples):
             return [rows[id(sample)] for sample in samples], self._answer
-        sequences, lines = [sample.token_ids for sample in samples], [sample.line for sample in samples]
-        prompt_lengths = torch.tensor([sample.prompt_length for sample in samples])
-        answer = self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences), lines, prompt_lengths)
+        sequences = [sample.token_ids for sample in samples]
+        prompt_lengths, steps = torch.tensor([(sample.prompt_length, sample.step) for sample in samples]).unbind(1)
+        prompts = PromptsOfSequences([sample.line for sample in samples], prompt_lengths, steps)
+        answer = self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences), prompts)
         self._asked, self._answer = samples, answer
         return [*range(len(samples))], answer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
+import functools
 import inspect
 import logging
 import math
@@ -12,19 +13,19 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from nemo_style_aligner.data.answers import problem_of as problem_of_answer
 from nemo_style_aligner.rl.math_verifier import MAX_SECONDS, MathVerifier
 from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, RewardSource, fits_fp32, when_all
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.user_code import describe, load_function, require_arguments
+from nemo_style_aligner.user_code import describe, has_parameter, load_function, require_arguments
 
 logger = logging.getLogger(__name__)
 
-RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+RewardFunction = Callable[..., Any]
 """``(prompt, response, line) -> reward``, ``def`` or ``async def``: two texts, and the prompt's line with all its keys;
-a number, or named parts of one: the reward is their sum, or the part ``reward`` where there is one."""
+a number, or named parts of one: the reward is their sum, or the part ``reward`` where there is one. A parameter
+``step`` gets the run's step, from 1."""
 
-_ARGUMENTS = ("prompt", "response", "line")
+_ARGUMENTS, _STEP = ("prompt", "response", "line"), "step"
 DEFAULT_SECONDS = 60.0
 _COROUTINES = 64  # at once
 _PROCESSES = 2  # that verify mathematics, of each rank
@@ -58,8 +59,9 @@ class FunctionRewards(RewardSource):
         seconds: float = DEFAULT_SECONDS,
         max_parallel: int | None = None,
     ) -> None:
-        require_arguments(function, _ARGUMENTS, f"the reward function {name}")
+        require_arguments(function, _ARGUMENTS, f"the reward function {name}", [_STEP])
         self._function, self._name, self._seconds = function, name, seconds
+        self._takes_step = has_parameter(function, _STEP)
         self._loop: asyncio.AbstractEventLoop | None = None
         if _is_coroutine_function(function):
             self._loop = asyncio.new_event_loop()
@@ -86,7 +88,8 @@ class FunctionRewards(RewardSource):
     def _reward(self, response: Sample) -> Reward:
         line = copy.deepcopy(dict(response.line))
         call: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        cancel = self._begin(call, response.prompt, response.response, line)
+        function = functools.partial(self._function, step=response.step) if self._takes_step else self._function
+        cancel = self._begin(call, function, response.prompt, response.response, line)
         concurrent.futures.wait([call, self._closed], self._seconds, concurrent.futures.FIRST_COMPLETED)
         if not call.done():
             if self._closed.done():
@@ -105,12 +108,14 @@ class FunctionRewards(RewardSource):
             )
         return self._as_reward(returned, response)
 
-    def _begin(self, call: concurrent.futures.Future[Any], *args: Any) -> Callable[[], object]:
+    def _begin(
+        self, call: concurrent.futures.Future[Any], function: RewardFunction, *args: Any
+    ) -> Callable[[], object]:
         """Begin a call whose result goes to ``call``; returns what cancels it, if it can be."""
         if self._loop is not None:
-            coroutine = asyncio.run_coroutine_threadsafe(_await(call, self._function(*args)), self._loop)
+            coroutine = asyncio.run_coroutine_threadsafe(_await(call, function(*args)), self._loop)
             return coroutine.cancel
-        thread = threading.Thread(target=_run, args=(call, self._function, *args), name="reward-call", daemon=True)
+        thread = threading.Thread(target=_run, args=(call, function, *args), name="reward-call", daemon=True)
         thread.start()
         return lambda: None
 
@@ -143,7 +148,7 @@ class MathRewards(FunctionRewards):
 
     def problem_of(self, line: Mapping[str, Any]) -> str | None:
         """See `RewardSource.problem_of`."""
-        return problem_of_answer(line)
+        return self._verifier.problem_of(line)
 
     def close(self) -> None:
         """See `RewardSource.close`."""
@@ -167,7 +172,7 @@ def _run(call: concurrent.futures.Future[Any], function: RewardFunction, *args: 
 
 def load_reward_function(named: str, what: str) -> RewardFunction:
     """The function ``FILE.py:NAME``; ``what`` names it, for messages. Raises `UserCodeError`."""
-    return load_function(named, what, _ARGUMENTS)
+    return load_function(named, what, _ARGUMENTS, [_STEP])
 
 
 def _is_coroutine_function(function: RewardFunction) -> bool:

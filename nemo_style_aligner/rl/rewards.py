@@ -126,7 +126,7 @@ class RewardSum(RewardSource):
     """The weighted sum of several sources, each for all prompts or for some.
 
     Every source's rewards are a part of their own, unweighted; their parts are called ``NAME/PART``. Where one source
-    fails, so does the sum. Without any source, all rewards are 0.
+    fails, so does the sum, unless its weight is 0. Without any source, all rewards are 0.
     """
 
     def __init__(self, sources: Sequence[WeightedSource]) -> None:
@@ -208,9 +208,12 @@ def _sum(rewards: Sequence[tuple[WeightedSource, Reward]], response: Sample) -> 
     for source, reward in rewards:
         parts |= {f"{source.name}/{part}": value for part, value in reward.parts.items()}
         parts[source.name] = reward.value
-        if reward.problem is not None:
+        if reward.problem is not None and source.weight == 0:
+            logger.warning("reward %s, which is only logged: %s", source.name, reward.problem)
+        elif reward.problem is not None:
             return Reward(math.nan, parts, f"reward {source.name}: {reward.problem}")
-    total = math.fsum(source.weight * reward.value for source, reward in rewards) if rewards else math.nan
+    weighted = [source.weight * reward.value for source, reward in rewards if source.weight]
+    total = math.fsum(weighted) if rewards else math.nan
     if not fits_fp32(total):
         return Reward(math.nan, parts, f"the sum of the rewards {parts} is {total} for {response}")
     return Reward(total, parts)

@@ -51,6 +51,7 @@ class Sample:
         ended: a stop token or stop string ended the response, not the length limit.
         decode: gives the response's text, without special tokens and without what ended it.
         place: where the line is, such as ``train.jsonl:7``; "": not known.
+        step: the run's that it was made in, from 1; in a validation the last one before it.
     """
 
     sample_id: int
@@ -61,6 +62,7 @@ class Sample:
     ended: bool
     decode: Callable[[Sequence[int]], str]
     place: str = ""
+    step: int = 0
 
     @property
     def prompt(self) -> str:

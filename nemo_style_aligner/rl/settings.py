@@ -6,6 +6,7 @@ import dataclasses
 
 from omegaconf import DictConfig
 
+from nemo_style_aligner.config.schema import KLEstimator
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.rl.estimators import find_estimator
 from nemo_style_aligner.rl.experience import AdvantageSettings
@@ -58,7 +59,7 @@ class RLSettings(LoopSettings):
             advantages=AdvantageSettings(
                 estimator=estimator,
                 kl_coef=float(ppo.initial_policy_kl_penalty) if ppo.kl_in == "reward" else 0.0,
-                kl_estimator=ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1"),
+                kl_estimator=kl_estimator(ppo),
                 kl_clamp=ppo.kl_clamp,
                 discount_factor=float(ppo.discount_factor),
                 gae_lambda=float(ppo.get("gae_lambda", 1.0)),  # of gae alone, which needs a critic
@@ -74,3 +75,9 @@ class RLSettings(LoopSettings):
             ),
             nonfinite=NonFinitePolicy.from_config(ppo),
         )
+
+
+def kl_estimator(ppo: DictConfig) -> KLEstimator:
+    """How the KL divergence from the initial policy is estimated; ``ppo``: the section ``trainer.ppo``."""
+    chosen: KLEstimator = ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1")
+    return chosen

@@ -28,7 +28,7 @@ from nemo_style_aligner.services.protocol import (
     decode_infer_response,
     encode_infer_request,
 )
-from nemo_style_aligner.services.scores import LINES, PROMPT_LENGTHS, REWARDS, Score
+from nemo_style_aligner.services.scores import LINES, PROMPT_LENGTHS, REWARDS, STEPS, Score
 from nemo_style_aligner.services.secret import HOW_TO_SHARE
 from nemo_style_aligner.services.signing import UnprovenServerError
 
@@ -61,6 +61,27 @@ class SequencesToScore:
     max_length: int
     vocab_size: int
     tokenizer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptsOfSequences:
+    """What the sequences of a request are responses to, for services that ask for it.
+
+    Attributes:
+        lines: each sequence's prompt with all the keys of its line, to which ``text`` belongs.
+        lengths: int64 [b], tokens of the prompts.
+        steps: int64 [b], the run's.
+    """
+
+    lines: Sequence[Mapping[str, Any]]
+    lengths: torch.Tensor
+    steps: torch.Tensor
+
+    def inputs(self) -> dict[str, np.ndarray]:
+        """The inputs of a request: a JSON text for each line, BYTES [b, 1], lengths and steps, INT64 [b, 1]."""
+        texts = np.array([json.dumps(dict(line)).encode() for line in self.lines], dtype=object)
+        inputs = {LINES: texts, PROMPT_LENGTHS: as_array(self.lengths), STEPS: as_array(self.steps)}
+        return {spec.name: array.reshape(-1, 1) for spec, array in inputs.items()}
 
 
 Scores = dict[str, torch.Tensor]
@@ -101,7 +122,7 @@ class ScoreClient:
         self._limits = limits
         self._pad_to_length = pad_to_length
         self._setting = setting
-        self._takes_prompts = False
+        self._announced: set[str] = set()  # the model's inputs
         self._threads = concurrent.futures.ThreadPoolExecutor(max_parallel, f"{model}-scores")
 
     @property
@@ -125,35 +146,27 @@ class ScoreClient:
                 check_limits(self._http, model, metadata.get("parameters", {}), sequences)
             if model == self._model:
                 described = metadata.get("inputs")
-                inputs = {entry.get("name") for entry in described} if isinstance(described, list) else set()
-                self._takes_prompts = {LINES.name, PROMPT_LENGTHS.name} <= inputs
+                self._announced = {entry.get("name") for entry in described} if isinstance(described, list) else set()
 
     def _needed(self) -> dict[str, Sequence[Score]]:
         """The models that the service must have, and what they must give."""
         return {self._model: self.scores}
 
     def infer_async(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        lines: Sequence[Mapping[str, Any]] = (),
-        prompt_lengths: torch.Tensor | None = None,
+        self, tokens: torch.Tensor, lengths: torch.Tensor, prompts: PromptsOfSequences | None = None
     ) -> concurrent.futures.Future[Scores]:
         """Score sequences. tokens: int64 [b, s]; lengths: int64 [b], prompt and response together.
 
-        What is per token has at t what belongs to token t + 1, zero where there is none. What the sequences are
-        responses to, prompts' ``lines`` with ``text`` and ``prompt_lengths``, int64 [b], is sent to services that
-        announce these inputs, once `wait_until_ready` has been called. The future raises `ProtocolError` when an
-        answer is malformed, or does not have the scores' shapes.
+        What is per token has at t what belongs to token t + 1, zero where there is none. Of ``prompts`` those inputs
+        are sent that the service announces, once `wait_until_ready` has been called. The future raises `ProtocolError`
+        when an answer is malformed, or does not have the scores' shapes.
         """
         rows, width = tokens.shape
         padding = max(0, (self._pad_to_length or 0) - width)  # longer ones go as they are: nobody here needs it
         inputs = {"tokens": as_array(torch.nn.functional.pad(tokens, (0, padding)))}
         inputs["sequence_lengths"] = as_array(lengths).reshape(-1, 1)
-        if prompt_lengths is not None and self._takes_prompts:
-            texts = np.array([json.dumps(dict(line)).encode() for line in lines], dtype=object)
-            inputs[LINES.name] = texts.reshape(-1, 1)
-            inputs[PROMPT_LENGTHS.name] = as_array(prompt_lengths).reshape(-1, 1)
+        if prompts is not None and LINES.name in self._announced:
+            inputs |= {name: array for name, array in prompts.inputs().items() if name in self._announced}
         return self._threads.submit(self._scores, self._asking(), inputs, rows, width)
 
     def _asking(self) -> Ask:

@@ -58,6 +58,7 @@ LOGPROBS = Score("logprobs", per_token=True)
 
 LINES = TensorSpec("lines", "BYTES", (1,))
 PROMPT_LENGTHS = TensorSpec("prompt_lengths", "INT64", (1,))
+STEPS = TensorSpec("steps", "INT64", (1,), optional=True)
 
 
 class ScoringBackend(Protocol):
@@ -77,7 +78,7 @@ class ScoreEndpoint(Endpoint):
 
     Its jobs' arguments are ``tokens``, int64 [b, s], and ``lengths``, int64 [b], the true length of each row,
     1 <= length <= s. With ``takes_prompts`` a request must also say what each sequence is a response to: ``lines``,
-    each row's prompt with all keys of its line, and ``prompt_lengths``, int64 [b].
+    each row's prompt with all keys of its line, and ``prompt_lengths`` and the run's ``steps``, int64 [b].
 
     Args:
         scores: what it gives.
@@ -105,7 +106,7 @@ class ScoreEndpoint(Endpoint):
         if tokenize is not None:
             inputs.insert(0, TensorSpec("sentences", "BYTES", (1,), optional=True))
         if takes_prompts:
-            inputs += [LINES, PROMPT_LENGTHS]
+            inputs += [LINES, PROMPT_LENGTHS, STEPS]
         super().__init__(name, inputs, [score.spec for score in scores], batched=True, limits=limits)
         self.length_multiple = length_multiple
         self._scores = scores
@@ -143,7 +144,11 @@ class ScoreEndpoint(Endpoint):
             raise self._refuse(f"{len(lengths)} rows of 'tokens', but not as many of 'lines' and 'prompt_lengths'")
         if (prompt_lengths < 1).any() or (prompt_lengths > lengths).any():
             raise self._refuse("'prompt_lengths' must be from 1 to the row's 'sequence_lengths'")
-        return {"lines": [self._line(row, text) for row, text in enumerate(lines)], "prompt_lengths": prompt_lengths}
+        steps = arrays[STEPS.name][:, 0] if STEPS.name in arrays else np.zeros(len(lengths), dtype=np.int64)
+        if len(steps) != len(lengths):
+            raise self._refuse(f"{len(lengths)} rows of 'tokens', but {len(steps)} of 'steps'")
+        parsed = [self._line(row, text) for row, text in enumerate(lines)]
+        return {"lines": parsed, "prompt_lengths": prompt_lengths, "steps": steps}
 
     def _line(self, row: int, text: bytes) -> dict[str, Any]:
         try:

@@ -355,6 +355,7 @@ class RolloutCollector:
         group_size: int,
         generate: Callable[[Take], dict[str, float]],
         *,
+        step: int = 0,
         are_trained: bool = True,
     ) -> tuple[Collected, dict[str, float]]:
         """Generate a round and have its responses scored, in batches as they finish. Collective.
@@ -363,6 +364,7 @@ class RolloutCollector:
             prompts: of each sample.
             group_size: of each prompt, so many samples follow each other.
             generate: hands out this rank's responses; returns metrics of the engines.
+            step: see `Sample`.
             are_trained: whether the responses are trained on.
 
         Returns:
@@ -382,6 +384,7 @@ class RolloutCollector:
                 prompt_length=len(result.prompt_token_ids),
                 ended=result.finish_reason == "stop",
                 decode=self.decode,
+                step=step,
             )
 
         responses = ScoredResponses(self.scorer, self.scoring_batch_size, sample, are_trained=are_trained)
@@ -497,7 +500,9 @@ class GenerationSchedule:
         Raises:
             StopEarlyError: as `RolloutCollector.collect`.
         """
-        collect, group_size = self._collector.collect, prompts.samples_per_prompt
+        is_trained = stream != VALIDATION
+        collect = functools.partial(self._collector.collect, step=step + is_trained, are_trained=is_trained)
+        group_size = prompts.samples_per_prompt
         if (stream, draw) == (TRAINING, 0) and step in self._rounds:
             ahead = self._rounds[step]
             with self._timer("rollout_wait"):
@@ -506,7 +511,7 @@ class GenerationSchedule:
         with self._timer("generate"):
             batch, seed = prompts.batch(start), self._sampling_seed(step, stream, draw)
             generate = functools.partial(self._collector.generator.generate, batch, seed)
-            return collect(batch, group_size, generate, are_trained=stream != VALIDATION)
+            return collect(batch, group_size, generate)
 
     def unload(self) -> None:
         """Give the engine's memory back, if the settings want it; all rounds of the step are complete."""
