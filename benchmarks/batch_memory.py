@@ -25,6 +25,7 @@ from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.models.ragged import after_prompts
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.rl.estimators import ESTIMATORS
 from nemo_style_aligner.rl.experience import AdvantageSettings, Experience, make_experience
@@ -113,11 +114,13 @@ def make_rollouts(responses: torch.Tensor) -> Rollouts:
         groups=torch.arange(count),
         prompt_lengths=prompts,
         lengths=lengths,
+        sampled_lengths=responses,
         ended=torch.ones(count, dtype=torch.bool),
         weight_versions=torch.zeros(count, dtype=torch.int64),
         counts=torch.ones(count, dtype=torch.bool),
         own=own,
         tokens=torch.randint(0, 1000, (int(lengths[own].sum()),), dtype=torch.int32),
+        sampled=after_prompts(lengths[own], prompts[own]),
         engine_logprobs=torch.randn(int(responses[own].sum())),
     )
 

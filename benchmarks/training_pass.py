@@ -49,7 +49,7 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, micro_batches, shares
 from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
 from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
 from nemo_style_aligner.parallel.allocator import keep_freed_memory
 from nemo_style_aligner.parallel.groups import device, single_process
 from nemo_style_aligner.weights.huggingface_config import hf_config
@@ -71,7 +71,7 @@ class Workload:
     @property
     def num_outputs(self) -> int:
         """Tokens of responses."""
-        return int(self.batch.response_lengths.sum())
+        return int(self.batch.sampled_lengths.sum())
 
     @property
     def num_tokens(self) -> int:
@@ -188,7 +188,8 @@ def make_batch(
         "advantages": advantages,
         "importance_weights": torch.ones_like(advantages),
     }
-    return RaggedBatch(tokens.int(), lengths, prompt_lengths, columns, torch.ones(len(lengths), dtype=torch.bool))
+    sampled = after_prompts(lengths, prompt_lengths)
+    return RaggedBatch(tokens.int(), lengths, sampled, columns, torch.ones(len(lengths), dtype=torch.bool))
 
 
 def padded(batch: RaggedBatch) -> RaggedBatch:

@@ -109,12 +109,12 @@ def make_step(actor: Actor, engine: EmbeddedEngine, lines: list[dict[str, str]],
     batch = RaggedBatch(  # prompts and responses of any lengths, without padding
         tokens=torch.tensor([t for s in samples for t in s.prompt_token_ids + s.token_ids], dtype=torch.int32),
         lengths=torch.tensor([len(s.prompt_token_ids) + len(s.token_ids) for s in samples]),
-        prompt_lengths=torch.tensor([len(s.prompt_token_ids) for s in samples]),
+        sampled=torch.tensor([of for s in samples for of in [False] * len(s.prompt_token_ids) + s.sampled]),
         columns={},
         wanted=torch.ones(len(samples), dtype=torch.bool),
     )
     groups = torch.arange(len(samples)) // GROUP
-    seen = StepRewards.of(torch.tensor(rewards, dtype=torch.float64), groups, batch.response_lengths)
+    seen = StepRewards.of(torch.tensor(rewards, dtype=torch.float64), groups, batch.sampled_lengths)
     batch.columns["advantages"], _ = grpo(seen)
 
     # Update: what was better becomes likelier, what was worse less likely. PPO's loss ends the pull on a token once its

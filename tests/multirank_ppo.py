@@ -255,9 +255,13 @@ def _file(name: str, tied: bool) -> str:
 
 @dataclasses.dataclass
 class Sequences:
-    """All samples, as a service gets them: tokens int64 [N, WIDTH], and what is known of each."""
+    """All samples, as a service gets them: tokens int64 [N, WIDTH], and what is known of each.
+
+    ``sampled``: bool [N, WIDTH]. Longer responses are two replies, with something inserted between them.
+    """
 
     tokens: torch.Tensor
+    sampled: torch.Tensor
     prompt_lengths: torch.Tensor
     lengths: torch.Tensor
     ended: torch.Tensor
@@ -272,19 +276,19 @@ class Sequences:
             groups=ids // group,
             prompt_lengths=self.prompt_lengths,
             lengths=self.lengths,
+            sampled_lengths=self.sampled.sum(1),
             ended=self.ended,
             weight_versions=torch.zeros_like(ids),
             counts=torch.ones_like(self.ended),
             own=own,
             tokens=self.tokens[own][position < self.lengths[own, None]].int(),
+            sampled=self.sampled[own][position < self.lengths[own, None]],
             engine_logprobs=self.engine_logprobs[own][self.responses(own)],
         )
 
     def responses(self, own: torch.Tensor) -> torch.Tensor:
-        """The predictions of response tokens, bool [n, WIDTH - 1]."""
-        position = torch.arange(WIDTH - 1)
-        first, end = self.prompt_lengths[own, None] - 1, self.lengths[own, None] - 1
-        return (position >= first) & (position < end)
+        """The predictions of sampled tokens, bool [n, WIDTH - 1]."""
+        return self.sampled[own, 1:]
 
 
 def sequences(vocab_size: int) -> Sequences:
@@ -298,7 +302,10 @@ def sequences(vocab_size: int) -> Sequences:
     ended = torch.ones(NUM_SAMPLES, dtype=torch.bool)
     ended[[0, 7]] = False
     engine_logprobs = -4.0 * torch.rand(NUM_SAMPLES, WIDTH - 1, generator=generator)
-    return Sequences(tokens, prompt_lengths, lengths, ended, engine_logprobs)
+    place = torch.arange(WIDTH) - prompt_lengths[:, None]
+    is_response = (place >= 0) & (torch.arange(WIDTH) < lengths[:, None])
+    is_inserted = (place >= 2) & (place < 5) & (lengths - prompt_lengths > 6)[:, None]
+    return Sequences(tokens, is_response & ~is_inserted, prompt_lengths, lengths, ended, engine_logprobs)
 
 
 def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig:
@@ -433,7 +440,7 @@ def group_step(folder: Path, layout: Layout) -> None:
 def _dealt(trainer: RLTrainer, batch: Sequences, group: int) -> Rollouts:
     """This rank's share, as `RLTrainer.deal` makes it."""
     minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(NUM_SAMPLES, 0)]
-    work = map(trainer._work, batch.lengths.tolist(), (batch.lengths - batch.prompt_lengths).tolist())
+    work = map(trainer._work, batch.lengths.tolist(), batch.sampled.sum(1).tolist())
     return batch.share(deal(list(work), minibatches), group)
 
 
@@ -481,13 +488,13 @@ def _critic_in_job(
     sequences = SequencesToScore(WIDTH, policy.architecture.vocab_size, policy.tokenizer.fingerprint())
     critic, _ = build_local_critic(cfg, policy, sequences)
     trained = critic.load()
-    rows = rollouts.on_first_rank(critic.values_of(rollouts), rollouts.response_lengths)
+    rows = rollouts.on_first_rank(critic.values_of(rollouts), rollouts.sampled_lengths)
     critic.give_back_memory()  # as where something comes between
     values = critic.values_of(rollouts)
     metrics = critic.start_training(experience).result()
     critic.start_save()  # whose weights are read after it
     weights = {f"critic.{name}": tensor.clone() for name, tensor in export_weights(trained.model)}
-    again = rollouts.on_first_rank(values, rollouts.response_lengths)
+    again = rollouts.on_first_rank(values, rollouts.sampled_lengths)
     if rows is None or again is None:
         return {}
     assert all(map(torch.equal, rows, again))
@@ -533,7 +540,7 @@ def _tensors(experience: Experience) -> dict[str, torch.Tensor]:
     """All samples' columns, on rank 0. Collective."""
     rollouts = experience.rollouts
     rows = {
-        name: rollouts.on_first_rank(column, rollouts.response_lengths) for name, column in experience.columns.items()
+        name: rollouts.on_first_rank(column, rollouts.sampled_lengths) for name, column in experience.columns.items()
     }
     return {"learns": experience.learns} | {name: torch.cat(list(row)) for name, row in rows.items() if row is not None}
 

@@ -26,7 +26,7 @@ from nemo_style_aligner.models.kept_passes import keep_passes
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
@@ -81,16 +81,25 @@ LAYOUTS = (
 )
 
 
+INSERTED: list[list[int]] = [[], [3, 4, 5, 7], [], [2, 7], [], [2], [], [], [], []]
+"""Places of inserted tokens in each response's sequence."""
+
+
 def global_batch() -> RaggedBatch:
-    """Ten responses of 0 to 9 tokens, three of which do not count: there, all numbers are NaN."""
+    """Ten responses of 0 to 9 tokens, three of which do not count: there, all numbers are NaN.
+
+    In some, tokens were inserted: between two replies, before the first and behind the last.
+    """
     generator = torch.Generator().manual_seed(5)
     prompt_lengths = torch.tensor([3, 1, 7, 2, 4, 1, 12, 5, 2, 1])
     lengths = prompt_lengths + torch.tensor([4, 9, 1, 6, 0, 5, 3, 8, 7, 2])
     wanted = torch.tensor([1, 1, 1, 1, 1, 0, 1, 0, 1, 0]).bool()
-    batch = RaggedBatch(
-        torch.randint(0, VOCAB, (int(lengths.sum()),), generator=generator).int(), lengths, prompt_lengths, {}, wanted
-    )
-    counts = wanted.repeat_interleave(batch.response_lengths)
+    tokens, sampled = torch.randint(0, VOCAB, (int(lengths.sum()),), generator=generator), []
+    for row, inserted in zip(after_prompts(lengths, prompt_lengths).split(lengths.tolist()), INSERTED, strict=True):
+        sampled.append(row.clone())
+        sampled[-1][inserted] = False
+    batch = RaggedBatch(tokens.int(), lengths, torch.cat(sampled), {}, wanted)
+    counts = wanted.repeat_interleave(batch.sampled_lengths)
     for name, mean, deviation in (
         ("old_logprobs", -4.0, 0.3),
         ("reference_logprobs", -4.0, 0.5),
@@ -143,8 +152,8 @@ def step(folder: Path, layout: Layout) -> None:
     for number, actor.loss in enumerate(LOSSES):
         is_update = False
         own = actor.logprobs(batch, is_trained=True)
-        logprobs = torch.zeros(int(whole.response_lengths.sum()))
-        logprobs[whole.response_places(mine)] = own
+        logprobs = torch.zeros(int(whole.sampled_lengths.sum()))
+        logprobs[whole.sampled_places(mine)] = own
         dist.all_reduce(logprobs, group=parallel_state.get_data_parallel_group())
         results[f"logprobs {number}"] = logprobs
         is_update = True

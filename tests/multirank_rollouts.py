@@ -130,7 +130,7 @@ def make_rollouts(folder: Path, port: int, way: Way) -> None:
         )
         rollouts = collected.dealt([range(NUM_SAMPLES)], lambda length, _: length)
         scores, values = collected.wait_for_rewards(), collected.column("values", rollouts)
-    responses = rollouts.response_lengths
+    responses = rollouts.sampled_lengths
     assert metrics["empty_responses"] == (responses == MAX_NEW_TOKENS).double().mean()
     flat = {
         "tokens": rollouts.on_first_rank(rollouts.tokens, rollouts.lengths),

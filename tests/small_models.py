@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 
 VOCAB = 53
 SHAPE: dict[str, Any] = {  # arguments of `ModelArchitecture`
@@ -35,3 +40,20 @@ class TensorSource:
 
     def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
         return self.tensors[name].narrow(dim, start, length)
+
+
+def chatml_tokenizer(folder: Path) -> Tokenizer:
+    """One token per printable ASCII character, and ChatML with its markers, of which the end of a turn is EOS."""
+    train_character_tokenizer([chr(c) for c in range(32, 127)] + ["\n"], folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    for token in ("<|im_start|>", "<|im_end|>"):
+        entry = {**content["added_tokens"][0], "id": len(content["model"]["vocab"]), "content": token}
+        content["model"]["vocab"][token] = entry["id"]
+        content["added_tokens"].append(entry)
+    file.write_text(json.dumps(content))
+    settings = folder / "tokenizer_config.json"
+    known = json.loads(settings.read_text()) if settings.exists() else {}
+    settings.write_text(json.dumps(known | {"eos_token": "<|im_end|>"}))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return load_tokenizer(folder)

@@ -544,8 +544,8 @@ def test_comparisons_without_an_answer_or_their_question_are_refused(
 def test_keys_of_a_question_that_no_template_names_are_warned_of(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sft(tmp_path, make(None), {"instruction": "Add.", "input": "1+1", "output": "2", "prompt": ""})
-    assert "sft.jsonl: lines have 'instruction' (1 of them), which prompt_template does not name" in caplog.text
+    sft(tmp_path, make(None), {"context": "Add.", "input": "1+1", "output": "2", "prompt": ""})
+    assert "sft.jsonl: lines have 'context' (1 of them), which prompt_template does not name" in caplog.text
 
 
 def test_texts_without_labels_are_left_out(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -619,3 +619,27 @@ def test_exports_speak_as_the_model_was_trained(make: Any, tmp_path: Path) -> No
     tokenizer.format = TextFormat(append_eod=True, add_bos=True)
     assert exported(tokenizer, scores=True)[0]("a").input_ids == tokenizer.text_to_ids("<s>a<|endoftext|>")
     assert exported(tokenizer)[0]("a").input_ids == tokenizer.text_to_ids("<s>a")
+
+
+def test_alpacas_lines_are_conversations_unless_a_template_names_the_instruction(make: Any, tmp_path: Path) -> None:
+    """Instruction and input are one message; nothing of a line is lost. With a template of one's own it is a pair."""
+    tokenizer = make(CHATML)
+    line = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    ask = {"role": "user", "content": "Add.\n1 2"}
+    same = {"messages": [ask, {"role": "assistant", "content": "3"}]}
+    first, second, short = sft(tmp_path, tokenizer, line, same, {"instruction": "Add.", "output": "3"})
+    assert first == second
+    spelt = {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}]}
+    assert short == sft(tmp_path, tokenizer, spelt)[0]
+    earlier = line | {"system": "Be brief.", "history": [["Hi", "Yes?"]]}
+    turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?")]
+    spelt = {"messages": [*({"role": role, "content": content} for role, content in turns), *same["messages"]]}
+    assert sft(tmp_path, tokenizer, earlier)[0] == sft(tmp_path, tokenizer, spelt)[0]
+    asked = {key: line[key] for key in ("instruction", "input")}
+    prompts = [jsonl(tmp_path / name, row) for name, row in (("a", asked), ("b", {"messages": [ask]}))]
+    one, other = (PromptDataset([path], tokenizer, 400)[0].token_ids for path in prompts)
+    assert one == other
+    own = sft(tmp_path, tokenizer, line, prompt_template="{instruction} {input}={output}")[0]
+    assert tokenizer.ids_to_text(own.token_ids).startswith("Add. 1 2=3")
+    with pytest.raises(DataError, match="'history' should be a list of pairs"):
+        sft(tmp_path, tokenizer, line | {"history": ["Hi"]})

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import sys
 import types
 from pathlib import Path
@@ -37,6 +38,7 @@ from nemo_style_aligner.jobs.settings_in_vain import settings_in_vain
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 from nemo_style_aligner.rope import RopeScaling
+from nemo_style_aligner.services.http_server import PlaceTakenError
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from nemo_style_aligner.wording import unescaped
 
@@ -70,6 +72,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "model_config.yaml").write_text(yaml.safe_dump(config))
     return folder
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for job, key in (
+            ("gpt_ppo_critic", "trainer.ppo.port"),
+            ("inference_rm", "inference.port"),
+            ("gpt_sft", "exp_manager.dashboard_port"),
+        ):
+            cfg = load_defaults(job)
+            OmegaConf.update(cfg, PATH_KEYS.get(job, "pretrained_checkpoint.restore_from_path"), str(model))
+            OmegaConf.update(cfg, key, port)
+            OmegaConf.update(cfg, "exp_manager.explicit_log_dir", str(tmp_path))
+            for argument in GIVEN.get(job, ()):
+                name, _, value = argument.partition("=")
+                OmegaConf.update(cfg, name, OmegaConf.create(f"x: {value}").x)
+            with pytest.raises(PlaceTakenError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*{key}"):
+                check_job(job, cfg, 1)
 
 
 def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:

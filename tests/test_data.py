@@ -83,6 +83,10 @@ def test_read_jsonl_keeps_order_and_places(tmp_path: Path) -> None:
         ("plain words", "not valid JSON"),
         ('["text"]', "should be an object"),
         ('{"txt": "a"}', "key 'text' is missing .* the keys present are: 'txt'"),
+        (
+            '{"question": "a", "answer": "b"}',
+            "'text' is missing .*'messages'.*'user', 'content': what is in 'question'",
+        ),
         ('{"text": 3}', "'text' should be a string, not 3"),
         ('{"text": null}', "'text' should be a string, not null"),
         ('{"text": ""}', "'text' is empty"),

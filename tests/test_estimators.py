@@ -310,7 +310,7 @@ def test_names() -> None:
     ("function", "message"),
     [
         (lambda step: step.spread(step.rewards), r"tensor.* and not \(advantages, returns\)"),
-        (lambda step: (step.rewards, None), r"advantages of shape \[3\], and not a number for each .* 4 response"),
+        (lambda step: (step.rewards, None), r"advantages of shape \[3\], and not a number for each .* 4 sampled"),
         (lambda step: ([0.0] * 4, None), "as advantages, and not a tensor"),
         (lambda step: (step.spread(step.rewards - step.rewards.mean()), None), r"NaN or infinite for samples \[0, 2\]"),
         (lambda step: (step.spread(step.rewards), step.spread(step.rewards)), "no critic to learn them"),

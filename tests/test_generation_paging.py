@@ -35,7 +35,6 @@ def test_block_table_under_random_use(seed: int) -> None:
     blocks = BlockTable(num_slots, 6, num_pages)
     memory = np.full((num_pages, PAGE_TOKENS), -1)
     held: dict[int, list[int]] = {}  # slot -> its tokens
-    entered: dict[int, int] = {}  # slot -> tokens it entered with
 
     def owners(page: int) -> int:
         return sum(page in blocks.table[slot, : blocks.held(slot)] for slot in held)
@@ -60,7 +59,7 @@ def test_block_table_under_random_use(seed: int) -> None:
             assert blocks.available >= watermark
             assert shared % PAGE_TOKENS == 0 and shared < len(tokens)
             shared_tokens += shared
-            held[slot], entered[slot] = tokens, len(tokens)
+            held[slot] = tokens
             for position in range(shared, len(tokens)):
                 write(slot, position, tokens[position])
         elif generator.random() < 0.7 and len(held[slot]) < 6 * PAGE_TOKENS:
@@ -71,8 +70,7 @@ def test_block_table_under_random_use(seed: int) -> None:
             else:
                 assert blocks.available == 0
         else:
-            del held[slot]
-            blocks.release(slot, entered.pop(slot))
+            blocks.release(slot, held.pop(slot))
         in_use = {int(page) for slot in held for page in blocks.table[slot, : blocks.held(slot)]}
         assert blocks.in_use == len(in_use) == num_pages - blocks.available
         assert all(blocks._owners[page] == owners(page) for page in range(num_pages))
@@ -82,7 +80,7 @@ def test_block_table_under_random_use(seed: int) -> None:
             assert set(blocks.table[slot, blocks.held(slot) :]) <= {blocks.table[slot, 0]}
     assert shared_tokens > 0 and (refused > 0) == (num_pages < 40)
     for slot in held:
-        blocks.release(slot, entered[slot])
+        blocks.release(slot, held[slot])
     assert blocks.in_use == 0
     blocks.reset()
     assert blocks.enter(0, [0] * 64, 0) == 0  # nothing is remembered
@@ -91,23 +89,23 @@ def test_block_table_under_random_use(seed: int) -> None:
 def test_low_pages_first_and_prefixes_kept_until_memory_is_needed() -> None:
     blocks = BlockTable(3, 4, 6)
     assert blocks.enter(0, [1] * 40, 0) == 0 and blocks.table[0].tolist() == [0, 1, 2, 0]
-    blocks.release(0, 40)  # two full pages stay known, the third is free
+    blocks.release(0, [1] * 40)  # two full pages stay known, the third is free
     assert blocks.enter(0, [7] * 17, 0) == 0 and blocks.table[0, :2].tolist() == [2, 3]
     assert blocks.enter(1, [1] * 40, 0) == 32 and blocks.table[1, :3].tolist() == [0, 1, 4]
-    blocks.release(1, 40)
+    blocks.release(1, [1] * 40)
     assert blocks.enter(1, [1] * 16, 0) == 0  # its last token must be computed
-    blocks.release(1, 16)
+    blocks.release(1, [1] * 16)
     # The prefix's last page goes first: its beginning is of use without it, not the other way round.
     assert blocks.enter(1, [9] * 40, 0) == 0 and blocks.table[1, :3].tolist() == [4, 5, 1]
     assert blocks.enter(2, [1] * 17, 0) is None
-    blocks.release(0, 17)
+    blocks.release(0, [7] * 17)
     assert blocks.enter(2, [1] * 17, 0) == 16
 
 
 def test_pages_that_were_never_computed_are_not_shared() -> None:
     blocks = BlockTable(2, 4, 8)
     blocks.enter(0, [1] * 64, 0)
-    blocks.release(0, 40)  # preempted in the middle of its prompt
+    blocks.release(0, [1] * 40)  # preempted in the middle of its prompt
     assert blocks.enter(1, [1] * 64, 0) == 32
 
 
@@ -176,7 +174,7 @@ def test_the_youngest_makes_room_and_goes_on_where_it_was() -> None:
     assert of.refill() == []  # no memory
     of.leave(older)
     assert of.refill() == [younger] and younger.prefill_ids == [2] * 15 + [71] * 18
-    assert planned(advance(of)) == ([], [(1, 0, 33)]) and len(younger.token_ids) == 19
+    assert planned(advance(of)) == ([], [(1, 16, 17)]) and len(younger.token_ids) == 19  # its first page is still known
 
 
 # ---- a step that remembers tokens instead of keys ---------------------------------------------------
@@ -443,6 +441,6 @@ def test_new_memory_is_taken_last() -> None:
             assert blocks.enter(slot, list(range(1000 * number + slot * 500, 1000 * number + slot * 500 + 100)), 0) == 0
         touched, most = max(touched, int(blocks.table.max())), max(most, blocks.in_use)
         for slot in (0, 1):
-            blocks.release(slot, 100)
+            blocks.release(slot, list(range(1000 * number + slot * 500, 1000 * number + slot * 500 + 100)))
     assert most == 14 and touched <= 2 * most
     assert blocks.enter(0, list(range(199 * 1000, 199 * 1000 + 100)), 0) == 96  # what came last is still known

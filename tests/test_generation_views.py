@@ -53,8 +53,8 @@ def trained_model(name: str, dtype: torch.dtype, optim: str = "distributed_fused
 def update(actor: Actor) -> None:
     tokens = torch.arange(4 * 10, dtype=torch.int32) * 7 % VOCAB
     columns = {"old_logprobs": torch.full((36,), -3.0), "advantages": torch.linspace(-1, 1, 36)}
-    prompts = torch.ones(4, dtype=torch.int64)
-    actor.update(RaggedBatch(tokens, 10 * prompts, prompts, columns, prompts.bool()))
+    rows = torch.ones(4, dtype=torch.int64)
+    actor.update(RaggedBatch(tokens, 10 * rows, torch.arange(40) % 10 > 0, columns, rows.bool()))
 
 
 def engine_of(model: MegatronModel, *, lends: bool, step: StepChoice = "torch", **options: Any) -> EmbeddedEngine:

@@ -27,6 +27,7 @@ from nemo_style_aligner.models.kept_passes import Part, keep_passes
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, Sequences
+from nemo_style_aligner.models.ragged import after_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
@@ -89,7 +90,8 @@ def test_outputs_that_were_not_wanted_are_computed_for_training() -> None:
     kept, fresh = keeping_actor("always"), keeping_actor("never")
     same_start(kept.model, fresh.model)
     batch = policy_batch(tokens())
-    asked = dataclasses.replace(batch, prompt_lengths=torch.tensor([1, 1, 1, 5, 1]), columns={})
+    fewer = after_prompts(batch.lengths, torch.tensor([1, 1, 1, 5, 1]))
+    asked = dataclasses.replace(batch, sampled=fewer, columns={})
     kept.logprobs(asked, is_trained=True)
     reports = [actor.update(batch) for actor in (kept, fresh)]
     assert reports[0] == reports[1]
@@ -176,7 +178,7 @@ def test_equal_sequences_are_told_apart_by_what_was_wanted_of_them() -> None:
     ids = tokens().clone()
     ids[3] = ids[1]
     batch = policy_batch(ids)
-    batch.prompt_lengths[1] += 6
+    batch.sampled[len(ids[0]) :][:7] = False  # its prompt has 7 tokens
     batch.columns = {name: torch.cat([x[:11], x[17:]]) for name, x in batch.columns.items()}
     kept.logprobs(batch, is_trained=True)
     with counted_passes(kept.model) as passes:
@@ -272,6 +274,11 @@ def test_passes_that_cannot_be_kept() -> None:
     assert model.kept_passes is None
     with pytest.raises(ValueError, match=r"keep_activations=always: with dropout"):
         keep_passes(model, None, "always", 5)
+    tuning = {"target_modules": ["all"], "adapter_dim": 2, "adapter_dropout": 0.1}
+    options = {"optim": OPTIM, "peft": {"peft_scheme": "lora", "lora_tuning": tuning}}
+    adapted = build_model(llama, options, torch.float32)
+    keep_passes(adapted, None, "auto", 5)
+    assert adapted.kept_passes is None
     model = build_model(llama, {"optim": OPTIM}, torch.float32)
     swapped = FrozenWeights(model, "swap", lambda: model)
     keep_passes(model, swapped, "auto", 5)

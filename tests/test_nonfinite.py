@@ -10,6 +10,7 @@ import torch
 
 from nemo_style_aligner.errors import NonFiniteError, UserError
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.models.ragged import after_prompts
 from nemo_style_aligner.rl.estimators import ESTIMATORS
 from nemo_style_aligner.rl.experience import (
     AdvantageSettings,
@@ -55,7 +56,7 @@ class Step:
 
     def row(self, name: str, sample: int) -> torch.Tensor:
         """A sample's part of a column, which can be changed."""
-        return self.columns[name].split(self.rollouts.response_lengths.tolist())[sample]
+        return self.columns[name].split(self.rollouts.sampled_lengths.tolist())[sample]
 
     def only(self, keep: torch.Tensor) -> Step:
         """The same of some samples."""
@@ -65,14 +66,24 @@ class Step:
             parts = x.split(lengths.tolist())
             return torch.cat([parts[sample] for sample in chosen])
 
-        of_samples = ("prompt_ids", "groups", "prompt_lengths", "lengths", "ended", "weight_versions", "counts")
+        of_samples = (
+            "prompt_ids",
+            "groups",
+            "prompt_lengths",
+            "lengths",
+            "sampled_lengths",
+            "ended",
+            "weight_versions",
+            "counts",
+        )
         rollouts = Rollouts(
-            **{name: getattr(one_by_one, name)[keep] for name in of_samples},
+            **{name: getattr(one_by_one, name)[keep] for name in (*of_samples, "counts")},
             own=torch.arange(len(keep)),
             tokens=flat(one_by_one.tokens, one_by_one.lengths),
-            engine_logprobs=flat(one_by_one.engine_logprobs, one_by_one.response_lengths),
+            sampled=flat(one_by_one.sampled, one_by_one.lengths),
+            engine_logprobs=flat(one_by_one.engine_logprobs, one_by_one.sampled_lengths),
         )
-        columns = {name: flat(column, one_by_one.response_lengths) for name, column in self.columns.items()}
+        columns = {name: flat(column, one_by_one.sampled_lengths) for name, column in self.columns.items()}
         return Step(rollouts, Scores(self.scores.rewards[keep], {}, []), columns)
 
     def screened(self, policy: NonFinitePolicy) -> Step:
@@ -97,16 +108,29 @@ def step() -> Step:
         groups=torch.arange(N) // 2,
         prompt_lengths=prompt_lengths,
         lengths=lengths,
+        sampled_lengths=lengths - prompt_lengths,
         ended=torch.tensor([True, True, False, True, True, True]),
         weight_versions=torch.zeros(N, dtype=torch.int64),
         counts=torch.ones(N, dtype=torch.bool),
         own=torch.arange(N),
         tokens=torch.randint(0, 9, (int(lengths.sum()),), generator=generator, dtype=torch.int32),
+        sampled=after_prompts(lengths, prompt_lengths),
         engine_logprobs=numbers(),
     )
     scores = Scores(torch.randn(N, generator=generator).double(), {}, [])
     columns = {"old_logprobs": numbers(), "reference_logprobs": numbers(), "values": 2 * numbers() + 1}
     return Step(rollouts, scores, columns)
+
+
+def test_the_penalty_of_overlong_responses_enters_their_rewards() -> None:
+    """Responses of 7, 4, 4, 4, 7 and 4 tokens; from 3 to 7 on a line down to -1."""
+    penalised = dataclasses.replace(SETTINGS, max_length=7, overlong_buffer=4)
+    by_hand, plain = step(), step()
+    by_hand.scores.rewards += torch.tensor([-1, -0.25, -0.25, -0.25, -1, -0.25], dtype=torch.float64)
+    (found, metrics), (expected, more) = plain.experience(penalised), by_hand.experience()
+    torch.testing.assert_close(found.columns["advantages"], expected.columns["advantages"])
+    assert not torch.allclose(found.columns["advantages"], plain.experience()[0].columns["advantages"])
+    assert metrics["rewards_with_kl"] == pytest.approx(more["rewards_with_kl"])
 
 
 def spoil(what: Step) -> None:
@@ -121,7 +145,7 @@ def test_samples_with_nan_change_nothing_for_the_others() -> None:
     experience, metrics = whole.screened(SKIP).experience()
     good, bad = torch.tensor([0, 2, 5]), [1, 3, 4]
     expected, expected_metrics = step().only(good).experience()
-    lengths = whole.rollouts.response_lengths.tolist()
+    lengths = whole.rollouts.sampled_lengths.tolist()
     for name, column in experience.columns.items():
         parts = column.split(lengths)
         torch.testing.assert_close(torch.cat([parts[sample] for sample in good.tolist()]), expected.columns[name])
@@ -212,7 +236,7 @@ def test_log_probs_that_are_nan_leave_a_sample_out(whose: str, has_penalty: bool
     if not has_penalty:
         del made.columns["reference_logprobs"]
     logprobs = made.rollouts.engine_logprobs if whose else made.columns["old_logprobs"]
-    logprobs.split(made.rollouts.response_lengths.tolist())[3][-1] = math.nan
+    logprobs.split(made.rollouts.sampled_lengths.tolist())[3][-1] = math.nan
     with pytest.raises(NonFiniteError, match=rf"in {whose}log-probs of samples \[3\]"):
         made.screened(STOP)
     screened = made.screened(SKIP)

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.max_epochs": (2, {"ppo.max_epochs": 2, "ppo.max_steps": 8, "schedule.max_steps": 16}),
     "trainer.ppo.max_steps": (3, {"ppo.step_limit": 3, "ppo.max_steps": 3, "schedule.max_steps": 6}),
+    "trainer.ppo.val_check_at_start": (False, {"ppo.val_check_at_start": False}),
     "trainer.ppo.val_check_interval": (5, {"ppo.val_check_interval": 5, "ppo.save_interval": 5}),
     "trainer.ppo.save_interval": (3, {"ppo.save_interval": 3}),
     "trainer.ppo.gradient_clip_val": (0.5, {"optimizer.clip_grad": 0.5}),
@@ -241,11 +242,11 @@ def test_experience_is_what_the_formulas_say() -> None:
     batch, columns = made.rollouts, made.columns
     experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)
 
-    lengths, responses = batch.response_lengths.tolist(), range(len(batch))
+    lengths, responses = batch.sampled_lengths.tolist(), range(len(batch))
     kl = (columns["old_logprobs"] - columns["reference_logprobs"]).clamp(-0.3, 0.3)
     log_ratios = columns["old_logprobs"] - batch.engine_logprobs
     rewards = -0.1 * kl
-    for i, end in enumerate(batch.response_lengths.cumsum(0).tolist()):
+    for i, end in enumerate(batch.sampled_lengths.cumsum(0).tolist()):
         rewards[end - 1] += made.scores.rewards[i].float()
     advantages = torch.zeros_like(rewards)
     end = 0
@@ -278,7 +279,7 @@ def test_experience_is_what_the_formulas_say() -> None:
     expected = {
         "init_policy_kl": of_sequences(kl).mean().item(),
         "rewards_with_kl": of_sequences(rewards).mean().item(),
-        "generation_length": batch.response_lengths.float().mean().item(),
+        "generation_length": batch.sampled_lengths.float().mean().item(),
         "staleness_mean": 1.0,
         "staleness_max": 2.0,
         "importance_truncated": (log_ratios.exp() > 1.2)[kept].float().mean().item(),
@@ -338,7 +339,7 @@ def test_active_slots_are_the_mean_of_a_pass() -> None:
 def test_policy_and_critic_are_trained_on_what_is_theirs() -> None:
     experience, _ = step().experience()
     batch = experience.minibatch([2, 0, 5])
-    rollouts, lengths = experience.rollouts, experience.rollouts.response_lengths.tolist()
+    rollouts, lengths = experience.rollouts, experience.rollouts.sampled_lengths.tolist()
     assert batch.lengths.tolist() == rollouts.lengths[[0, 2, 5]].tolist()
     assert batch.wanted.tolist() == experience.learns[[0, 2, 5]].tolist() == [True, False, True]
     for name in ("old_logprobs", "advantages", "importance_weights"):

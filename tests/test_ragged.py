@@ -25,7 +25,7 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
 from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
@@ -50,11 +50,11 @@ def test_rows_and_wanted_positions() -> None:
     batch = RaggedBatch(
         tokens=torch.arange(1, 10, dtype=torch.int32),
         lengths=torch.tensor([2, 4, 3]),
-        prompt_lengths=torch.tensor([2, 1, 2]),
+        sampled=after_prompts(torch.tensor([2, 4, 3]), torch.tensor([2, 1, 2])),
         columns={"x": torch.tensor([1.0, 2.0, 3.0, 4.0])},
         wanted=torch.tensor([True, True, False]),
     )
-    assert len(batch) == 3 and batch.response_lengths.tolist() == [0, 3, 1]
+    assert len(batch) == 3 and batch.sampled_lengths.tolist() == [0, 3, 1]
     assert [row.tolist() for row in batch.sequences().tokens] == [[1, 2], [3, 4, 5, 6], [7, 8, 9]]
     assert [row.tolist() for row in batch.sequences().wanted] == [[], [True, True, True], []]
     turned = batch.rows(torch.tensor([2, 1, 2]))
@@ -74,7 +74,7 @@ def test_log_probs_are_those_of_a_padded_batch() -> None:
         Scoring(actor.temperature),
     )  # fmt: skip
     flat = actor.logprobs(batch)
-    counts = batch.wanted.repeat_interleave(batch.response_lengths)
+    counts = batch.wanted.repeat_interleave(batch.sampled_lengths)
     assert torch.equal(flat[counts], padded[wanted]) and not flat[~counts].any() and flat[counts].all()
 
 
@@ -111,7 +111,7 @@ def test_rows_that_are_left_out_after_their_pass_change_nothing(room: int | None
             per_token = passes._bytes_per_token()
             passes._free_bytes = lambda n=per_token: 2.0 * n * (1000 if room is None else room)  # type: ignore[method-assign,misc]
         actor.logprobs(batch, is_trained=True)
-        counts = left_out.repeat_interleave(batch.response_lengths)
+        counts = left_out.repeat_interleave(batch.sampled_lengths)
         columns = {name: x.masked_fill(~counts, math.nan) for name, x in batch.columns.items()}
         reports.append(actor.update(dataclasses.replace(batch, columns=columns, wanted=left_out)))
         weights.append(torch.cat([p.detach().flatten() for p in actor.model.gpt.parameters()]))
@@ -128,7 +128,7 @@ def test_passes_with_log_probs_that_are_no_numbers_are_forgotten() -> None:
     with torch.no_grad():
         actor.model.gpt.embedding.word_embeddings.weight[7] = math.nan
     logprobs = actor.logprobs(batch, is_trained=True)
-    is_finite = torch.tensor([bool(row.isfinite().all()) for row in logprobs.split(batch.response_lengths.tolist())])
+    is_finite = torch.tensor([bool(row.isfinite().all()) for row in logprobs.split(batch.sampled_lengths.tolist())])
     assert (~is_finite).nonzero().tolist() == [[3]]
     report = actor.update(dataclasses.replace(batch, wanted=batch.wanted & is_finite))
     assert report["skipped_updates"] == 0 and math.isfinite(report["grad_norm"])
@@ -166,7 +166,7 @@ def test_layouts_agree(result: Callable[[str], Result], layout: Layout) -> None:
         metrics, expected_metrics = found[f"metrics {number}"], expected[f"metrics {number}"]
         assert metrics.keys() == expected_metrics.keys()
         for name in metrics.keys() - {"padding_efficiency", "dp_balance"}:
-            assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-5, abs=1e-7), name
+            assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-5, abs=5e-7), name
     for name, weight in found["weights"].items():  # 5% of the learning rate, where the gradient is next to nothing
         torch.testing.assert_close(weight, expected["weights"][name], atol=0.05 * LR, rtol=0)
 

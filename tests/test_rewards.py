@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import importlib.util
 import json
+import logging
 import math
 import re
 import subprocess
@@ -198,6 +199,17 @@ def test_calls_over_their_limit_fail(build: Any, functions: str, caplog: pytest.
     assert "took more than 0.2 s" in str(late.problem) and "a thread cannot be ended" in str(late.problem)
     assert [other.value for other in others] == [2] * 20
     assert score(judge, responses("0"))[0].value == 1
+
+
+def test_a_mistake_is_shown_once_and_counted(build: Any, functions: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In the function's own lines alone, however many responses meet it; another mistake is another kind."""
+    failed = score(build({"source": f"{functions}:odd"}), responses(*["1 / 0"] * 32, "None", "None"))
+    assert all(reward.problem for reward in failed)
+    shown = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.exc_info is not None for record in shown] == [True, False, False]
+    first, counted, other = (logging.Formatter().format(record) for record in shown)
+    assert first.count('File "') == 2 and "functions.py" in first and "reward_functions.py" not in first
+    assert counted.startswith("10 responses have failed like this one") and "returned None" in other
 
 
 def test_a_call_that_hangs_does_not_keep_the_process(functions: str) -> None:

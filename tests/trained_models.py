@@ -79,7 +79,7 @@ def policy_batch(ids: torch.Tensor, advantage: float = 1.0) -> RaggedBatch:
     n, s = ids.shape
     advantages = advantage * torch.randn(n * (s - 1), generator=torch.Generator().manual_seed(9))
     return RaggedBatch(
-        ids.flatten().int(), torch.full((n,), s), torch.ones(n, dtype=torch.int64),
+        ids.flatten().int(), torch.full((n,), s), torch.arange(n * s) % s > 0,
         {"old_logprobs": torch.full_like(advantages, -4.0), "advantages": advantages},
         torch.ones(n, dtype=torch.bool),
     )  # fmt: skip

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nemo_style_aligner.wording import unescaped
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -42,6 +44,8 @@ Examples:
   nsa data show train_sft.jsonl --model ~/models/Qwen3-0.6B --tokens model.data.train_ds.add_eos=False
   nsa data show comparisons.jsonl --model sft.nemo --job rm model.data.append_eod=True
   nsa data show prompts.jsonl --model sft.nemo | less
+  nsa data show prompts.jsonl --model sft.nemo --count 8 --rewards "[{source: my_rewards.py:polite}]"
+  nsa data show prompts.jsonl --model sft.nemo --rewards "[{source: exact_match}]" --response "It is 42."
 """
 
 
@@ -62,6 +66,8 @@ def command() -> None:
 @click.option("--job", type=click.Choice(tuple(_JOBS)), help="Which job reads the file.  [default: by its first line]")
 @click.option("--line", type=click.IntRange(min=1), default=1, help="The first line to show.")
 @click.option("--count", type=click.IntRange(min=1), default=1, help="How many examples to show.")
+@click.option("--rewards", metavar="LIST", help="Try trainer.ppo.rewards on these lines: each response's reward.")
+@click.option("--response", "responses", multiple=True, help="To try them on.  [default: one that MODEL generates]")
 @click.option("--tokens", is_flag=True, help="Also each token, on a line of its own.")
 @click.option("--color/--no-color", default=None, help="Colours.  [default: on a terminal, unless NO_COLOR is set]")
 def show(
@@ -71,6 +77,8 @@ def show(
     job: str | None,
     line: int,
     count: int,
+    rewards: str | None,
+    responses: tuple[str, ...],
     tokens: bool,
     color: bool | None,
 ) -> None:
@@ -80,6 +88,12 @@ def show(
     What is learnt stands in ⟦brackets⟧; special tokens have a colour. Below each example stands what of its line is
     not in the text or is in it twice. What the code cuts off or reads as something else is logged, as in the job.
     """
+    if rewards is None and responses:
+        raise click.UsageError("--response needs --rewards")
+    if rewards is not None:
+        if job not in (None, "ppo"):
+            raise click.UsageError(f"--rewards is of reinforcement learning: leave out --job {job}")
+        job, keys = "ppo", (*keys, f"trainer.ppo.rewards={rewards}")
     from nemo_style_aligner.data.jsonl import parse_line, read_lines
     from nemo_style_aligner.models.files import tokenizer_of
     from nemo_style_aligner.telemetry.log_lines import configure_logging
@@ -98,6 +112,11 @@ def show(
     click.echo(f"{file}: read as {_JOBS[job][1]} (--job {job})")
     for lines in chosen:
         _show_lines(lines, dataset, tokenizer, tokens)
+    if rewards is not None:
+        _show_rewards(
+            cfg, [item for lines in chosen for item in dataset.of_lines(lines)[0]], tokenizer, responses, model
+        )
+        return
     _show_counts(dataset, written, tokenizer, cfg)
     _show_notes(_lines(file, 1, _LOOKED_AT, lines_of_example), dataset, tokenizer)
 
@@ -231,6 +250,23 @@ def _show_tokens(text: Example, tokenizer: Tokenizer) -> None:
         click.echo(f"{place:6} {token:8} {'learnt' if is_learnt else '':6} {kind:7} {piece}")
 
 
+def _show_rewards(
+    cfg: DictConfig, prompts: Sequence[Any], tokenizer: Tokenizer, responses: Sequence[str], model: Path
+) -> None:
+    """Print each response with its reward and the parts of it. Exit status 1 if one has none."""
+    from nemo_style_aligner.data.examples import spelt
+    from nemo_style_aligner.jobs.reward_trial import try_rewards
+
+    tried = try_rewards(cfg, prompts, tokenizer, [*map(unescaped, responses)], model.expanduser())
+    for one in tried:
+        parts = ", ".join(f"{name} {value:.6g}" for name, value in one.reward.parts.items())
+        value = f"{one.reward.value:.6g} ({parts})" if one.reward.problem is None else f"none: {one.reward.problem}"
+        click.secho(f"--- {one.prompt.place}: reward {spelt(value)}", bold=True)
+        click.echo(spelt(one.response))
+    if any(one.reward.problem is not None for one in tried):
+        raise click.exceptions.Exit(1)
+
+
 # ---- the whole file ----------------------------------------------------------------------------
 
 
@@ -239,7 +275,6 @@ def _show_counts(dataset: TextDataset[Any], written: TextFormat, tokenizer: Toke
     from omegaconf import OmegaConf
 
     from nemo_style_aligner.data.examples import has_end, texts_of
-    from nemo_style_aligner.wording import unescaped
 
     ends = tokenizer.end_strings(written.end_strings)
     lengths: list[int] = []

@@ -300,6 +300,7 @@ class SupervisedLoop(Updates):
     max_steps: Steps = -1  # updates of the whole run, over all restarts; -1: as many as max_epochs allows
     # Updates between validations; 0: none; a float up to 1.0: a fraction of the run.
     val_check_interval: Free[IntervalOrShare | None] = 100
+    val_check_at_start: Free[bool] = False  # validate before the first update as well
     # Updates between checkpoints; 0: only at the end and when stopped; a float up to 1.0: a fraction of the run.
     save_interval: Free[IntervalOrShare | None] = of("${.val_check_interval}")
     limit_val_batches: Free[IntervalOrShare] = 1.0  # global batches per validation; up to 1.0: a fraction of the data
@@ -765,10 +766,17 @@ class ServePolicy(Section):
     max_length: Count | None = None
 
 
+class Episodes(Section):
+    max_replies: Count = 16  # of an episode; the response, with what is inserted, has length_params.max_length tokens
+    seconds: Seconds = 300  # of an episode in its environment; a longer one has failed (on_nonfinite)
+    blocked_seconds: Seconds = 60  # a coroutine that holds the event loop for longer ends the run, and is named
+
+
 class ActorLoop(Updates):
     max_epochs: Count = 1  # passes over the training prompts
     max_steps: Steps = -1  # steps of the whole run, over all restarts; -1: as many as max_epochs allows
     val_check_interval: Free[Interval | None] = 10  # steps between validations; 0: none
+    val_check_at_start: Free[bool] = True  # validate before the first step as well: what later ones are compared with
     # Steps between checkpoints; 0: only at the end and when stopped.
     save_interval: Free[Interval | None] = of("${.val_check_interval}")
     # NaN or Inf in loss, gradients, rewards, values or log-probs. stop: the job ends with an error before an update is
@@ -798,11 +806,17 @@ class ActorLoop(Updates):
     dual_clip: Annotated[float, Range(1, low_excluded=True)] | None = None
     dynamic_sampling: DynamicSampling
 
+    # FILE.py:NAME, an `async def NAME(policy, line)`: a response is an episode of several replies, between which this
+    # function tells the policy what its tools, or others, say (docs/environments.md). null: it is one reply.
+    environment: str | None = None
+    episodes: Free[Episodes]
+
     # Rewards
     # A list of {name, source, weight: 1.0, only: {FIELD: VALUE}}: the weighted sum counts, and each is logged by name
     # (docs/rewards.md). null: the service that remote_critic_rm names; []: none, beside a teacher.
     # source: exact_match, math_verify (responses against the prompt line's answer), FILE.py:NAME, MODEL.nemo (a reward
-    # model in this job), service (that of remote_critic_rm) or http://HOST:PORT/NAME (another one).
+    # model in this job), service (that of remote_critic_rm), http://HOST:PORT/NAME (another one), or environment (what
+    # the episode's function returns).
     # only: the prompts whose line has VALUE, or one of [VALUES], in FIELD.
     rewards: list[Any] | None = None
     reward_functions: Free[RewardFunctions]  # those of rewards: FILE.py:NAME

@@ -110,6 +110,19 @@ class ChatRenderer:
         text = "".join(segment.text for segment in segments)
         return f"{text}{self.markers.turn_start}Assistant{self.markers.end_of_name}"
 
+    def continued(self, record: Record, conversation: Conversation) -> str:
+        """A conversation that ends within an answer, up to there.
+
+        Raises:
+            DataError: its last turn is no answer's text; or as `examples`.
+        """
+        *before, last = conversation.turns
+        if last.kind != "assistant" or last.content is None or last.extras.get("tool_calls"):
+            record.fail("what is continued should be a text of the assistant's")
+        if self.markers is None:
+            return _InTemplate(record, conversation, self).continued()
+        return self.prompt(record, dataclasses.replace(conversation, turns=before)) + last.content
+
     def begins_with_bos(self, asked: bool | None) -> bool:
         """Whether conversations begin with BOS: in markers as texts do; a template decides, if nothing else does."""
         if self.markers is None and asked is None and self.tokenizer.format.add_bos is None:
@@ -260,8 +273,9 @@ class _Text:
     answers: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-_Form = Literal["prompt", "whole", "marked", "without tools"]
-"""With the generation prompt at the end; as they are; with marks, for the proof; as if there were no tools."""
+_Form = Literal["prompt", "whole", "continued", "marked", "without tools"]
+"""With the generation prompt at the end; as they are; up to the last one's text; with marks, for the proof; as if there
+were no tools."""
 
 
 class _InTemplate:
@@ -271,7 +285,7 @@ class _InTemplate:
         self._record, self._renderer, self._tokenizer = record, renderer, renderer.tokenizer
         self._turns = [turn for turn in conversation.turns if turn.content or turn.kind != "system"]
         self._messages = [_message(turn, renderer.role(turn)) for turn in self._turns]
-        self._tools = conversation.tools
+        self._tools, self._variables = conversation.tools, conversation.variables
         self._rendered: dict[tuple[_Form, int], str] = {}  # by form, and how many of the first turns
 
     def examples(self) -> list[list[Segment]]:
@@ -281,6 +295,15 @@ class _InTemplate:
     def prompt(self) -> str:
         """See `ChatRenderer.prompt`."""
         return self._try(self._prompt)
+
+    def continued(self) -> str:
+        """See `ChatRenderer.continued`."""
+        return self._try(self._continued)
+
+    def _continued(self) -> str:
+        last = len(self._turns) - 1
+        self._prove(last + 1, {last: None})
+        return self._text("continued", last + 1)
 
     def _prompt(self) -> str:
         self._prove(len(self._turns))
@@ -367,7 +390,9 @@ class _InTemplate:
             if form == "marked":
                 messages = [marked(message, i)[0] for i, message in enumerate(messages)]
             tools = None if form == "without tools" else self._tools
-            self._rendered[form, number] = self._tokenizer.apply_chat_template(messages, form == "prompt", tools)
+            self._rendered[form, number] = self._tokenizer.apply_chat_template(
+                messages, form == "prompt", tools, self._variables, form == "continued"
+            )
         return self._rendered[form, number]
 
     # ---- the proof ----

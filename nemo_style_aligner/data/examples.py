@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,11 +11,11 @@ from nemo_style_aligner.data.chat_marks import without_spaces
 from nemo_style_aligner.data.datasets import ComparisonItem, JudgedItem, PreferenceItem, PromptItem, RegressionItem
 from nemo_style_aligner.data.sft import SFTItem
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.wording import spelt
 
 FIRST_EXAMPLE = "the first training example, what is learnt in double brackets:\n%s"
 """The jobs' line of log that `for_log` fills."""
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _CLIPPED = 600  # characters of each end of a text that a log shows
 # Keys whose values are not text of their own; tools and calls are proved to be in the text as it is rendered.
 _NO_TEXT = ("role", "from", "type", "mask", "tools", "tool_calls", "functions", "function_call", "tokenizer", "teacher")
@@ -103,11 +102,6 @@ def shown(example: Example, tokenizer: Tokenizer, paint: Callable[[Piece], str] 
         text = "".join(map(paint, run))
         marked.append(f"⟦{text}⟧" if is_learnt else text)
     return "".join(marked)
-
-
-def spelt(text: str) -> str:
-    """Text with its control characters, which a terminal would obey, spelt out."""
-    return _CONTROL.sub(lambda character: f"\\x{ord(character[0]):02x}", text)
 
 
 def changes(lines: Sequence[Mapping[str, Any]], examples: Sequence[Example], tokenizer: Tokenizer) -> list[str]:

@@ -259,7 +259,15 @@ class PromptEncoder(TextEncoder):
 
 
 def _prompt(record: Record, chats: ChatRenderer) -> ScoredText:
-    if "text" in record.fields or not is_conversation(record):
+    if not ("text" in record.fields or is_conversation(record)):
+        question = next((key for key in CONTEXT_KEYS if isinstance(record.fields.get(key), str)), None)
+        instead = f", such as [{{'role': 'user', 'content': what is in {question!r}}}]" if question else ""
+        present = ", ".join(map(repr, record.fields)) or "none"
+        record.fail(
+            f"key 'text' is missing (a prompt as the model gets it), and so is 'messages', a conversation{instead}"
+            f"; the keys present are: {present}"
+        )
+    if "text" in record.fields:
         return ScoredText(record, "", record.text("text"))
     return ScoredText(record, "", chats.prompt(record, read_conversation(record)), is_chat=True)
 

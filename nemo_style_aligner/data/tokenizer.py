@@ -52,6 +52,9 @@ _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x)
 # Many tokenizers encode the start of a text differently when it follows a special token.
 _BEHIND_SPECIAL = ("It is 39", " naturally")
 _SPECIALS_IN_EXAMPLE = 16
+PART_OF_A_CHARACTER = "\ufffd"
+"""What a text has in the place of bytes that are no whole character."""
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 _LAST = 64  # characters at a text's end that hold its last token
 
 # Chat templates that state today's date (Llama 3.1 and later, GPT-OSS) get this one: data must not depend on the day.
@@ -180,6 +183,23 @@ class Tokenizer(ABC):
         start = len(self.ids_to_text(before, keep_special=True))
         return functools.cache(lambda token_id: self.ids_to_text([*before, token_id], keep_special=True)[start:])
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of `token_text`: of a token that is a part of a character, that part's own."""
+        text = self.token_text(token_id)
+        if PART_OF_A_CHARACTER not in text:
+            return text.encode()
+        piece = self.piece(token_id)
+        if byte := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        spelt_as = {character: byte for byte, character in bytes_to_unicode().items()}
+        return bytes(map(spelt_as.__getitem__, piece)) if set(piece) <= spelt_as.keys() else text.encode()
+
+    @abstractmethod
+    def piece(self, token_id: int) -> str:
+        """A token as the vocabulary spells it."""
+
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
         """Id of exactly this token, or None."""
@@ -277,10 +297,15 @@ class Tokenizer(ABC):
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """A conversation as text; with ``add_generation_prompt`` it ends where the assistant's answer begins.
 
-        ``tools`` are JSON schemas of what the assistant may call.
+        Args:
+            tools: JSON schemas of what the assistant may call.
+            variables: further ones that the template may read, such as ``enable_thinking``.
+            continue_final_message: end where the last message's content does, as transformers does.
 
         Raises:
             TokenizerError: no chat template, or one that refuses these messages.
@@ -296,7 +321,10 @@ class Tokenizer(ABC):
             "add_generation_prompt": add_generation_prompt,
             "date_string": _DATE,
             **self.named_tokens,
+            **(variables or {}),
         }
+        if continue_final_message:
+            arguments["continue_final_message"] = True
         try:
             template = _TODAY.sub(lambda call: repr(_DAY.strftime(call[1][1:-1])), self.chat_template)
             return chat_templates.render(template, arguments)
@@ -352,6 +380,10 @@ class HuggingFaceTokenizer(Tokenizer):
         """See `Tokenizer.ids_to_text`."""
         kept = [int(i) for i in ids if keep_special or int(i) not in self.special_ids]
         return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def piece(self, token_id: int) -> str:
+        """See `Tokenizer.piece`."""
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     def token_to_id(self, token: str) -> int | None:
         """See `Tokenizer.token_to_id`."""
@@ -411,6 +443,10 @@ class SentencePieceTokenizer(Tokenizer):
             model = self._later_parts if text else self._model
             text += "".join(map(self._model.id_to_piece, part)) if is_special else model.decode(part)
         return text
+
+    def piece(self, token_id: int) -> str:
+        """See `Tokenizer.piece`."""
+        return str(self._model.id_to_piece(token_id))
 
     def token_to_id(self, token: str) -> int | None:
         """See `Tokenizer.token_to_id`."""
@@ -529,9 +565,13 @@ def _load(path: Path) -> Tokenizer:
         backend = config.get(_BACKEND_KEY, "huggingface") if _CONFIG in files else None
     except (ValueError, AttributeError) as error:
         raise TokenizerError(f"{path / _CONFIG} cannot be read: {error}") from error
-    models = sorted(path.glob("tokenizer.model")) or sorted(path.glob("*.model"))
+    _refuse_two_templates(path, files)
+    models = sorted(path.glob("*.model"))
     if backend != "sentencepiece" and ("tokenizer.json" in files or (backend and not models)):
-        return _load_hugging_face(path, files)
+        tokenizer = _load_hugging_face(path, files)
+        for model in models:
+            _refuse_another_vocabulary(model, tokenizer)
+        return tokenizer
     if len(models) != 1:
         names = ", ".join(model.name for model in models) or "neither"
         raise TokenizerError(f"{path}: expected tokenizer.json or one sentencepiece .model file, found {names}")
@@ -542,6 +582,36 @@ def _load(path: Path) -> Tokenizer:
         )
     others = {name: content for name, content in files.items() if not name.endswith(".model")}
     return SentencePieceTokenizer(models[0], others)
+
+
+def _refuse_two_templates(directory: Path, files: Mapping[str, bytes]) -> None:
+    within = _chat_template({name: content for name, content in files.items() if name != _TEMPLATE})
+    if (
+        _TEMPLATE in files
+        and within is not None
+        and within.strip() != files[_TEMPLATE].decode(errors="replace").strip()
+    ):
+        raise TokenizerError(
+            f"{directory} has two chat templates, which differ: {_TEMPLATE}, and chat_template in {_CONFIG}: remove one"
+        )
+
+
+def _refuse_another_vocabulary(model: Path, tokenizer: HuggingFaceTokenizer) -> None:
+    """Refuse a sentencepiece model that lies beside a tokenizer.json and is none of the same tokenizer.
+
+    Their ids may differ in special tokens and in those that were added. One that cannot be read is not heeded.
+    """
+    try:
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    except (OSError, RuntimeError):
+        return
+    ids = range(pieces.get_piece_size())
+    same = sum(pieces.id_to_piece(i) == tokenizer.piece(i) for i in ids if i < tokenizer.vocab_size)
+    if same < len(ids) / 2:
+        raise TokenizerError(
+            f"{model.parent} has two tokenizers: {same} of the {len(ids)} pieces of {model.name} have the same ids in "
+            "tokenizer.json. Remove that which is not the model's"
+        )
 
 
 def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBase:

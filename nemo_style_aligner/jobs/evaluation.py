@@ -32,7 +32,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, forward
-from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
 from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rl.math_verifier import MathVerifier
@@ -350,15 +350,16 @@ def _logprobs(model: MegatronModel, texts: Sequence[Text], temperature: float) -
     sums: list[float] = []
     for start in range(0, len(texts), _SCORING_BATCH):
         batch = texts[start : start + _SCORING_BATCH]
+        lengths = lengths_of([ids for ids, _ in batch])
         ragged = RaggedBatch(
             tokens=torch.tensor([token for ids, _ in batch for token in ids], dtype=torch.int32),
-            lengths=lengths_of([ids for ids, _ in batch]),
-            prompt_lengths=torch.tensor([given for _, given in batch]),
+            lengths=lengths,
+            sampled=after_prompts(lengths, torch.tensor([given for _, given in batch])),
             columns={},
             wanted=torch.ones(len(batch), dtype=torch.bool),
         )
         logprobs = forward(model, ragged, None, _BATCHING, lambda outputs, _: outputs, scoring=Scoring(temperature))
-        sums += [float(part.double().sum()) for part in logprobs.cpu().split(ragged.response_lengths.tolist())]
+        sums += [float(part.double().sum()) for part in logprobs.cpu().split(ragged.sampled_lengths.tolist())]
     return sums
 
 

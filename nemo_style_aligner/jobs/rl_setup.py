@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from omegaconf import DictConfig
 
 from nemo_style_aligner.config.loading import log_directory
-from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.engine.contract import text_before_end
 from nemo_style_aligner.jobs.job_setup import (
     Run,
     announce_checkpoints,
@@ -45,6 +41,7 @@ from nemo_style_aligner.rl.rollouts.setup import (
     build_rollout_rank,
     open_work_queue,
     require_kv_cache,
+    response_text,
     sampling_params,
 )
 from nemo_style_aligner.rl.settings import RLSettings
@@ -160,17 +157,6 @@ def serve_rollouts(cfg: DictConfig) -> int:
     if watchdog is not None:
         watchdog.stop()
     return status
-
-
-def response_text(cfg: DictConfig, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """What gives the text of a response's tokens, without what ended it."""
-    sampling = sampling_params(cfg, tokenizer)
-
-    def decode(token_ids: Sequence[int]) -> str:
-        ids, least = tokenizer.without_end(list(token_ids)), sampling.min_new_tokens
-        return text_before_end(ids, tokenizer.ids_to_text, sampling.stop_strings, least)
-
-    return decode
 
 
 def build_actor(

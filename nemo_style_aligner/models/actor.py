@@ -121,7 +121,7 @@ class Actor:
         columns = batch.columns
         logprobs, entropy = outputs.unbind(-1) if self._scoring.entropy else (outputs, None)
         return policy_objective(
-            LossInput(logprobs, columns["old_logprobs"], columns["advantages"], batch.response_lengths),
+            LossInput(logprobs, columns["old_logprobs"], columns["advantages"], batch.sampled_lengths),
             self.loss,
             importance_weights=columns.get("importance_weights"),
             reference_logprobs=columns.get("reference_logprobs"),

@@ -41,6 +41,7 @@ PEFT_CONFIG, _PEFT_WEIGHTS, _PEFT_PREFIX = "adapter_config.json", "adapter_model
 BASE_FINGERPRINT = "base_fingerprint"
 """Key of ``model.peft`` in the files of a job with adapters: the `archive_identity` of their base, its first digits."""
 
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCORE = "score."  # what PEFT's files have of a classifier's head
 # Of PEFT's settings, those under which an adapter is not W x + alpha / rank * B A x with one alpha and rank.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -249,6 +250,23 @@ def _require_whole(kind: AdapterKind, tensors: Mapping[str, torch.Tensor]) -> No
         raise ValueError(f"{kind.path / _PEFT_WEIGHTS} holds no adapters")
 
 
+def _require_all_layers(kind: AdapterKind, tensors: Mapping[str, torch.Tensor], num_layers: int) -> None:
+    """Refuse PEFT's files that have lost layers: what has an adapter in one has it in each that the config names."""
+    config = _peft_config(kind.path)
+    chosen, targets = config.get("layers_to_transform"), config.get("target_modules")
+    layers = range(num_layers) if chosen in (None, []) else chosen if isinstance(chosen, list) else [chosen]
+    present = {key.removeprefix(ADAPTER_PREFIX) for key in tensors if key.startswith(ADAPTER_PREFIX)}
+    expected = {_LAYER.sub(f".layers.{layer}.", name) for name in present for layer in layers}
+    if isinstance(targets, list) and not config.get("exclude_modules"):  # may name modules of one layer
+        ends = tuple(f".{target}{end}" for target in targets for end in (A_WEIGHT, B_WEIGHT))
+        expected = {name for name in expected if f".{name}".endswith(ends)}
+    if lost := sorted(expected - present):
+        raise ValueError(
+            f"{kind.path / _PEFT_WEIGHTS} lacks {some_of(lost)}: write or copy it again. If these layers never had "
+            f"adapters, {PEFT_CONFIG} should say so: layers_to_transform, and target_modules as a list"
+        )
+
+
 def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:
     """Fill a model's adapters, and its reward head if the files have one. Collective.
 
@@ -270,6 +288,8 @@ def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:
             f"{kind.path} has {names}, for which this job has no adapter: add what they belong to to "
             "model.peft.lora_tuning.target_modules (docs/lora.md), or choose the right base model"
         )
+    if not kind.model:
+        _require_all_layers(kind, tensors, model.architecture.num_layers)
     for key, tensor in tensors.items():
         if key in shapes and tuple(tensor.shape) != shapes[key]:
             raise CheckpointMismatchError(
@@ -331,4 +351,4 @@ def _peft_names(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torc
 
 def _layers(keys: Sequence[str]) -> list[int]:
     """The numbers of the layers, from 0 on, that have adapters."""
-    return sorted({int(found[1]) for key in keys if (found := re.search(r"\.layers\.(\d+)\.", key))})
+    return sorted({int(found[1]) for key in keys if (found := _LAYER.search(key))})

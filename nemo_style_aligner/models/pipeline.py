@@ -425,11 +425,11 @@ def forward(
 
     Returns:
         fp32 [n, *row_shape], zero in rows where nothing is wanted; the same on every rank if the batch is whole. Of a
-        ragged batch fp32 [R], of this rank's own response tokens.
+        ragged batch fp32 [R], of this rank's own sampled tokens.
     """
     asked = _Asked(model, batch, wanted, batching, scoring, is_whole)
     is_ragged, kept = asked.width is None, model.kept_passes if is_trained else None
-    size = int(batch.response_lengths.sum()) if is_ragged else len(asked.sequences)
+    size = int(batch.sampled_lengths.sum()) if is_ragged else len(asked.sequences)
     results = torch.zeros(size, *row_shape, dtype=torch.float32, device=device())
     if not any(asked.sequences.used):
         return results
@@ -441,11 +441,11 @@ def forward(
     if asked.is_whole:
         local = all_gather_rows(local, parallel_state.get_data_parallel_group())
     chosen = torch.tensor([row for part in parts for row in part.rows])
-    results[moved(batch.response_places(chosen) if is_ragged else chosen, results.device)] = local
+    results[moved(batch.sampled_places(chosen) if is_ragged else chosen, results.device)] = local
     if kept is not None:
         # Training leaves out rows with NaN or Inf, but a backward pass through them gives NaN even from zero gradients.
         finite = results.isfinite()
-        of_rows = finite.cpu().split(batch.response_lengths.tolist()) if is_ragged else finite.flatten(1).cpu()
+        of_rows = finite.cpu().split(batch.sampled_lengths.tolist()) if is_ragged else finite.flatten(1).cpu()
         is_finite = [bool(row.all()) for row in of_rows]
         for part in parts:
             if not all(is_finite[row] for row in part.rows):

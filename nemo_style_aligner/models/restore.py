@@ -25,6 +25,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
 )
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.config.loading import plain_config
+from nemo_style_aligner.config.section_names import translated
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.models.adapter_files import adapter_identity, adapter_kind, load_adapter
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
@@ -196,11 +197,16 @@ def portable_config(
         trainer: the job's ``trainer`` section.
         base: the archive that the job started from.
     """
-    method = next((key for key, value in trainer.items() if isinstance(value, Mapping)), "trained")
-    history = [*config.get(HISTORY, ()), f"{method} from {base.absolute()}"]
+    history = [*config.get(HISTORY, ()), f"{_method(trainer)} from {base.absolute()}"]
     mark = {IS_CRITIC: True} if "ppo" in trainer and "ppo" not in config else {}  # an actor's model has one as well
     kept = {key: value for key, value in config.items() if key not in JOB_SETTINGS}
     return kept | architecture.to_nemo_config() | mark | {HISTORY: history}
+
+
+def _method(trainer: Mapping[str, Any]) -> str:
+    """What a job did to its model, as its own YAML names it: the section of ``trainer`` that says how to train."""
+    sections = (key for key, value in trainer.items() if isinstance(value, Mapping) and "gradient_clip_val" in value)
+    return translated(f"trainer.{next(sections, 'trained')}").removeprefix("trainer.")
 
 
 _POSITIONS, _LENGTH = "max_position_embeddings", "encoder_seq_length"

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_style_aligner.config.command_line import config_with
+from nemo_style_aligner.config.command_line import compose
 from nemo_style_aligner.config.fields import Given, Section, fields_of
 from nemo_style_aligner.config.loading import ConfigError, check_config
 from nemo_style_aligner.config.schema import JOBS, Count, fields_of_job
@@ -283,8 +284,16 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     yield from _common_keys(plan)
 
 
-def check_configs(plan: Plan) -> None:
-    """Check the settings of all jobs as each job would at its start (the first of its two rounds of checks).
+FindProblems = Callable[[str, DictConfig, int], list[str]]
+"""(a config's name, a config, the job's number of ranks) -> the second round of a job's checks, a line for each."""
+
+
+def check_configs(plan: Plan, find_problems: FindProblems | None = None) -> None:
+    """Check the settings of all jobs as each job would at its start.
+
+    Args:
+        plan: whose paths are this machine's.
+        find_problems: the second round of a job's checks, of models and data; None: it is left to the jobs.
 
     Raises:
         PlanError: a job would refuse them; all reasons of all jobs.
@@ -292,15 +301,34 @@ def check_configs(plan: Plan) -> None:
     nowhere = dict.fromkeys(plan.services(), Address("localhost", 1, "localhost"))
     problems = []
     for name, job in plan.jobs.items():
-        if job.config is None or any(argument.startswith("-") for argument in job.arguments):  # a config of the user's
-            continue
-        try:
-            arguments = [fill(argument, nowhere) for argument in plan.arguments(name)]
-            check_config(config_with(job.config, arguments), job.config)
-        except ConfigError as error:
-            problems += [f"  jobs.{name}: {line}" for line in names_of(job.config).translated(str(error)).splitlines()]
+        arguments = [fill(argument, nowhere) for argument in plan.arguments(name)]
+        if job.config is None:
+            found = [] if job.has_config or find_problems is None else _missing_files(arguments)
+        else:
+            found = _refused(job.config, arguments, job.nodes * job.devices, find_problems)
+        problems += [f"  jobs.{name}: {line}" for line in found]
     if problems:
         raise PlanError("the plan's settings:\n" + "\n".join(problems))
+
+
+def _refused(config: str, arguments: Sequence[str], ranks: int, find_problems: FindProblems | None) -> list[str]:
+    """Why a job with a config would refuse its command line, a line for each reason."""
+    try:
+        if (composed := compose(config, arguments=arguments)) is None:
+            return [f"{' '.join(arguments)}: this command line starts no job"]
+        check_config(composed.cfg, config)
+        found = [] if find_problems is None else find_problems(config, composed.cfg, ranks)
+    except ConfigError as error:
+        found = [str(error)]
+    return [line for text in found for line in names_of(config).translated(text).splitlines()]
+
+
+def _missing_files(arguments: Sequence[str]) -> list[str]:
+    """What ``serve_reward_function.py`` would not find."""
+    options = dict(itertools.pairwise(arguments))
+    files = {name: options.get(name, "") for name in ("--function", "--tokenizer")}
+    files["--function"] = files["--function"].rpartition(":")[0]
+    return [f"{name} {options.get(name)}: no such file" for name, file in files.items() if not os.path.exists(file)]
 
 
 def _double(job: PlannedJob, place: str) -> Iterator[str]:

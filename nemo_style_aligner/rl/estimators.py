@@ -111,16 +111,17 @@ class GroupedSamples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRewards(GroupedSamples):
-    """What an estimator sees of a step: N samples, of which n, with R response tokens, are this rank's own.
+    """What an estimator sees of a step: N samples, of which n, with R sampled tokens, are this rank's own.
 
-    Everything is on the CPU. A flat tensor [R] has one number per response token, sample after sample.
+    Everything is on the CPU. A flat tensor [R] has one number per sampled token, sample after sample: what an
+    environment has inserted between two replies has none.
 
     Attributes:
         rewards: fp64 [N], in the step's order; NaN is possible where a sample does not count.
         ended: bool [N]; False where a response was cut off at the length limit.
         kl: fp64 [N], each sample's KL penalty, times its coefficient and summed over its tokens; 0 where the rewards
             carry no penalty.
-        all_lengths: int64 [N], response tokens.
+        all_lengths: int64 [N], sampled tokens.
         own: int64 [n], which of the N samples are this rank's.
         token_kl: fp32 [R], the penalty of this rank's tokens, times its coefficient.
         values: fp32 [R], the critic's; None where there is none.
@@ -145,7 +146,7 @@ class StepRewards(GroupedSamples):
         Args:
             rewards: fp64 [N].
             groups: int64 [N].
-            lengths: int64 [N], response tokens.
+            lengths: int64 [N], sampled tokens.
             known: more attributes, in place of these, and of a KL penalty of 0.
         """
         attributes: dict[str, Any] = {
@@ -159,7 +160,7 @@ class StepRewards(GroupedSamples):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Response tokens of this rank's samples, int64 [n]."""
+        """Sampled tokens of this rank's samples, int64 [n]."""
         return self.all_lengths[self.own]
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
@@ -220,7 +221,7 @@ class Estimator:
         if x.shape != step.token_kl.shape:
             raise self._error(
                 f"{what} of shape {list(x.shape)}, and not a number for each of this rank's {len(step.token_kl)} "
-                "response tokens: step.spread makes one of a number for each sample"
+                "sampled tokens: step.spread makes one of a number for each sample"
             )
         if not x.isfinite().all():
             rows = functional.segment_sum((~x.isfinite()).double(), step.lengths).nonzero()[:, 0]

@@ -48,7 +48,7 @@ class AdvantageSettings:
 
 @dataclasses.dataclass
 class Experience:
-    """Scored rollouts, ready to train on. Flat tensors [R] have one number per response token of this rank's share.
+    """Scored rollouts, ready to train on. Flat tensors [R] have one number per sampled token of this rank's share.
 
     Attributes:
         rollouts: the N samples.
@@ -83,38 +83,30 @@ class Experience:
     def dealt(self, share: torch.Tensor) -> Experience:
         """The same with another share of the samples on each rank, int64 [n]. Collective."""
         rollouts = self.rollouts
-        responses = rollouts.response_lengths
+        sampled = rollouts.sampled_lengths
         return Experience(
             dataclasses.replace(
                 rollouts,
                 own=share,
                 tokens=rollouts.dealt(share, rollouts.tokens, rollouts.lengths),
-                engine_logprobs=rollouts.dealt(share, rollouts.engine_logprobs, responses),
+                sampled=rollouts.dealt(share, rollouts.sampled, rollouts.lengths),
+                engine_logprobs=rollouts.dealt(share, rollouts.engine_logprobs, sampled),
             ),
             self.learns,
-            {name: rollouts.dealt(share, column, responses) for name, column in self.columns.items()},
+            {name: rollouts.dealt(share, column, sampled) for name, column in self.columns.items()},
         )
 
     def value_batch(self) -> ValueBatch | None:
         """What a critic in another job learns: all samples on rank 0, None elsewhere. Collective."""
         rollouts = self.rollouts
         tokens = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths)
-        parts = [
-            rollouts.on_first_rank(self.columns[name], rollouts.response_lengths) for name in ("returns", "values")
-        ]
-        if tokens is None:
+        sampled = rollouts.on_first_rank(rollouts.sampled, rollouts.lengths)
+        parts = [rollouts.on_first_rank(self.columns[name], rollouts.sampled_lengths) for name in ("returns", "values")]
+        if tokens is None or sampled is None:
             return None
-        width = max(map(len, tokens))
-        first = (rollouts.prompt_lengths - 1).tolist()
-        padded = []
-        for rows in (*parts, [torch.ones(length) for length in rollouts.response_lengths.tolist()]):
-            assert rows is not None
-            column = torch.zeros(len(rollouts), width - 1)
-            for row, (begin, values) in enumerate(zip(first, rows, strict=True)):
-                column[row, begin : begin + len(values)] = values
-            padded.append(column)
-        returns, values, mask = padded
-        mask *= rollouts.counts[:, None]
+        where = torch.nn.utils.rnn.pad_sequence([row[1:] for row in sampled], batch_first=True)
+        returns, values = (torch.zeros(where.shape).masked_scatter(where, torch.cat(list(x or ()))) for x in parts)
+        mask = (where & rollouts.counts[:, None]).float()
         return ValueBatch(pad_rows([row.tolist() for row in tokens], 0), returns, values, mask)
 
 
@@ -210,7 +202,7 @@ def make_experience(
         The experience, and the step's metrics under NeMo-Aligner's names, the same on every rank.
     """
     logprobs, values = columns["old_logprobs"], columns.get("values")
-    counts, every_length = rollouts.counts, rollouts.response_lengths
+    counts, every_length = rollouts.counts, rollouts.sampled_lengths
     kl = torch.zeros_like(logprobs)
     if "reference_logprobs" in columns:
         kl = functional.kl_penalty(
@@ -285,7 +277,7 @@ def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer_tokens: int,
     0 up to ``max_length - buffer_tokens``, from there on a straight line down to ``-penalty`` at ``max_length``.
 
     Args:
-        lengths: int64 [N], response tokens.
+        lengths: int64 [N], sampled tokens.
         max_length: the most tokens that a response may have.
         buffer_tokens: how many of them are penalised; 0: none.
         penalty: at the limit (1 in the paper).
@@ -322,12 +314,12 @@ def toward_teacher(
 
 
 def _token_mean(rollouts: Rollouts, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The mean over the response tokens of some samples, fp64; 0 where there are none. ``rows``: bool [N]."""
-    return rollouts.sums(x)[rows].sum() / rollouts.response_lengths[rows].sum().clamp(min=1)
+    """The mean over the sampled tokens of some samples, fp64; 0 where there are none. ``rows``: bool [N]."""
+    return rollouts.sums(x)[rows].sum() / rollouts.sampled_lengths[rows].sum().clamp(min=1)
 
 
 def _moments(name: str, x: torch.Tensor, rollouts: Rollouts) -> dict[str, float]:
-    """Mean and standard deviation over the response tokens of samples that count."""
+    """Mean and standard deviation over the sampled tokens of samples that count."""
     mean = _token_mean(rollouts, x, rollouts.counts)
     variance = _token_mean(rollouts, (x.double() - mean).square(), rollouts.counts)
     return {f"{name}_mean": mean.item(), f"{name}_std": variance.sqrt().item()}
@@ -354,7 +346,7 @@ def _importance(
         weights = log_ratios.clamp(max=math.log(settings.importance_weight_cap)).exp()
     if settings.importance_sequence_bounds is not None:
         low, high = settings.importance_sequence_bounds
-        ratios = (rollouts.sums(log_ratios) / rollouts.response_lengths).exp()
+        ratios = (rollouts.sums(log_ratios) / rollouts.sampled_lengths).exp()
         trusted = (ratios >= low) & (ratios <= high)
     return weights, trusted
 
@@ -395,7 +387,7 @@ def rollout_metrics(rollouts: Rollouts, scores: Scores, values: torch.Tensor | N
         "rollout_size": len(rollouts),
         "prompt_lengths": rollouts.prompt_lengths.float().mean().item(),
         "response_lengths": rollouts.lengths.float().mean().item(),
-        "generation_length": rollouts.response_lengths.float().mean().item(),
+        "generation_length": rollouts.sampled_lengths.float().mean().item(),
         "fraction_of_samples_properly_ended": rollouts.ended.float().mean().item(),
         "rewards": scores.rewards[counts].mean().item(),
         **{name: part.mean().item() for name, part in parts.items() if len(part)},
@@ -407,13 +399,13 @@ def rollout_metrics(rollouts: Rollouts, scores: Scores, values: torch.Tensor | N
 
 
 def engine_gap(rollouts: Rollouts, logprobs: torch.Tensor) -> dict[str, float]:
-    """How far the generation engine's log-probs are from the trainer's, over response tokens. Collective.
+    """How far the generation engine's log-probs are from the trainer's, over sampled tokens. Collective.
 
     ``engine_kl`` is the k3 estimate of KL(engine || trainer).
     """
     gap = (rollouts.engine_logprobs - logprobs).abs()
     # Torch's check of the lengths, which fit, would refuse a share without samples.
-    own = torch.segment_reduce(gap, "max", lengths=rollouts.own_responses, initial=0.0, unsafe=True)
+    own = torch.segment_reduce(gap, "max", lengths=rollouts.own_sampled, initial=0.0, unsafe=True)
     largest = rollouts.everywhere(own)
     kl = functional.kl_penalty(rollouts.engine_logprobs, logprobs, "k3")
     return {

@@ -10,7 +10,7 @@ import torch
 
 from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.rl.rewards import Reward, RewardError, Rewards, RewardSource, when_all
-from nemo_style_aligner.rl.sample import Sample, of_responses
+from nemo_style_aligner.rl.sample import Sample, of_sampled
 from nemo_style_aligner.services.http_client import RequestRefusedError
 from nemo_style_aligner.services.protocol import ProtocolError
 from nemo_style_aligner.services.score_client import PromptsOfSequences, ScoreClient, Scores, SequencesToScore
@@ -37,7 +37,7 @@ class RemoteScores(RewardSource):
     def column(self, name: str, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]]:
         """Scores of samples' response tokens, fp32 each; returns at once."""
         rows, answer = self._ask(samples)
-        return when_all([answer], lambda: of_responses(answer.result()[name][rows], samples))
+        return when_all([answer], lambda: of_sampled(answer.result()[name][rows], samples))
 
     def score(self, responses: Sequence[Sample]) -> Rewards:
         """See `RewardSource.score`."""

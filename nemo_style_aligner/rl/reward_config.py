@@ -6,18 +6,24 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.rl.remote_scores import RemoteScores
-from nemo_style_aligner.rl.reward_functions import DEFAULT_SECONDS, FunctionRewards, MathRewards, load_reward_function
+from nemo_style_aligner.rl.reward_functions import (
+    DEFAULT_SECONDS,
+    EnvironmentRewards,
+    FunctionRewards,
+    MathRewards,
+    load_reward_function,
+)
 from nemo_style_aligner.rl.rewards import ExactMatch, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.services.http_client import ClientLimits
 from nemo_style_aligner.services.score_client import ScoreClient
 
 REWARDS = "trainer.ppo.rewards"
 
-SourceKind = Literal["exact_match", "math_verify", "service", "url", "archive", "function"]
+SourceKind = Literal["exact_match", "math_verify", "service", "environment", "url", "archive", "function"]
 
 # What a source looks like; without a pattern, it is its kind's name.
 _PATTERNS: Mapping[str, str] = {
@@ -25,11 +31,11 @@ _PATTERNS: Mapping[str, str] = {
     "archive": r".*\.nemo/?",
     "function": r".+\.py:\w+",
 }
-_KINDS: tuple[SourceKind, ...] = ("exact_match", "math_verify", "service", "url", "archive", "function")
+_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
 LAYOUT: Mapping[str, int] = {"devices": 0, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 """Keys of a frozen model's ranks, and their defaults."""
 _KEYS: Mapping[str, Any] = {"name": None, "source": None, "weight": 1.0, "only": {}, **LAYOUT}
-_CHOICES = "exact_match, math_verify, service, http://HOST:PORT/NAME, FILE.py:NAME or MODEL.nemo"
+_CHOICES = "exact_match, math_verify, service, environment, http://HOST:PORT/NAME, FILE.py:NAME or MODEL.nemo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +131,8 @@ def build_reward_source(
             return ExactMatch()
         if spec.kind == "math_verify":
             return MathRewards()
+        if spec.kind == "environment":
+            return EnvironmentRewards()
         if spec.kind == "service":
             return service()
         if spec.kind == "url":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import copy
 import functools
@@ -10,6 +11,7 @@ import inspect
 import logging
 import math
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,7 @@ a number, or named parts of one: the reward is their sum, or the part ``reward``
 _ARGUMENTS, _STEP = ("prompt", "response", "line"), "step"
 DEFAULT_SECONDS = 60.0
 _COROUTINES = 64  # at once
+_FRAMES = 5  # the innermost ones, which tell kinds of failures apart
 _PROCESSES = 2  # that verify mathematics, of each rank
 
 
@@ -69,6 +72,8 @@ class FunctionRewards(RewardSource):
         self.max_parallel = max_parallel or (1 if self._loop is None else _COROUTINES)
         self._waiting = concurrent.futures.ThreadPoolExecutor(self.max_parallel, "reward-function")
         self._closed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._failures: collections.Counter[object] = collections.Counter()  # by kind
+        self._lock = threading.Lock()
 
     def score(self, responses: Sequence[Sample]) -> Rewards:
         """See `RewardSource.score`."""
@@ -97,16 +102,25 @@ class FunctionRewards(RewardSource):
             cancel()
             hangs = "; the call goes on, for a thread cannot be ended" if self._loop is None else ""
             problem = f"the reward function {self._name} took more than {self._seconds:g} s for {response}{hangs}"
-            logger.error(problem)
-            return Reward.failed(problem)
-        try:
-            returned = call.result()
-        except BaseException as error:  # also sys.exit(), and a panic in a library's Rust code
-            logger.error("the reward function %s raised an error for %s", self._name, response, exc_info=error)
-            return Reward.failed(
-                f"the reward function {self._name} raised {describe(error)} for {response}; the traceback is in the log"
-            )
-        return self._as_reward(returned, response)
+            return self._failed("too slow", problem)
+        if (error := call.exception()) is not None:  # also sys.exit(), and a panic in a library's Rust code
+            trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame that calls the function
+            where = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)][-_FRAMES:]
+            problem = f"the reward function {self._name} raised {describe(error)} for {response}"
+            self._failed((type(error), *where), problem, (type(error), error, trace))
+            return Reward.failed(f"{problem}; the traceback is in the log")
+        return self._as_reward(call.result(), response)
+
+    def _failed(self, kind: object, problem: str, exc_info: Any = None) -> Reward:
+        """Log the first failure of its kind, and how many there are now and then: a mistake is every response's."""
+        with self._lock:
+            self._failures[kind] += 1
+            count = self._failures[kind]
+        if count == 1:
+            logger.error(problem, exc_info=exc_info)
+        elif str(count).strip("0") == "1":  # 10, 100, ...
+            logger.error("%d responses have failed like this one now: %s", count, problem)
+        return Reward.failed(problem)
 
     def _begin(
         self, call: concurrent.futures.Future[Any], function: RewardFunction, *args: Any
@@ -120,16 +134,32 @@ class FunctionRewards(RewardSource):
         return lambda: None
 
     def _as_reward(self, returned: Any, response: Sample) -> Reward:
-        parts = returned if isinstance(returned, Mapping) else {"reward": returned}
-        known = {part: n for part, v in parts.items() if isinstance(part, str) and (n := _as_number(v)) is not None}
-        if known and len(known) == len(parts):  # all are named numbers
-            value = known.pop("reward") if "reward" in known else math.fsum(known.values())
-            if fits_fp32(value):
-                return Reward(value, known)
-        wanted = "is not a finite number" if parts is not returned else "are not named numbers with a finite sum"
-        problem = f"the reward function {self._name} returned {returned!r:.80}, which {wanted}, for {response}"
-        logger.error(problem)
-        return Reward.failed(problem)
+        reward = as_reward(returned, f"the reward function {self._name}", response)
+        if reward.problem is not None:
+            return self._failed(("returned", type(returned)), reward.problem)
+        return reward
+
+
+class EnvironmentRewards(RewardSource):
+    """What the environment of an episode has returned."""
+
+    def score(self, responses: Sequence[Sample]) -> Rewards:
+        """See `RewardSource.score`."""
+        result: Rewards = concurrent.futures.Future()
+        result.set_result([as_reward(sample.outcome, "the environment", sample) for sample in responses])
+        return result
+
+
+def as_reward(returned: Any, who: str, response: Sample) -> Reward:
+    """What a function of the user's has returned as a reward: a number, or named parts; failed if it is neither."""
+    parts = returned if isinstance(returned, Mapping) else {"reward": returned}
+    known = {part: n for part, v in parts.items() if isinstance(part, str) and (n := _as_number(v)) is not None}
+    if known and len(known) == len(parts):  # all are named numbers
+        value = known.pop("reward") if "reward" in known else math.fsum(known.values())
+        if fits_fp32(value):
+            return Reward(value, known)
+    wanted = "is not a finite number" if parts is not returned else "are not named numbers with a finite sum"
+    return Reward.failed(f"{who} returned {returned!r:.80}, which {wanted}, for {response}")
 
 
 class MathRewards(FunctionRewards):

@@ -52,6 +52,9 @@ class Sample:
         decode: gives the response's text, without special tokens and without what ended it.
         place: where the line is, such as ``train.jsonl:7``; "": not known.
         step: the run's that it was made in, from 1; in a validation the last one before it.
+        sampled: which tokens of the response the policy has sampled; None: all.
+        outcome: what the environment of an episode has returned.
+        problem: why an episode has failed.
     """
 
     sample_id: int
@@ -63,6 +66,9 @@ class Sample:
     decode: Callable[[Sequence[int]], str]
     place: str = ""
     step: int = 0
+    sampled: Sequence[bool] | None = None
+    outcome: Any = None
+    problem: str | None = None
 
     @property
     def prompt(self) -> str:
@@ -71,8 +77,13 @@ class Sample:
 
     @functools.cached_property
     def response(self) -> str:
-        """The response's text."""
-        return self.decode(self.token_ids[self.prompt_length :])
+        """The response's text; of an episode that of the last reply, where its answer is."""
+        tokens, sampled = self.token_ids[self.prompt_length :], self.sampled
+        if sampled is None:
+            return self.decode(tokens)
+        end = max((place + 1 for place, is_sampled in enumerate(sampled) if is_sampled), default=0)
+        start = max((place + 1 for place, is_sampled in enumerate(sampled[:end]) if not is_sampled), default=0)
+        return self.decode(tokens[start:end])
 
     def __str__(self) -> str:
         """The sample in messages: "the prompt of train.jsonl:7 with the response '4'"."""
@@ -80,10 +91,13 @@ class Sample:
         return f"{prompt} with the response {_excerpt(self.response)}"
 
 
-def of_responses(x: torch.Tensor, samples: Sequence[Sample]) -> list[torch.Tensor]:
-    """The response tokens' part of the samples' rows of ``x`` [n, s-1], whose column t is of token t + 1."""
-    places = ((sample.prompt_length - 1, len(sample.token_ids) - 1) for sample in samples)
-    return [row[begin:end] for row, (begin, end) in zip(x, places, strict=True)]
+def of_sampled(x: torch.Tensor, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """The sampled tokens' part of the samples' rows of ``x`` [n, s-1], whose column t is of token t + 1."""
+    rows = []
+    for row, sample in zip(x, samples, strict=True):
+        of_response = row[sample.prompt_length - 1 : len(sample.token_ids) - 1]
+        rows.append(of_response if sample.sampled is None else of_response[torch.tensor(sample.sampled)])
+    return rows
 
 
 def _excerpt(text: str) -> str:
@@ -100,41 +114,40 @@ class Rollouts:
         prompt_ids: int64 [N], the prompt's index in its dataset.
         groups: int64 [N]; samples of one prompt have the same number.
         prompt_lengths, lengths: int64 [N], tokens of the prompt, and of prompt and response, stop token included.
+        sampled_lengths: int64 [N], tokens of the response that the policy has sampled: all but what was inserted.
         ended: bool [N], whether a stop token or stop string ended the response (not the length limit).
         weight_versions: int64 [N], version of the weights that each response was made with.
         counts: bool [N], False if rewards, values or log-probs are NaN or Inf: left out of losses and statistics.
         own: int64 [n], ascending: the samples of this rank's share.
         tokens: int32 [T], prompts and responses of the share, one after the other.
-        engine_logprobs: fp32 [R], the engine's log-probs of the share's response tokens.
+        sampled: bool [T], those that the policy has sampled.
+        engine_logprobs: fp32 [R], the engine's log-probs of the share's sampled tokens.
     """
 
     prompt_ids: torch.Tensor
     groups: torch.Tensor
     prompt_lengths: torch.Tensor
     lengths: torch.Tensor
+    sampled_lengths: torch.Tensor
     ended: torch.Tensor
     weight_versions: torch.Tensor
     counts: torch.Tensor
     own: torch.Tensor
     tokens: torch.Tensor
+    sampled: torch.Tensor
     engine_logprobs: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
-    def response_lengths(self) -> torch.Tensor:
-        """int64 [N], tokens of each response."""
-        return self.lengths - self.prompt_lengths
-
-    @property
-    def own_responses(self) -> torch.Tensor:
-        """int64 [n], tokens of the responses of this rank's share."""
-        return self.response_lengths[self.own]
+    def own_sampled(self) -> torch.Tensor:
+        """int64 [n], sampled tokens of the samples of this rank's share: the segments of a column."""
+        return self.sampled_lengths[self.own]
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         """Sums over the tokens of each sample, fp64 [N] on every rank. Collective. ``x``: [R], of the share."""
-        return self.everywhere(functional.segment_sum(x.double(), self.own_responses))
+        return self.everywhere(functional.segment_sum(x.double(), self.own_sampled))
 
     def everywhere(self, own: torch.Tensor) -> torch.Tensor:
         """Numbers of the share's samples [n, ...] as those of all samples [N, ...], fp64, on every rank. Collective.
@@ -150,13 +163,13 @@ class Rollouts:
         return every.cpu()
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """A number of each of the N samples, repeated for the response tokens of the share: [R]."""
-        return functional.spread(x[self.own], self.own_responses)
+        """A number of each of the N samples, repeated for the sampled tokens of the share: [R]."""
+        return functional.spread(x[self.own], self.own_sampled)
 
     def batch(self, wanted: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> RaggedBatch:
         """The share as the models take it. ``wanted``: bool [N], samples that are computed."""
         own = self.own
-        return RaggedBatch(self.tokens, self.lengths[own], self.prompt_lengths[own], dict(columns), wanted[own])
+        return RaggedBatch(self.tokens, self.lengths[own], self.sampled, dict(columns), wanted[own])
 
     # ---- to other ranks ---------------------------------------------------------------------
 

@@ -53,8 +53,9 @@ class ScoredBatch:
     def result(self) -> Iterator[tuple[int, Reward, dict[str, torch.Tensor]]]:
         """Each sample's id, its reward and its columns, fp32 [response tokens] each."""
         columns = {name: column.result() for name, column in self.columns.items()}
-        for row, (sample_id, reward) in enumerate(zip(self.sample_ids, self.rewards.result(), strict=True)):
-            yield sample_id, reward, {name: column[row] for name, column in columns.items()}
+        for row, (sample, reward) in enumerate(zip(self.samples, self.rewards.result(), strict=True)):
+            given = reward if sample.problem is None else Reward.failed(sample.problem)
+            yield sample.sample_id, given, {name: column[row] for name, column in columns.items()}
 
 
 class Scorer:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from typing import Any
 
 from flask import Flask, Response, request
@@ -37,6 +37,7 @@ class ServedModel:
         host, port: where to listen; port 0 is a free one.
         token: clients' API key; None: whoever reaches the port is answered.
         section: of the config that host and port are from, for errors.
+        allowed_origins: whose pages may ask, see `WsgiServer`.
         request_seconds: for a request to be answered whole.
         max_outstanding: responses that wait or are made.
 
@@ -54,6 +55,7 @@ class ServedModel:
         port: int,
         token: str | None,
         section: str | None = None,
+        allowed_origins: Collection[str] = (),
         request_seconds: float = 600.0,
         max_outstanding: int = 1024,
     ) -> None:
@@ -71,6 +73,7 @@ class ServedModel:
             section=section,
             token=token,
             is_open=lambda path: path == _HEALTH_PATH,
+            allowed_origins=allowed_origins,
             error_body=error_body,
         )
 
@@ -84,6 +87,7 @@ class ServedModel:
     def _app(self) -> Flask:
         app = service_app("nemo_style_aligner.serving", self._metrics.registry, error_body)
         app.after_request(self._count)
+        app.url_map.strict_slashes = False  # /v1/models/, too
         posts = {"/v1/completions": self._completion, "/v1/chat/completions": self._chat}
         for path, view in (posts | {"/tokenize": self._tokenize, "/detokenize": self._detokenize}).items():
             app.add_url_rule(path, view_func=view, methods=["POST"])
@@ -177,8 +181,7 @@ def _events(asked: Asked, answer: Answer, news: Generator[None, None, None]) -> 
     with contextlib.closing(news):
         try:
             while True:
-                if (chunk := answer.news()) is not None:
-                    yield _event(chunk)
+                yield from map(_event, answer.news())
                 if answer.is_complete:
                     break
                 next(news)

@@ -17,6 +17,7 @@ METRICS_FILE = "metrics.jsonl"
 TABLES_FILE = "tables.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 HYPERPARAMETERS_FILE = "hyperparameters.yaml"
+LENGTH_FILE = "length.json"
 
 
 class DamagedLogError(UserError, ValueError):

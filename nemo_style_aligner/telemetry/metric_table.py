@@ -98,6 +98,14 @@ METRICS = (
     Metric("*generation/empty_responses", "Empty responses", "share", "Responses without text, that is, the end came "
            "first.", LEARNS, high=0.1, above="many responses are empty: the policy may have learnt to say nothing",
            goal="down"),
+    Metric("*generation/replies", "Replies", "", "Of the policy in an episode: mean.", LEARNS),
+    Metric("*generation/inserted_tokens", "Inserted tokens", "tokens", "What an environment has told the policy in an "
+           "episode: mean.", LEARNS),
+    Metric("*generation/environment_seconds", "Time in environments", "s", "Of an episode: mean. Others go on "
+           "meanwhile.", LEARNS),
+    Metric("*generation/failed_episodes", "Failed episodes", "share", "Episodes whose environment raised an error or "
+           "took too long, or that had no room left.", LEARNS, high=0.05, above="environments fail: the log says why",
+           goal="down"),
     Metric("*_rollouts/overlong_penalty", "Length penalty", "", "Mean of what trainer.ppo.overlong adds to the "
            "reward.", LEARNS, goal="up"),
     Metric("*_rollouts/uninformative_samples", "Samples that teach nothing", "samples", "Samples of groups whose "

@@ -92,7 +92,7 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
         FileNotFoundError: there is no config.json.
         ValueError: a family or feature this project does not build; the message names it.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
     path = Path(directory)
     file = path / "config.json"
@@ -109,9 +109,10 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
         _family_name(written)
         _refuse_quantization(written)
         _refuse_other_models(written)
-        options = {"local_files_only": True, "trust_remote_code": False}  # what `auto_map` names is not executed
-        config = AutoConfig.from_pretrained(path, **options)
-        return architecture_from_config(config.to_dict())  # fills in the family's defaults
+        # The weights have their own; "auto", as some files have it, is none that transformers takes.
+        described = {key: value for key, value in written.items() if key not in ("dtype", "torch_dtype")}
+        config = CONFIG_MAPPING[written["model_type"]].from_dict(described)  # fills in the family's defaults
+        return architecture_from_config(config.to_dict())
     except Exception as error:  # values of other types make transformers raise anything
         text = str(error.args[0] if isinstance(error, KeyError) else error)
         raise ValueError(f"{file}: {' '.join(text.split())}") from error

@@ -34,6 +34,7 @@ _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromke
 )
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+HEAD_BIAS = "score.bias"
 PADDING = -1  # the `part` of a segment that comes from no tensor
 
 
@@ -156,7 +157,7 @@ def weight_layout(
         head = (
             _replicated(("rm_head.weight",), "score.weight", (num_attributes, architecture.hidden_size), "last"),
             dataclasses.replace(
-                _replicated(("rm_head.bias",), "score.bias", (num_attributes,), "last"),
+                _replicated(("rm_head.bias",), HEAD_BIAS, (num_attributes,), "last"),
                 optional=True,  # Hugging Face's sequence classifiers have none
             ),
         )

@@ -16,7 +16,7 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch
+from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
 from nemo_style_aligner.parallel.groups import single_process
 
 SHAPE = ModelArchitecture(
@@ -55,7 +55,7 @@ def passes(rows: int) -> list[int]:
     flat = torch.ones(int((lengths - 2).sum()))
     columns = {"old_logprobs": -flat, "reference_logprobs": -flat, "advantages": flat, "importance_weights": flat}
     tokens = torch.cat([row[:length] for row, length in zip(ids, lengths, strict=True)]).int()
-    batch = RaggedBatch(tokens, lengths, torch.full((ROWS,), 2), columns, lengths > 0)
+    batch = RaggedBatch(tokens, lengths, after_prompts(lengths, torch.full((ROWS,), 2)), columns, lengths > 0)
     actor.logprobs(batch)
     actor.update(batch)
 

@@ -102,8 +102,12 @@ class BlockTable:
         self._held[slot] += 1
         return True
 
-    def release(self, slot: int, computed: int) -> None:
-        """Take all pages from ``slot``, whose first ``computed`` positions hold the tokens that `enter` was given."""
+    def release(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Take all pages from ``slot``, whose first positions hold these tokens, for longer prompts."""
+        prefix, computed = _NO_PREFIX, len(token_ids)
+        for index in range(computed // PAGE_TOKENS):
+            chunk = tuple(token_ids[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
+            prefix = self._learn((prefix, chunk), int(self.table[slot, index]))
         for index in reversed(range(self._held[slot])):  # so that eviction takes a prefix from its end
             page = int(self.table[slot, index])
             self._owners[page] -= 1

@@ -80,6 +80,13 @@ class ScheduledSequence:
         return self.slot != _WAITING
 
     @property
+    def computed(self) -> list[int]:
+        """The tokens whose keys and values are in KV memory: the newest is not, once it decodes."""
+        if not self.is_decoding:
+            return self.prefill_ids[: self.prefilled]
+        return self.request.prompt_token_ids + self.token_ids[:-1]
+
+    @property
     def lacks_prompt_scores(self) -> bool:
         """Whether tokens of the prompt are still to be scored."""
         return self.task.scores_prompt and len(self.prompt_scores) < len(self.request.prompt_token_ids) - 1
@@ -290,7 +297,7 @@ class Scheduler:
 
     def leave(self, sequence: ScheduledSequence) -> None:
         """Free the slot and the pages of ``sequence``."""
-        self._blocks.release(sequence.slot, sequence.prefilled)
+        self._blocks.release(sequence.slot, sequence.computed)
         del self._active[sequence.slot]
         self._growing.discard(sequence.slot)
         heapq.heappush(self._free_slots, sequence.slot)

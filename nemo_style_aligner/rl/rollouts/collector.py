@@ -30,6 +30,7 @@ from nemo_style_aligner.parallel.groups import (
     device,
     exchange_rows,
 )
+from nemo_style_aligner.rl.episodes.runner import Episode
 from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.rollouts.disaggregated import (
     KeptRound,
@@ -246,36 +247,37 @@ class Collected:
 
         Args:
             minibatches: samples that are trained on together: each is divided evenly.
-            work: of a sequence of so many tokens, of which so many are the response's, in any unit.
+            work: of a sequence of so many tokens, of which so many are sampled, in any unit.
         """
         own = self._own()
         places, results = [place for place, _ in own], [result for _, result in own]
-        facts = torch.zeros(len(own), 4, dtype=torch.int64)
-        for row, (place, result) in enumerate(own):
-            facts[row] = torch.tensor(
-                [place, len(result.token_ids), result.finish_reason == "stop", result.weight_version]
-            )
+        facts = torch.zeros(len(own), 6, dtype=torch.int64)
+        for row, (place, r) in enumerate(own):
+            counts = len(r.prompt_token_ids), len(r.token_ids), len(r.logprobs)
+            facts[row] = torch.tensor([place, *counts, r.finish_reason == "stop", r.weight_version])
         facts = all_gather_rows(facts.to(device())).cpu()
         facts = facts[facts[:, 0].argsort()]
         if facts[:, 0].tolist() != list(range(len(self))):
             missing = sorted(set(range(len(self))) - set(facts[:, 0].tolist()))
             raise RuntimeError(f"the rollouts are not one per sample: {len(facts)} results, missing {missing[:20]}")
-        prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in self.prompts], dtype=torch.int64)
-        responses = facts[:, 1]
+        _, prompt_lengths, responses, sampled_lengths, ended, versions = facts.unbind(1)
         lengths = prompt_lengths + responses
-        share = deal([work(*row) for row in zip(lengths.tolist(), responses.tolist(), strict=True)], minibatches)
+        share = deal([work(*row) for row in zip(lengths.tolist(), sampled_lengths.tolist(), strict=True)], minibatches)
         tokens = [torch.tensor(r.prompt_token_ids + r.token_ids, dtype=torch.int32) for r in results]
+        sampled = [torch.tensor([False] * len(r.prompt_token_ids) + r.sampled) for r in results]
         logprobs = [torch.tensor(r.logprobs, dtype=torch.float32) for r in results]
         return Rollouts(
             prompt_ids=torch.tensor([prompt.prompt_id for prompt in self.prompts], dtype=torch.int64),
             groups=self.groups,
             prompt_lengths=prompt_lengths,
             lengths=lengths,
-            ended=facts[:, 2].bool(),
-            weight_versions=facts[:, 3],
+            sampled_lengths=sampled_lengths,
+            ended=ended.bool(),
+            weight_versions=versions,
             counts=torch.ones(len(self), dtype=torch.bool),
             own=share,
             tokens=_exchanged(places, tokens, torch.int32, share),
+            sampled=_exchanged(places, sampled, torch.bool, share),
             engine_logprobs=_exchanged(places, logprobs, torch.float32, share),
         )
 
@@ -375,6 +377,9 @@ class RolloutCollector:
         """
 
         def sample(result: GenerationResult) -> Sample:
+            of_episode: dict[str, Any] = {}
+            if isinstance(result, Episode):
+                of_episode = {"sampled": result.mask, "outcome": result.outcome, "problem": result.problem}
             return Sample(
                 sample_id=result.request_id,
                 group=result.request_id // group_size,
@@ -384,6 +389,7 @@ class RolloutCollector:
                 prompt_length=len(result.prompt_token_ids),
                 ended=result.finish_reason == "stop",
                 decode=self.decode,
+                **of_episode,
                 step=step,
             )
 
@@ -412,16 +418,21 @@ class RolloutCollector:
         """Everything about every sample, as ``samples.jsonl`` has it, on rank 0; empty elsewhere. Collective.
 
         Args:
-            columns: fp32 [R] each, by name; lists with a number for each response token.
+            columns: fp32 [R] each, by name; lists with a number for each token of the response, null where it was
+                inserted.
         """
         tokens = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths)
-        per_token = {n: rollouts.on_first_rank(x, rollouts.response_lengths) for n, x in columns.items()}
-        if tokens is None:
+        per_token = {n: rollouts.on_first_rank(x, rollouts.sampled_lengths) for n, x in columns.items()}
+        sampled = rollouts.on_first_rank(rollouts.sampled, rollouts.lengths)
+        if tokens is None or sampled is None:
             return []
         records, parts = [], {name: json_numbers(part.tolist()) for name, part in scores.parts.items()}
         rewards, starts = json_numbers(scores.rewards.tolist()), rollouts.prompt_lengths.tolist()
         for sample, (row, start) in enumerate(zip(tokens, starts, strict=True)):
-            prompt, response = row[:start].tolist(), row[start:].tolist()
+            prompt, response, is_sampled = row[:start].tolist(), row[start:].tolist(), sampled[sample][start:].tolist()
+            numbers = {
+                n: iter(json_numbers(rows[sample].tolist())) for n, rows in per_token.items() if rows is not None
+            }
             records.append({
                 "sample": sample,
                 "group": int(rollouts.groups[sample]),
@@ -433,8 +444,9 @@ class RolloutCollector:
                 "ended": bool(rollouts.ended[sample]),
                 "weight_version": int(rollouts.weight_versions[sample]),
                 "tokens": response,
+                "sampled": [*map(int, is_sampled)],
                 "pieces": [self.tokenizer.token_text(token) for token in response],
-                **{n: json_numbers(rows[sample].tolist()) for n, rows in per_token.items() if rows is not None},
+                **{n: [next(of) if own else None for own in is_sampled] for n, of in numbers.items()},
             })  # fmt: skip
         return records
 

@@ -26,6 +26,7 @@ from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.parallel.groups import all_reduce_max, broadcast_object, current_layout
+from nemo_style_aligner.rl.episodes.runner import Episode
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator, Take
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.telemetry import activity
@@ -346,12 +347,12 @@ def pack_results(results: Sequence[GenerationResult]) -> bytes:
 
 def unpack_results(content: bytes | str) -> list[GenerationResult]:
     """Inverse of `pack_results`, to the last bit."""
-    return [GenerationResult(**fields) for fields in json.loads(content)]
+    return [(Episode if "mask" in fields else GenerationResult)(**fields) for fields in json.loads(content)]
 
 
 def pack_request(prompts: Sequence[Prompt], seed: int) -> bytes:
-    """Pack what an engine needs of a round's prompts, in sample order, and the seed of its random streams."""
-    return json.dumps([seed, [[p.prompt_id, p.token_ids, p.expected_length] for p in prompts]]).encode()
+    """Pack a round's prompts, in sample order, and the seed of its random streams."""
+    return json.dumps([seed, [list(vars(prompt).values()) for prompt in prompts]]).encode()
 
 
 def unpack_request(content: bytes) -> tuple[list[Prompt], int]:

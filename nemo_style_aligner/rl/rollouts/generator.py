@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.engine.contract import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.lockstep import Lockstep
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import all_reduce_sums, device
+from nemo_style_aligner.rl.episodes.runner import SUMS, Environment
 from nemo_style_aligner.rl.rollouts.work_queue import WorkSource
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.seeds import derive_seed
@@ -32,6 +35,7 @@ class LocalGenerator:
         work: where the ids of the samples to generate come from.
         sampling: sampling parameters.
         group: which ranks share the engine.
+        environment: runs an episode for each prompt; None: a response is one reply.
         meeting: group of all ranks, whose timeout bounds the wait for the others' responses at the end of a round;
             None: there are no others.
     """
@@ -43,8 +47,10 @@ class LocalGenerator:
         sampling: SamplingParams,
         group: EngineGroup,
         meeting: dist.ProcessGroup | None = None,
+        environment: Environment | None = None,
     ) -> None:
         self.engine = engine
+        self.environment = environment
         self.work = work
         self.sampling = sampling
         self.group = group
@@ -84,7 +90,9 @@ class LocalGenerator:
         engine, work, group = self.engine, self.work, self.group
         work.start_round(range(len(prompts)), [prompt.expected_length for prompt in prompts])
         roles.barrier()  # nobody asks for a round that rank 0 has not begun
-        supply, started = RequestSupply(work, group, engine.num_slots, prompts, seed), time.monotonic()
+        # Of an engine's ranks all take their requests alike; episodes are the leader's, which tells them of each reply.
+        takers = group if self.environment is None else EngineGroup()
+        supply, started = RequestSupply(work, takers, engine.num_slots, prompts, seed), time.monotonic()
         counting = activity.counting(
             "responses" if self.meeting is None else "responses of this rank",
             supply.progress,
@@ -96,11 +104,7 @@ class LocalGenerator:
             counting,
             stops.interruptible(group.control is None),
         ):
-            for result in engine.generate(supply, self.sampling):
-                activity.progress()
-                supply.num_done += 1
-                if group.is_leader:
-                    take(result)
+            of_episodes = self._respond(supply, prompts, take)
         seconds = time.monotonic() - started
         if stops.received and group.is_leader:
             while work.take(len(prompts)):  # no rank begins more of a round that is given up
@@ -108,7 +112,26 @@ class LocalGenerator:
         if self.meeting is not None:
             dist.barrier(group=self.meeting)  # training's collectives may have too short a limit for this wait
         stops.check()
-        return generation_metrics(engine, seconds, group.is_leader)
+        return generation_metrics(engine, seconds, group.is_leader) | _episode_metrics(of_episodes, len(prompts))
+
+    def _respond(self, supply: RequestSupply, prompts: Sequence[Prompt], take: Take) -> dict[str, float] | None:
+        """Generate what is supplied; returns sums over this rank's episodes, None without environments."""
+
+        def done(result: GenerationResult) -> None:
+            activity.progress()
+            supply.num_done += 1
+            if self.group.is_leader:
+                take(result)
+
+        if self.environment is None:
+            for result in self.engine.generate(supply, self.sampling):
+                done(result)
+            return None
+        assert isinstance(self.engine, EmbeddedEngine)  # the config's checks have seen to it
+        if not self.group.is_leader:
+            Lockstep(self.engine, self.group).follow()
+            return {}
+        return self.environment.generate(self.engine, self.group, iter(supply), self.sampling, prompts, done)
 
     def close(self) -> None:
         """Close connections and servers. Collective."""
@@ -155,6 +178,17 @@ class RequestSupply:
         ids = self._group.share(self._work.take(free) if is_asking else [])
         self._num_taken += len(ids)
         return ids
+
+
+def _episode_metrics(own: dict[str, float] | None, num_episodes: int) -> dict[str, float]:
+    """Means over the episodes of a round; of failures their share. Collective.
+
+    Args:
+        own: sums of this rank's; None: there are no episodes.
+    """
+    names = SUMS if own is not None else ()
+    sums = all_reduce_sums({name: (own or {}).get(name, 0.0) for name in names}) if names else {}
+    return {name: total / num_episodes for name, total in sums.items()}
 
 
 _SUMMED = ("generated_tokens", "prefill_tokens", "shared_prefix_tokens", "steps", "active_slot_steps", "preemptions")

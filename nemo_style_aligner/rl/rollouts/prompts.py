@@ -84,7 +84,7 @@ class PromptSource:
 
     def observe(self, rollouts: Rollouts) -> None:
         """Learn how long the responses are, for the order of work in later steps."""
-        self.response_lengths.observe(rollouts.prompt_ids.tolist(), rollouts.response_lengths.tolist())
+        self.response_lengths.observe(rollouts.prompt_ids.tolist(), rollouts.sampled_lengths.tolist())
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to order its work the same way; which prompts it gets depends on no state."""

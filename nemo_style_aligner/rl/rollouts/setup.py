@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from omegaconf import DictConfig
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams
+from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams, text_before_end
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine, num_pages
 from nemo_style_aligner.engine.shard import EngineGroup, TensorParallel
 from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMUnavailable, find_trtllm, trtllm_engine
@@ -24,6 +25,7 @@ from nemo_style_aligner.launch.roles import Channel
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, control_group, device, neighbour_group
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
+from nemo_style_aligner.rl.episodes.runner import Environment, EpisodeLimits, load_environment
 from nemo_style_aligner.rl.rollouts.collector import Generator
 from nemo_style_aligner.rl.rollouts.disaggregated import RemoteGenerator, RolloutRank
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
@@ -318,7 +320,28 @@ def _local_generator(
     group: EngineGroup,
     queue: WorkQueueServer | None,
 ) -> LocalGenerator:
-    work = build_work_source(cfg, engine, group, queue)
+    work, environment = build_work_source(cfg, engine, group, queue), build_environment(cfg, tokenizer)
     minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
     meeting = control_group(dist.get_world_size(), minutes)
-    return LocalGenerator(engine, work, sampling_params(cfg, tokenizer), group, meeting)
+    return LocalGenerator(engine, work, sampling_params(cfg, tokenizer), group, meeting, environment)
+
+
+def build_environment(cfg: DictConfig, tokenizer: Tokenizer) -> Environment | None:
+    """What ``trainer.ppo.environment`` names; None: a response is one reply. Raises UserCodeError."""
+    named, limits = cfg.trainer.ppo.environment, cfg.trainer.ppo.episodes
+    if named is None:
+        return None
+    function = load_environment(named, "trainer.ppo.environment")
+    bounds = EpisodeLimits(int(limits.max_replies), float(limits.seconds), float(limits.blocked_seconds))
+    return Environment(function, named, tokenizer, response_text(cfg, tokenizer), bounds)
+
+
+def response_text(cfg: DictConfig, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """What gives the text of a response's tokens, without what ended it."""
+    sampling = sampling_params(cfg, tokenizer)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        ids, least = tokenizer.without_end(list(token_ids)), sampling.min_new_tokens
+        return text_before_end(ids, tokenizer.ids_to_text, sampling.stop_strings, least)
+
+    return decode
