@@ -112,7 +112,6 @@ def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
     [
         "window_size: [4096, 0]", "transformer_block_type: normformer", "num_moe_experts: 8",
         "rotary_interleaved: true", "apply_embedding_scaling: true",
-        "layernorm_zero_centered_gamma: true",
         "mcore_customization_config: {final_logit_softcapping: 30.0}",
     ],
 )  # fmt: skip
@@ -213,10 +212,11 @@ def test_training_cuts_q_k_and_v_as_one_matrix() -> None:
     assert not dataclasses.replace(odd, kv_channels=24).layout_problems(3)
 
 
-def test_zero_centered_norms_are_layernorm1p(model: Path) -> None:
+def test_zero_centered_norms_are_those_with_1p(model: Path) -> None:
     config = yaml.safe_load((model / "model_config.yaml").read_text()) | {"layernorm_zero_centered_gamma": True}
     for name in ("LayerNorm", "layernorm1p"):
         assert ModelArchitecture.from_nemo_config(config | {"normalization": name}).normalization == "layernorm1p"
+    assert ModelArchitecture.from_nemo_config(config | {"normalization": "rmsnorm"}).normalization == "rmsnorm1p"
     plain = config | {"layernorm_zero_centered_gamma": False, "normalization": "layernorm"}
     assert ModelArchitecture.from_nemo_config(plain).normalization == "layernorm"
 

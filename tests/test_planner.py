@@ -20,7 +20,8 @@ from nemo_style_aligner.cli.main import nsa, run
 from nemo_style_aligner.config.loading import check_config, load_defaults
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.placement import critic_config
-from nemo_style_aligner.placement.costs import Layout, Model, Sample, largest_share
+from nemo_style_aligner.models.sizes import Layout
+from nemo_style_aligner.placement.costs import Model, Sample, largest_share
 from nemo_style_aligner.placement.plan import read_plan
 from nemo_style_aligner.placement.rates import DEVICES, Device, measured_here
 from nemo_style_aligner.placement.run_rates import as_in_run

@@ -21,10 +21,11 @@ from omegaconf import OmegaConf
 
 from nemo_style_aligner.services.dashboard import Dashboard
 from nemo_style_aligner.telemetry import activity, timeline
+from nemo_style_aligner.telemetry.log_files import NoRunError
 from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.report import find_runs, write_report, write_sheet
-from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
+from nemo_style_aligner.telemetry.run_view import RunView
 from nemo_style_aligner.telemetry.samples import Answer, ComparisonError, Shown, find_samples
 from nemo_style_aligner.telemetry.timeline import write_trace
 from nemo_style_aligner.telemetry.timers import ScopedTimer

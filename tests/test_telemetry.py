@@ -31,9 +31,10 @@ from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.jobs import job_setup
 from nemo_style_aligner.jobs.job_setup import Run
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.log_fields import warn_for_all_ranks, with_fields
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_for_all_ranks, warn_plainly, with_fields
+from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_plainly
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
 from nemo_style_aligner.telemetry.profiler import profiled
 from nemo_style_aligner.telemetry.progress import Progress, how_far

@@ -22,8 +22,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from nemo_style_aligner.data.chat_marks import holds, mark, marked, without_spaces, without_thoughts
 from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, Turn
-from nemo_style_aligner.data.encoding import Counts, seen
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.jsonl import Counts, DataError, Record, seen
 from nemo_style_aligner.data.text_format import ChatPromptTokens
 from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
 from nemo_style_aligner.wording import common_start

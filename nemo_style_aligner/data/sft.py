@@ -21,12 +21,12 @@ from typing import Any
 from nemo_style_aligner.config.kinds import TruncationMethod
 from nemo_style_aligner.data.chat_rendering import Segment
 from nemo_style_aligner.data.chats import is_conversation, is_instruction, read_conversation
-from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
+from nemo_style_aligner.data.jsonl import Counts, DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
 from nemo_style_aligner.data.texts import CONTEXT_KEYS, TextDataset, TextEncoder, report_dropped, report_unused
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.wording import unescaped
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 

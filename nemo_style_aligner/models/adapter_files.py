@@ -28,10 +28,10 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     load_sharded_tensors,
     stored_shapes,
 )
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.lora import A_WEIGHT, B_WEIGHT, LoraSettings, fill
 from nemo_style_aligner.parsing import parse_yaml, read_json
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.wording import some_of
 

@@ -27,11 +27,11 @@ from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchErr
 from nemo_style_aligner.config.loading import plain_config
 from nemo_style_aligner.config.section_names import translated
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.adapter_files import adapter_identity, adapter_kind, load_adapter
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.lora import LoraSettings
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import download_hint
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.placement.costs import Layout, Model, Sample
+from nemo_style_aligner.models.sizes import Layout
+from nemo_style_aligner.placement.costs import Model, Sample
 from nemo_style_aligner.placement.rates import Device
 from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.metrics import read_metrics

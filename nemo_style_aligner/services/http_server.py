@@ -33,8 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from nemo_style_aligner.config.kinds import LARGEST_PORT
-from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.launch.ending import fail_job
+from nemo_style_aligner.errors import UserError, end_process
 from nemo_style_aligner.services.protocol import JSON_TYPE, ProtocolError
 from nemo_style_aligner.services.request_log import NOTES_KEY, REQUEST_ID_HEADER, RequestLog, request_id
 from nemo_style_aligner.services.signing import (
@@ -236,7 +235,7 @@ class WsgiServer:
                 pass
         except BaseException as error:
             if not self._stopping.is_set():
-                fail_job(error)
+                end_process(error)
             logger.exception("%s: error while accepting connections", self._name)
         finally:
             self._listener.close()

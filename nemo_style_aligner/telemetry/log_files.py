@@ -20,6 +20,10 @@ HYPERPARAMETERS_FILE = "hyperparameters.yaml"
 LENGTH_FILE = "length.json"
 
 
+class NoRunError(UserError):
+    """A folder holds nothing that a job has logged."""
+
+
 class DamagedLogError(UserError, ValueError):
     """A file that a job has logged to holds something else."""
 

@@ -13,9 +13,14 @@ from typing import Any
 
 import yaml
 
-from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.parsing import read_json
-from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE, LENGTH_FILE, METRICS_FILE, read_json_lines
+from nemo_style_aligner.telemetry.log_files import (
+    HYPERPARAMETERS_FILE,
+    LENGTH_FILE,
+    METRICS_FILE,
+    NoRunError,
+    read_json_lines,
+)
 from nemo_style_aligner.telemetry.metric_table import (
     LEARNS,
     METRICS,
@@ -58,10 +63,6 @@ _STEP = "timers/step"
 _LEAST_SHARE = 0.01  # of a step's time, for a phase to be shown by itself
 _LAST_STEPS = 11  # whose pace is that of the steps to come
 _LEAST_STEPS = 6  # before anything is said about progress
-
-
-class NoRunError(UserError):
-    """A folder holds nothing that a job has logged."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.launch.stop_signals import StopEarlyError
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.profiler import profiled
 from nemo_style_aligner.telemetry.progress import Progress
