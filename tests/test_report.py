@@ -19,6 +19,7 @@ import pytest
 import requests
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.services.dashboard import Dashboard
 from nemo_style_aligner.telemetry import activity, timeline
 from nemo_style_aligner.telemetry.log_files import NoRunError
@@ -171,6 +172,16 @@ def test_every_rollout_is_found_page_by_page(tmp_path: Path) -> None:
         pages.append([shown.prompt for shown in found])
     assert len(pages) == 2 and [*pages[0], *pages[1]] == [f"p{step}" for step in range(35, 0, -1)]
     assert [shown.prompt for shown in find_samples(tmp_path, "P7")[0]] == ["p7", "p7"]
+    assert find_samples(tmp_path, before=10**30) == find_samples(tmp_path)
+    assert find_samples(tmp_path, before=-(10**30)) == ([], None)
+
+
+def test_a_config_that_its_aliases_make_endless_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    bomb = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+    (tmp_path / "run" / "hyperparameters.yaml").write_text(bomb)
+    with pytest.raises(UserError, match=r"hyperparameters\.yaml cannot be read: more than 20,000 values"):
+        write_report(tmp_path / "r.html", "x", {"x": tmp_path / "run"})
 
 
 def test_what_is_no_run_is_named(run: Path, tmp_path: Path) -> None:

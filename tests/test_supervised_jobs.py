@@ -240,7 +240,7 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
             request = urllib.request.Request(
                 f"http://127.0.0.1:{port}/v2/models/reward_model/infer",
                 json.dumps({"inputs": inputs}).encode(),
-                {"Authorization": f"Bearer {find_secret().value}"},
+                {"Authorization": f"Bearer {find_secret().value}", "Content-Type": "application/json"},
             )
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)["outputs"][0]

@@ -108,6 +108,7 @@ def show(
     chosen = _lines(file, line, count, lines_of_example)
     cfg = _config(job, file, first, keys)
     tokenizer = tokenizer_of(model.expanduser())
+    tokenizer.format = tokenizer.format.with_special_tokens(cfg.model.get("special_tokens_as_text"))
     dataset, written = _dataset(job, cfg, tokenizer)
     click.echo(f"{file}: read as {_JOBS[job][1]} (--job {job})")
     for lines in chosen:

@@ -195,6 +195,12 @@ class TrainedModel(Model):
     peft: Peft
 
 
+class TrainedOnTexts(TrainedModel):
+    # True: the name of a special token in a message (<|im_end|>) is its letters; False: it is that token. null: as the
+    # model was trained, else False (docs/data.md)
+    special_tokens_as_text: bool | None = None
+
+
 class Schedule(Section):
     name: str | None = "CosineAnnealing"  # or constant
     max_steps: Count | None = None  # length of the schedule in updates; null: those of the run
@@ -364,7 +370,7 @@ class SFTData(ChatData):
     validation_ds: Free[SFTValidationFiles]
 
 
-class SFTModel(TrainedModel):
+class SFTModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     restore_from_path: Given[str] = of("???")  # the base model (.nemo)
     global_batch_size: Count | None = of("${.data.train_ds.global_batch_size}")  # examples per update, over all ranks
@@ -391,7 +397,7 @@ class RewardLoop(SupervisedLoop):
     val_random_sampler: Free[bool] = False  # shuffle the validation data
 
 
-class SupervisedModel(TrainedModel):
+class SupervisedModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     # Examples (comparisons, pairs, responses, texts) per forward-backward pass and rank.
     micro_batch_size: Free[Count | None] = 1
@@ -983,7 +989,7 @@ class Policy(Section):
     length_params: Lengths
 
 
-class ActorModel(TrainedModel):
+class ActorModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     ppo: Policy
 

@@ -144,12 +144,14 @@ def open_base_model(
             architecture.max_position_embeddings,
             base[_POSITIONS],
         )
+    tokenizer = load_nemo_tokenizer(location)
+    tokenizer.format = tokenizer.format.with_special_tokens(merged.get("special_tokens_as_text"))
     return BaseModel(
         path=location,
         architecture=architecture,
         config=merged,
         dtype=parse_precision(cfg.trainer.precision),
-        tokenizer=load_nemo_tokenizer(location),
+        tokenizer=tokenizer,
     )
 
 
@@ -178,6 +180,7 @@ JOB_SETTINGS = (
     "ppo",
     "restore_from_path",
     "resume_from_checkpoint",
+    "special_tokens_as_text",
     "trt_llm",
 )
 """Keys of ``model`` that say how a job works, not what its model is: archives do not pass them on from job to job."""

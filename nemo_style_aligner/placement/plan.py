@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import itertools
 import os
 import re
@@ -24,14 +25,16 @@ from nemo_style_aligner.config.loading import ConfigError, check_config
 from nemo_style_aligner.config.schema import JOBS, Count, fields_of_job
 from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.parsing import parse_yaml, read_bytes
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"
 
 _NAME = r"(?!secret$)[a-z][a-z0-9_]*"
-_REFERENCE = re.compile(rf"\{{({_NAME})\.(host|port|listen)\}}")
+_REFERENCE = re.compile(r"\{([\w-]+)\.(host|port|listen)\}")  # also to what is no job's name, which is refused
 # What the plan itself says, and so no override may.
+_MAX_BYTES = 1 << 20
 _SAID_BY = {
     "trainer.num_nodes": "nodes",
     "trainer.devices": "devices",
@@ -197,10 +200,15 @@ def read_plan(path: Path) -> Plan:
         PlanError: it cannot be read, or cannot be carried out.
     """
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))  # no key twice; 1e-5 is a number
+        if path.exists() and not path.is_file():
+            raise PlanError(f"the plan {path} is no file")
+        with path.open("rb") as stream:
+            text = read_bytes(stream, "the file", _MAX_BYTES).decode()
+        parse_yaml(text)  # for its limits
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))  # no key twice; 1e-5 is a number
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise PlanError(f"the plan {path} is not YAML: {' '.join(str(error).split())}") from error
     try:
         return plan_of(content)
@@ -265,6 +273,8 @@ def _parts(value: list[Any] | dict[Any, Any]) -> list[Any]:
 
 def _contradictions(plan: Plan) -> Iterator[str]:
     """What the jobs say together and cannot be."""
+    if not str(plan.results_dir).isprintable():
+        yield f"results_dir: {str(plan.results_dir)!r} has a character that cannot be printed"
     if not plan.trainers():
         yield "jobs: one must serve nobody: the run is done when that has ended"
     for name, job in plan.jobs.items():
