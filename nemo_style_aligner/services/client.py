@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_style_aligner.config.schema import RemoteCritic
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
 from nemo_style_aligner.services.exactly_once.ledger import CriticPosition
 from nemo_style_aligner.services.exactly_once.session import (
@@ -59,7 +60,7 @@ class CriticClient(ScoreClient):
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: RemoteCritic,
         *,
         infer_limits: ClientLimits,
         train_limits: ClientLimits,
@@ -67,18 +68,18 @@ class CriticClient(ScoreClient):
         max_parallel: int = 8,
         on_lost: Callable[[Exception], object] | None = None,
     ) -> None:
-        critic, names = config["critic"], config["critic"]["name"]
+        critic, names = config.critic, config.critic.name
         super().__init__(
-            server_url(critic["ip"], critic["port"]),
-            names["infer"],
-            [VALUES, REWARDS] if config["combine_rm_and_critic_server"] else [VALUES],
+            server_url(critic.ip, critic.port),
+            names.infer,
+            [VALUES, REWARDS] if config.combine_rm_and_critic_server else [VALUES],
             limits=infer_limits,
             token=token,
             max_parallel=max_parallel,
-            pad_to_length=config.get("pad_to_length"),
+            pad_to_length=config.pad_to_length,
             setting="remote_critic_rm.critic.port",
         )
-        self._train_model, self._save_model = names["train"], names["save"]
+        self._train_model, self._save_model = names.train, names.save
         self._failure: str | None = None  # of training
         self._train_limits = train_limits
         self._session = TrainingSession(
