@@ -381,7 +381,7 @@ def test_a_server_that_breaks_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> N
     """It would keep its port, and answer nobody. With the work queue's it is the same."""
     errors: list[BaseException] = []
 
-    monkeypatch.setattr(http_server, "fail_job", errors.append)
+    monkeypatch.setattr(http_server, "end_process", errors.append)
     server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, max_body_bytes=1000, name="test")
     monkeypatch.setattr(server, "_has_room", lambda: 1 / 0)
     wait_for(lambda: bool(errors))
