@@ -132,13 +132,13 @@ def outputs(response) -> dict[str, np.ndarray]:
     return {o["name"]: np.reshape(o["data"], o["shape"]) for o in response.json()["outputs"]}
 
 
-def client_config(port: int, combined: bool = True, pad_to_length=None) -> RemoteCritic:
+def client_config(port: int, combined: bool = True, pad_to_length=None, ip: str = "127.0.0.1") -> RemoteCritic:
     return RemoteCritic(
         pad_to_length=pad_to_length,
         combine_rm_and_critic_server=combined,
         critic={
             "name": {"train": "critic_train", "infer": "critic_infer", "save": "critic_save"},
-            "ip": "127.0.0.1",
+            "ip": ip,
             "port": port,
         },
     )

@@ -13,7 +13,7 @@ from trained_models import ARCHITECTURES, saved_tokenizer
 
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import Critic
+from nemo_style_aligner.config.schema import Critic, PPOActor
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.restore import lay_over, open_base_model
 
@@ -90,5 +90,6 @@ def test_what_special_tokens_in_messages_are_is_kept_with_the_model(tmp_path: Pa
         save_nemo(path, model, architecture.to_nemo_config(), tokenizer)
         cfg = OmegaConf.merge(load_defaults("gpt_ppo_actor"), {"model": {"special_tokens_as_text": asked}})
         assert isinstance(cfg, DictConfig)
-        tokenizer = open_base_model(str(path), cfg).tokenizer
+        config = PPOActor.read(cfg)
+        tokenizer = open_base_model(str(path), config)[0].tokenizer
         assert tokenizer.format.special_tokens_as_text is known

@@ -144,7 +144,7 @@ def test_what_is_recomputed_depends_on_the_layers(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gpt, "LayerConfig", lambda **options: asked.append(options))
     with single_process() as layout:
         for is_te in (False, True):
-            monkeypatch.setattr(gpt, "uses_transformer_engine", lambda dtype, is_te=is_te: is_te)
+            monkeypatch.setattr(gpt, "uses_transformer_engine", lambda *_, is_te=is_te: is_te)
             model_cfg = {"activations_checkpoint_granularity": "selective"}
             gpt.transformer_config(ARCHITECTURE, model_cfg, torch.bfloat16, layout)
     assert [options["recompute_modules"] for options in asked] == [[], ["mlp"]]

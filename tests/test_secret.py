@@ -207,7 +207,7 @@ def test_passwords_are_in_nothing_that_a_job_writes_or_says(tmp_path: Path) -> N
     config.model.data.data_prefix = {"train": ["postgresql://me:PASS@WORD@host/db"]}
     metrics = MetricsLogger(tmp_path)
     metrics.log_metrics({"loss": 1.0}, 1)
-    metrics.log_hyperparameters(config)
+    metrics.log_hyperparameters(*for_log(config))
     metrics.close()
     write_report(tmp_path / "report.html", "run", {"run": tmp_path})
     kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]

@@ -201,7 +201,7 @@ def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() 
             seeds.append(seed)
             return SimpleNamespace(run=lambda take: {})
 
-    def collect(prompts: Any, group_size: int, generate: Any, *, are_trained: bool) -> Any:
+    def collect(prompts: Any, group_size: int, generate: Any, *, are_trained: bool, step: int) -> Any:
         trained.append(are_trained)
         return None, generate(None)
 

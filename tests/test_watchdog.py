@@ -123,7 +123,7 @@ def test_a_rank_that_sleeps(stuck_jobs: dict[str, tuple[Job, Path]]) -> None:
     report = (log_dir / "watchdog" / "report.txt").read_text()
     waits, behind = report.splitlines()[1:3]
     assert behind.startswith("rank 1 (host ") and "is stuck in phase step/generate, at " in behind
-    assert "script.py:28 in main: time.sleep(300)" in behind
+    assert "script.py:27 in main: time.sleep(300)" in behind
     assert waits.startswith("rank 0 (host ") and "waits in all_reduce of the default group: in phase step/logp" in waits
     assert report.splitlines()[1] in job.output()
     assert (log_dir / "lock").read_text().startswith("sleeping on host ")  # no other job may have used the directory

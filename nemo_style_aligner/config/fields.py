@@ -40,6 +40,12 @@ class Section:
     An instance has the values of one config, as plain Python values of the annotated types; it never changes.
     """
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same section with the same values."""
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # values may be lists
+
     def __init__(self, **given: Any) -> None:
         """Read plain values; a key that is not given has its default."""
         fields = self._fields()

@@ -29,7 +29,6 @@ from nemo_style_aligner.config.schema import JOBS, PPOActor
 from nemo_style_aligner.config.section_names import speak_as
 from nemo_style_aligner.launch.ending import FAILED_FILE, abort_job, failures, install_excepthook, shutdown
 from nemo_style_aligner.launch.initialization import initialize
-from nemo_style_aligner.launch.roles import ranks_apart
 from nemo_style_aligner.launch.stop_signals import (
     EXIT_REQUEUE,
     REQUEUE_FILE,
@@ -170,6 +169,8 @@ def _run_job(
     stops.install(functools.partial(_end_start, info, log_dir, is_service))
     if info.launcher in ("mpirun", "torchrun"):  # killed, they leave their ranks, which nobody would end then
         signal_when_parent_dies(signal.SIGTERM)
+    from nemo_style_aligner.launch.roles import ranks_apart  # not before: it imports torch
+
     apart = ranks_apart(config.trainer.ppo) if isinstance(config, PPOActor) else {}
     initialize(info, trainer.distributed_timeout_minutes, apart)
     status = main(config) or 0

@@ -23,6 +23,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     require_weights,
 )
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
+from nemo_style_aligner.config.fields import Section
 from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.section_names import translated
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -202,7 +203,7 @@ def portable_config(
 
     Args:
         config: the job's ``model`` section, laid over its base's (`BaseModel.config`), interpolations resolved.
-        trainer: the job's ``trainer`` section.
+        trainer: what is in the job's ``trainer`` section: sections of the schema, or as a file has them.
         base: the archive that the job started from.
     """
     history = [*config.get(HISTORY, ()), f"{_method(trainer)} from {base.absolute()}"]
@@ -213,7 +214,8 @@ def portable_config(
 
 def _method(trainer: Mapping[str, Any]) -> str:
     """What a job did to its model, as its own YAML names it: the section of ``trainer`` that says how to train."""
-    sections = (key for key, value in trainer.items() if isinstance(value, Mapping) and "gradient_clip_val" in value)
+    keys = {name: vars(of) if isinstance(of, Section) else of for name, of in trainer.items()}
+    sections = (name for name, of in keys.items() if isinstance(of, Mapping) and "gradient_clip_val" in of)
     return translated(f"trainer.{next(sections, 'trained')}").removeprefix("trainer.")
 
 

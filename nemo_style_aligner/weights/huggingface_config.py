@@ -152,8 +152,9 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
         _family_name(written)
         _refuse_quantization(written)
         _refuse_other_models(written)
-        # The weights have their own; "auto", as some files have it, is none that transformers takes.
-        described = {key: value for key, value in written.items() if key not in ("dtype", "torch_dtype")}
+        # As some files have it, and as transformers does not take it: the weights have their own.
+        is_auto = {"dtype", "torch_dtype"} & {key for key, value in written.items() if value == "auto"}
+        described = {key: value for key, value in written.items() if key not in is_auto}
         config = CONFIG_MAPPING[written["model_type"]].from_dict(described)  # fills in the family's defaults
         return architecture_from_config(config.to_dict())
     except Exception as error:  # values of other types make transformers raise anything

@@ -364,8 +364,7 @@ BRIEF = ClientLimits(read_s=20.0, total_s=20.0, away_s=20.0, first_backoff_s=0.0
 
 def client_of(port: int, limits: ClientLimits, token: str | None) -> CriticClient:
     """A client of the service behind a `Relay`."""
-    config = client_config(port)
-    config["critic"]["ip"] = NEIGHBOUR
+    config = client_config(port, ip=NEIGHBOUR)
     return CriticClient(config, infer_limits=limits, train_limits=limits, token=token)
 
 

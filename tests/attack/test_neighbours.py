@@ -23,11 +23,11 @@ from typing import Any
 
 import pytest
 import torch.utils.tensorboard  # noqa: F401  # here, as the users may not read where Python's packages are
-from omegaconf import OmegaConf
 
 from attack.conftest import ROUNDS
 from nemo_style_aligner import trusted_paths
 from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.config.schema import ExpManager
 from nemo_style_aligner.jobs.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.jobs.path_checks import log_directory_problems
 from nemo_style_aligner.launch.stop_signals import REQUEUE_FILE, write_requeue_file
@@ -360,7 +360,7 @@ def test_a_log_directory_that_a_stranger_made_is_refused(
     for log_dir in [*places, ground / "shared" / "link" / "new", ground / "team" / "link"]:
         with pytest.raises(ConfigError, match=r"log directory .*run|link.*(safe from others|cannot be written)"):
             as_user(VICTIM, lambda log_dir=log_dir: hold(log_dir))
-        section = OmegaConf.create({"explicit_log_dir": str(log_dir)})
+        section = ExpManager(explicit_log_dir=str(log_dir))
         assert as_user(VICTIM, lambda section=section: [*log_directory_problems(section)])
         tried += 1
     attack_count("log directories made beforehand", tried=tried, refused=tried)
