@@ -70,6 +70,17 @@ def test_a_model_learns_on_one_page() -> None:
     assert re.search(r"^right: \d+ of 55$", shown, re.MULTILINE)
 
 
+def test_an_agent_learns_on_one_page() -> None:
+    page = ROOT / "examples" / "agent_on_one_page.py"
+    assert page.read_text().count("\n") <= 150
+    command = [sys.executable, str(page), "--steps", "30"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    steps = re.findall(r"^step +\d+  right ([\d.]+)  looked ([\d.]+)$", shown, re.MULTILINE)
+    (first, looked_first), *_, (last, looked_last) = [tuple(map(float, step)) for step in steps]
+    assert len(steps) == 4 and last > 2 * first and looked_last > 1.5 * looked_first
+    assert len(re.findall(r"^'=.*'$", shown, re.MULTILINE)) == 5
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     """``false`` fails as an old one does. Without this, pip would say that torch has conflicting dependencies."""

@@ -186,6 +186,22 @@ def test_a_reply_costs_its_new_tokens(trial: Trial) -> None:
     )
 
 
+def test_episodes_that_wait_keep_their_pages(trial: Trial) -> None:
+    """More of them than slots, as long as there is memory."""
+    replied: list[int] = []
+
+    async def together(policy: Policy, line: dict[str, Any]) -> None:
+        await policy.reply(max_tokens=40)
+        replied.append(line["n"])
+        while len(replied) < 8:
+            await asyncio.sleep(0.001)
+        await policy.reply({"role": "tool", "content": "on"}, max_tokens=20)
+
+    done, _ = trial.run(together, range(30, 38))
+    new = sum(len(e.prompt_token_ids) + len(e.token_ids) - len(e.logprobs) for e in done.values())
+    assert trial.engine.statistics.prefill_tokens <= new + 8 * 16
+
+
 def test_one_reply_is_the_response_without_an_environment(trial: Trial) -> None:
     async def once(policy: Policy, line: dict[str, Any]) -> None:
         await policy.reply()

@@ -84,7 +84,7 @@ class Step:
             engine_logprobs=flat(one_by_one.engine_logprobs, one_by_one.sampled_lengths),
         )
         columns = {name: flat(column, one_by_one.sampled_lengths) for name, column in self.columns.items()}
-        return Step(rollouts, Scores(self.scores.rewards[keep], {}, []), columns)
+        return Step(rollouts, Scores(self.scores.rewards[keep], {}, {}), columns)
 
     def screened(self, policy: NonFinitePolicy) -> Step:
         rollouts, columns = leave_out_nonfinite(self.rollouts, self.scores, self.columns, policy)
@@ -117,7 +117,7 @@ def step() -> Step:
         sampled=after_prompts(lengths, prompt_lengths),
         engine_logprobs=numbers(),
     )
-    scores = Scores(torch.randn(N, generator=generator).double(), {}, [])
+    scores = Scores(torch.randn(N, generator=generator).double(), {}, {})
     columns = {"old_logprobs": numbers(), "reference_logprobs": numbers(), "values": 2 * numbers() + 1}
     return Step(rollouts, scores, columns)
 

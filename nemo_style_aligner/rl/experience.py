@@ -46,6 +46,9 @@ class AdvantageSettings:
     overlong_penalty: float  # overlong.penalty
 
 
+_TOLD = 3  # failed rewards of a step whose reasons are told
+
+
 @dataclasses.dataclass
 class Experience:
     """Scored rollouts, ready to train on. Flat tensors [R] have one number per sampled token of this rank's share.
@@ -175,7 +178,8 @@ def _named(what: str, rows: torch.Tensor, prompt_ids: torch.Tensor) -> str:
 
 
 def _report(troubles: str, scores: Scores, policy: NonFinitePolicy) -> None:
-    trouble = "; ".join([f"NaN or Inf in {troubles}", *scores.problems])
+    told = [f"sample {sample}: {problem}" for sample, problem in scores.problems.items()][:_TOLD]
+    trouble = "; ".join([f"NaN or Inf in {troubles}", *told])
     if policy.action == "stop":
         raise NonFiniteError(
             f"{trouble}. These samples were not trained on. Check their prompts, the critic and the rewards, or "

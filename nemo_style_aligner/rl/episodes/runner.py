@@ -89,9 +89,9 @@ class EpisodeLimits:
         blocked_seconds: for which a coroutine may hold the event loop.
     """
 
-    max_replies: int
-    seconds: float
-    blocked_seconds: float
+    max_replies: int = 16
+    seconds: float = 300.0
+    blocked_seconds: float = 60.0
 
 
 @dataclasses.dataclass(eq=False)

@@ -71,6 +71,27 @@ Minibatches = Sequence[Sequence[int]]
 """The samples of each update, in order."""
 
 
+def as_sample(
+    result: GenerationResult, prompt: Prompt, group: int, decode: Callable[[Sequence[int]], str], step: int = 0
+) -> Sample:
+    """A response as reward and value sources get it; see `Sample`."""
+    of_episode: dict[str, Any] = {}
+    if isinstance(result, Episode):
+        of_episode = {"sampled": result.mask, "outcome": result.outcome, "problem": result.problem}
+    return Sample(
+        sample_id=result.request_id,
+        group=group,
+        line=prompt.line,
+        place=prompt.place,
+        token_ids=result.prompt_token_ids + result.token_ids,
+        prompt_length=len(result.prompt_token_ids),
+        ended=result.finish_reason == "stop",
+        decode=decode,
+        **of_episode,
+        step=step,
+    )
+
+
 class ScoredResponses:
     """Has responses scored, in batches as they come.
 
@@ -377,21 +398,8 @@ class RolloutCollector:
         """
 
         def sample(result: GenerationResult) -> Sample:
-            of_episode: dict[str, Any] = {}
-            if isinstance(result, Episode):
-                of_episode = {"sampled": result.mask, "outcome": result.outcome, "problem": result.problem}
-            return Sample(
-                sample_id=result.request_id,
-                group=result.request_id // group_size,
-                line=prompts[result.request_id].line,
-                place=prompts[result.request_id].place,
-                token_ids=result.prompt_token_ids + result.token_ids,
-                prompt_length=len(result.prompt_token_ids),
-                ended=result.finish_reason == "stop",
-                decode=self.decode,
-                **of_episode,
-                step=step,
-            )
+            number = result.request_id
+            return as_sample(result, prompts[number], number // group_size, self.decode, step)
 
         responses = ScoredResponses(self.scorer, self.scoring_batch_size, sample, are_trained=are_trained)
         metrics = generate(responses.add)
@@ -416,6 +424,8 @@ class RolloutCollector:
         self, rollouts: Rollouts, scores: Scores, columns: Mapping[str, torch.Tensor]
     ) -> list[dict[str, Any]]:
         """Everything about every sample, as ``samples.jsonl`` has it, on rank 0; empty elsewhere. Collective.
+
+        One whose reward is missing has the key ``problem``, if it is known why.
 
         Args:
             columns: fp32 [R] each, by name; lists with a number for each token of the response, null where it was
@@ -447,6 +457,7 @@ class RolloutCollector:
                 "sampled": [*map(int, is_sampled)],
                 "pieces": [self.tokenizer.token_text(token) for token in response],
                 **{n: [next(of) if own else None for own in is_sampled] for n, of in numbers.items()},
+                **({"problem": scores.problems[sample]} if sample in scores.problems else {}),
             })  # fmt: skip
         return records
 
