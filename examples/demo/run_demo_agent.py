@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--output", type=output_folder_argument, default=REPOSITORY / "results" / "demo-agent")
     parser.add_argument("--seed", type=seed_argument, default=1234)
     parser.add_argument("--tool-share", type=float, default=0.15, help="of demonstrations: those that use the tool")
-    parser.add_argument("--base-steps", type=int, default=500)
+    parser.add_argument("--base-steps", type=int, default=350)
     parser.add_argument("--sft-steps", type=int, default=60)
     parser.add_argument("--grpo-steps", type=int, default=12)
     args = parser.parse_args()
