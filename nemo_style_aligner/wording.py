@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 _ESCAPED = re.compile(r"\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[0-7]{1,3})")
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 _FILE = re.compile(r"\.(nemo|gguf|model|jsonl?|py|yaml)$")
 
@@ -20,6 +23,14 @@ def some_of(names: Sequence[str], shown: int = 5) -> str:
 def counted(number: int, plural: str) -> str:
     """``number`` of something: "1 step", "2 steps"."""
     return f"{number} {plural.removesuffix('s') if number == 1 else plural}"
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Short names of models, or other files: of each path the last part in which all differ, without ``.nemo``."""
+    for parts in zip(*(path.absolute().parts[::-1] for path in paths), strict=False):
+        if len(set(parts)) == len(paths):
+            return [part.removesuffix(".nemo") for part in parts]
+    return [str(path) for path in paths]
 
 
 def download_hint(path: str) -> str:
@@ -49,6 +60,11 @@ def common_start(one: str, other: str) -> str:
     """The longest common prefix of two texts."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return "".join(character for character, _ in pairs)
+
+
+def spelt(text: str) -> str:
+    """Text with its control characters, which a terminal would obey, spelt out; tabs and line feeds stay."""
+    return _CONTROL.sub(lambda character: f"\\x{ord(character[0]):02x}", text)
 
 
 def unescaped(text: str) -> str:

@@ -177,7 +177,7 @@ class Critic:
         """Before this step trains: the rollouts of the next are all made without its weights, and without its end."""
         channel = roles.channel()
         assert channel is not None
-        validations = step // 2  # after steps 2 and 4
+        validations = 1 + step // 2  # before the first step, and after steps 2 and 4
         deadline = time.monotonic() + 60
         while channel.count(f"round/{step + 2 + validations}/count") < NUM_SAMPLES:
             assert time.monotonic() < deadline, f"the rollouts of step {step + 1} are not made while step {step} is"

@@ -45,6 +45,10 @@ def test_frozen_weights_come_and_go_without_a_trace(placement: Any, dtype: torch
     assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
     assert frozen.num_swaps == (3 if placement == "swap" else 0)
     actor.update(policy_batch(ids))  # and training goes on
+    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with frozen.active():
+        pass
+    assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters()), "older weights came back"
 
 
 def test_no_initial_policy() -> None:

@@ -78,3 +78,16 @@ def test_a_job_that_extends_a_models_positions_says_so(tmp_path: Path, caplog: p
         assert base.architecture.max_position_embeddings == cfg.model.max_position_embeddings == expected
     assert "was made for 2048 positions; this job allows 4096" in caplog.text
     assert "set model.encoder_seq_length=2048" in caplog.text
+
+
+def test_what_special_tokens_in_messages_are_is_kept_with_the_model(tmp_path: Path) -> None:
+    architecture = ARCHITECTURES["llama"]
+    model = build_model(architecture, {}, torch.float32, trainable=False)
+    tokenizer = saved_tokenizer(tmp_path / "tokenizer")
+    for number, (asked, known) in enumerate(((None, None), (True, True), (None, True), (False, False))):
+        path = tmp_path / f"{number}.nemo"
+        save_nemo(path, model, architecture.to_nemo_config(), tokenizer)
+        cfg = OmegaConf.merge(load_defaults("gpt_ppo_actor"), {"model": {"special_tokens_as_text": asked}})
+        assert isinstance(cfg, DictConfig)
+        tokenizer = open_base_model(str(path), cfg).tokenizer
+        assert tokenizer.format.special_tokens_as_text is known

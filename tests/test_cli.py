@@ -9,20 +9,27 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
 from click.testing import CliRunner
+from generation_models import architecture
 from job_processes import ROOT
+from omegaconf import OmegaConf
 
 from nemo_style_aligner.cli.main import COMMANDS, nsa
+from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import JOBS
+from nemo_style_aligner.config.section_names import speak_as
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.files import convert, tokenizer_of
+from nemo_style_aligner.models.restore import portable_config
 from nemo_style_aligner.parallel.groups import single_process
 
 PAIR = {"input": "Q\x1b[2J", "output": "A", "source": "web"}
@@ -80,6 +87,8 @@ def test_what_is_there_twice_is_said(model: Path, tmp_path: Path) -> None:
     out = shown(tmp_path / "twice.jsonl", "--model", model)
     assert "note: messages[0].content has special tokens of its own (<|endoftext|>): was a template applied" in out
     assert "note: <|endoftext|> stands twice in a row" in out and "note: not in the text, or not as it stands" in out
+    out = shown(tmp_path / "twice.jsonl", "--model", model, "model.special_tokens_as_text=True")
+    assert "stands twice" not in out and "special tokens of its own" not in out
     repeating = tmp_path / "repeating"
     shutil.copytree(model, repeating)
     (repeating / "chat_template.jinja").write_text("{{ messages[0]['content'] }} " + TEMPLATE)
@@ -147,6 +156,18 @@ def hugging_face(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("job", [name for name in JOBS if "gradient_clip_val" in str(load_defaults(name).trainer)])
+def test_an_archive_says_by_which_method_it_was_trained(job: str) -> None:
+    method = {"training_rm": "rm", "gpt_ppo_actor": "ppo", "gpt_ppo_critic": "ppo"}.get(job, job.split("_", 1)[1])
+    trainer: Any = OmegaConf.to_container(load_defaults(job).trainer, resolve=False)
+    speak_as(job)
+    try:
+        (line,) = portable_config({}, architecture(), trainer, Path("/base.nemo"))["history"]
+    finally:
+        speak_as("gpt_sft")
+    assert line == f"{method.removesuffix('_actor')} from /base.nemo"
+
+
 def test_convert_and_inspect(hugging_face: Path, tmp_path: Path) -> None:
     """As a user starts it: there, back, and what is said of both; nothing is overwritten."""
     archive, back = tmp_path / "base.nemo", tmp_path / "back"
@@ -194,7 +215,7 @@ def test_what_is_no_model_is_named(hugging_face: Path, model: Path, tmp_path: Pa
         for source, target_is_archive, message in (
             (tmp_path / "nowhere", True, "nowhere does not exist"),
             (tmp_path / "other", True, "other is no model (it has no model_config.yaml"),
-            (tmp_path / "run", True, "run holds several models: name one, such as"),
+            (tmp_path / "run", True, "run holds models: name one, such as"),
             (model, True, "has a tokenizer, but no model"),
             (hugging_face, False, "is a Hugging Face directory already"),
         ):
@@ -253,3 +274,20 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & heavy))
 def test_an_unknown_command_is_named() -> None:
     assert "Did you mean 'data'" in said("dat", status=2)
     assert all(name in said("--help") for name in COMMANDS)
+
+
+def test_rewards_are_tried_on_lines_before_a_job(model: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "p.jsonl", [{"text": f"{n}+1?", "answer": str(n + 1)} for n in range(3)])
+    functions = tmp_path / "mine.py"
+    functions.write_text("def short(prompt, response, line):\n    return 1 / (len(response) - 2)\n")
+    rewards = f"[{{source: exact_match}}, {{source: '{functions}:short', weight: 2}}]"
+    arguments = ("data", "show", tmp_path / "p.jsonl", "--model", model, "--count", 2, "--rewards", rewards)
+    out = said(*arguments, "--response", "2", "--response", "a\x1bbc")
+    assert "p.jsonl:1: reward -2 (exact_match 0, short -1)\n2\n" in out
+    assert "p.jsonl:2: reward -1 (exact_match 1, short -1)\n2\n" in out
+    assert "p.jsonl:2: reward 1 (exact_match 0, short 0.5)\na\\x1bbc\n" in out
+    out = said(*arguments, "--response", "12", status=1)
+    assert out.count("reward none: reward short: the reward function") == 2 and "ZeroDivisionError" in out
+    assert "--response needs --rewards" in said(*arguments[:-2], "--response", "2", status=2)
+    with pytest.raises(UserError, match=r"judge\.nemo is asked within a job"):
+        said(*arguments[:-1], "[{source: judge.nemo}]", "--response", "2")

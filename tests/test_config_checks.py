@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import sys
 import types
 from pathlib import Path
@@ -37,6 +38,7 @@ from nemo_style_aligner.jobs.settings_in_vain import settings_in_vain
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 from nemo_style_aligner.rope import RopeScaling
+from nemo_style_aligner.services.http_server import PlaceTakenError
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from nemo_style_aligner.wording import unescaped
 
@@ -72,6 +74,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for job, key in (
+            ("gpt_ppo_critic", "trainer.ppo.port"),
+            ("inference_rm", "inference.port"),
+            ("gpt_sft", "exp_manager.dashboard_port"),
+        ):
+            cfg = load_defaults(job)
+            OmegaConf.update(cfg, PATH_KEYS.get(job, "pretrained_checkpoint.restore_from_path"), str(model))
+            OmegaConf.update(cfg, key, port)
+            OmegaConf.update(cfg, "exp_manager.explicit_log_dir", str(tmp_path))
+            for argument in GIVEN.get(job, ()):
+                name, _, value = argument.partition("=")
+                OmegaConf.update(cfg, name, OmegaConf.create(f"x: {value}").x)
+            with pytest.raises(PlaceTakenError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*{key}"):
+                check_job(job, cfg, 1)
+
+
 def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
     path = f"{PATH_KEYS.get(job, 'pretrained_checkpoint.restore_from_path')}={model}"
     log_dir = f"exp_manager.explicit_log_dir={model.parent / 'log'}"
@@ -91,7 +112,6 @@ def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
     [
         "window_size: [4096, 0]", "transformer_block_type: normformer", "num_moe_experts: 8",
         "rotary_interleaved: true", "apply_embedding_scaling: true",
-        "layernorm_zero_centered_gamma: true",
         "mcore_customization_config: {final_logit_softcapping: 30.0}",
     ],
 )  # fmt: skip
@@ -192,10 +212,11 @@ def test_training_cuts_q_k_and_v_as_one_matrix() -> None:
     assert not dataclasses.replace(odd, kv_channels=24).layout_problems(3)
 
 
-def test_zero_centered_norms_are_layernorm1p(model: Path) -> None:
+def test_zero_centered_norms_are_those_with_1p(model: Path) -> None:
     config = yaml.safe_load((model / "model_config.yaml").read_text()) | {"layernorm_zero_centered_gamma": True}
     for name in ("LayerNorm", "layernorm1p"):
         assert ModelArchitecture.from_nemo_config(config | {"normalization": name}).normalization == "layernorm1p"
+    assert ModelArchitecture.from_nemo_config(config | {"normalization": "rmsnorm"}).normalization == "rmsnorm1p"
     plain = config | {"layernorm_zero_centered_gamma": False, "normalization": "layernorm"}
     assert ModelArchitecture.from_nemo_config(plain).normalization == "layernorm"
 

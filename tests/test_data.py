@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,10 @@ def test_read_jsonl_keeps_order_and_places(tmp_path: Path) -> None:
         ("plain words", "not valid JSON"),
         ('["text"]', "should be an object"),
         ('{"txt": "a"}', "key 'text' is missing .* the keys present are: 'txt'"),
+        (
+            '{"question": "a", "answer": "b"}',
+            "'text' is missing .*'messages'.*'user', 'content': what is in 'question'",
+        ),
         ('{"text": 3}', "'text' should be a string, not 3"),
         ('{"text": null}', "'text' should be a string, not null"),
         ('{"text": ""}', "'text' is empty"),
@@ -96,6 +101,15 @@ def test_a_bad_line_is_named(tmp_path: Path, tokenizer: Tokenizer, line: str, co
     path = jsonl(tmp_path / "bad.jsonl", {"text": "fine"}, "", line)
     with pytest.raises(DataError, match=rf"bad\.jsonl:3: .*{complaint}"):
         PromptDataset([path], tokenizer, 10)
+
+
+def test_a_key_that_is_given_twice_is_found_among_many(tmp_path: Path) -> None:
+    keys = ", ".join(f'"k{i}": 0' for i in range(60000))
+    (tmp_path / "d").write_text(f'{{{keys}, "k59999": 1}}')
+    began = time.process_time()
+    with pytest.raises(DataError, match="has the key 'k59999' twice"):
+        read_jsonl(tmp_path / "d")
+    assert time.process_time() - began < 10  # not minutes
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from nemo_style_aligner.jobs.evaluation_measures import mean, pass_at_k, share, 
 from nemo_style_aligner.models.files import convert
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.wording import distinct_names
 
 # As process_gsm8k.py writes it, beside the lines of make_arithmetic.py.
 GSM8K = {"text": "User: How many?\nAssistant:", "answer": "1800", "answer_extraction": "after ####"}
@@ -161,6 +162,14 @@ def test_a_policy_beside_what_it_began_as(models: Models, tmp_path: Path) -> Non
 
     assert re.search(rf"change\n(.*\n)*  win_rate +{changed['win_rate']:.4g}  \(", out), out
     page = sheet.read_text()
+    columns = re.findall(r'<th scope="col">(.*?)</th>', page)
+    cells = dict(re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', page))
+    assert columns == ["policy", "base", "change"] and page.count(str(models.path("policy"))) == 1
+    texts_of = re.findall(r"<td>(.*?)</td>", cells["accuracy"])
+    assert [text.split()[0] for text in texts_of] == [
+        f"{summary['accuracy']:.4g}" for summary in (ours, theirs, changed)
+    ]
+    assert re.findall(r"<td>(.*?)</td>", cells["win_rate"])[:2] == ["", ""]
     assert all(f"<h3>{heading}</h3>" in page for heading in ("Worst", "Most changed", "Furthest away"))
     # The same seed, the same responses; a report can show them side by side.
     said(*arguments[:-1], tmp_path / "again.json", "--sheet", tmp_path / "sheet.jsonl", "--limit", 2)
@@ -168,8 +177,8 @@ def test_a_policy_beside_what_it_began_as(models: Models, tmp_path: Path) -> Non
     assert [row["response"] for row in again] == [row["response"] for row in rows[:8]]
     first = json.loads((tmp_path / "sheet.jsonl").read_text().splitlines()[0])
     assert first["section"] == "Worst" and [answer["label"] for answer in first["answers"]] == [
-        str(models.path("policy")),
-        str(models.path("base")),
+        "policy",
+        "base",
     ]
 
 
@@ -213,8 +222,21 @@ def test_episodes_are_measured_and_shown(models: Models, tmp_path: Path) -> None
     assert shown.exit_code == 0, shown.output
     told = re.escape(rest[-1]["prompt"])
     assert re.search(rf"episode, 2 replies, \d+ tokens sampled, \d+ inserted.*\n{told}⟦[^⟧]*⟧\n{told}⟦", shown.output)
-    assert re.search(r"the last reply ended; returned: \{'reward': \d+, 'same': [01].0\}", shown.output)
+    assert re.search(r"the last reply ended; returned: \{'reward': \d+.0, 'same': [01].0\}", shown.output)
     assert "episode, 1 reply, " in shown.output and "raised LookupError: no such tool" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/r/actor/checkpoints/ppo.nemo", "/r/sft/checkpoints/sft.nemo"], ["ppo", "sft"]),
+        (["/r/run 1/checkpoints/ppo.nemo", "/r/run 2/checkpoints/ppo.nemo"], ["run 1", "run 2"]),
+        (["/a/b/ppo.nemo", "/b/ppo.nemo"], ["a", "/"]),
+        (["/a/ppo.nemo"], ["ppo"]),
+    ],
+)
+def test_models_are_called_what_tells_them_apart(paths: list[str], names: list[str]) -> None:
+    assert distinct_names(list(map(Path, paths))) == names
 
 
 def test_a_model_does_not_differ_from_itself(models: Models, tmp_path: Path) -> None:
@@ -251,7 +273,9 @@ def test_a_reward_model_by_category(models: Models, tmp_path: Path) -> None:
     for start, name in enumerate(("chat", "code")):
         summary = results["others"][f"subset={name}"]["summary"]
         assert summary["accuracy"] == pytest.approx(np.mean(right[start::2])) and summary["num_pairs"] == 6
-    assert "subset=code\n" in out and "Worst judged" in (tmp_path / "sheet.html").read_text()
+    page = (tmp_path / "sheet.html").read_text()
+    assert "subset=code\n" in out and "Worst judged" in page
+    assert re.findall(r'<th scope="row">(.*?)</th>', page) == ["all", "subset=chat", "subset=code"]
     # The good text before the bad one: the category is the good one's.
     write_jsonl(pairs, [{"text": "Q: 1", "subset": "a"}, {"text": "Q: 2"}])
     assert "subset=a\n" in said(models.path("rm"), "--comparisons", pairs, "--category", "subset")

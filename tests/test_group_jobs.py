@@ -244,6 +244,11 @@ def test_parts_of_rewards_and_what_was_drawn_are_logged(artefacts: Artefacts, do
         assert out % RESPONSES == left % RESPONSES == 0
         assert useful == SAMPLES - left if left else useful >= SAMPLES
         assert drawn == 3 or not left
+    states = [json.loads(file.read_text())["trainer"] for file in done.glob("log/checkpoints/*/trainer_state.json")]
+    last = max(state["step"] for state in states)
+    assert sum(rounds[: last - 1]) > last - 1, "nothing was drawn again before the last step: choose other prompts"
+    for state in states:
+        assert state["redrawn_samples"] == consumed[state["step"] - 1] - PROMPTS * state["step"]
     assert len(steps) == NUM_PROMPTS // PROMPTS  # of one epoch, whatever was drawn
     assert of["train_rollouts/rollout_size"] == [SAMPLES] * len(steps)
     assert len(of["train_optim/loss"]) == len(steps) * 2 * SAMPLES // 8
@@ -330,7 +335,7 @@ def test_a_reward_model_in_the_job(artefacts: Artefacts, flags: Callable[..., li
             [value for _, value in curves(tmp_path)[f"{part}_rollouts/{name}"]]
             for name in ("rewards", f"rewards/{artefacts.rm.stem}")
         )
-        assert len(whole) == 2 and whole == pytest.approx([2 * value for value in of_model])
+        assert len(whole) == {"train": 2, "val": 3}[part] and whole == pytest.approx([2 * value for value in of_model])
 
 
 def test_a_reward_model_that_does_not_fit_is_refused_before_weights_are_loaded(

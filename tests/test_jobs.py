@@ -295,8 +295,8 @@ def test_tutorial_pair(tutorial_actor: tuple[Path, str], tutorial_critic: tuple[
     """bf16, two ranks each, static partition, validation, an archive at the end; each flag reported or at work."""
     log_dir, output = tutorial_actor
     curves = check_actor_log(log_dir, steps=2)
-    assert [step for step, _ in curves["val_rollouts/rewards"]] == [2]
-    assert [table["step"] for table in read_tables(log_dir) if table["key"] == "table/val_rollouts"] == [2]
+    assert [step for step, _ in curves["val_rollouts/rewards"]] == [0, 2]
+    assert [table["step"] for table in read_tables(log_dir) if table["key"] == "table/val_rollouts"] == [0, 2]
     names = sorted(path.name for path in (log_dir / "checkpoints").iterdir())
     assert names[0].startswith("megatron_gpt-step=2-consumed_samples=32-ppo_optimization_step=4-epoch=0-val_rewards=")
     assert names[1:] == ["megatron_gpt_ppo_actor.nemo"]
@@ -370,7 +370,7 @@ def test_tutorial_slurm_pair_under_mpirun(artefacts: Artefacts, tmp_path: Path) 
         assert critic.stop(number=signal.SIGUSR1) == 75, critic.describe()
     curves = check_actor_log(actor_log, steps=2)
     assert max(value for _, value in curves["train_rollouts/engine_logprob_gap_max"]) < 1e-4
-    assert [step for step, _ in curves["val_rollouts/rewards"]] == [2]
+    assert [step for step, _ in curves["val_rollouts/rewards"]] == [0, 2]
     assert "TensorRT-LLM is not installed" in output and "the embedded engine is used" in output
     assert "timers/step/rollout_time/unload" in curves
     (progress,) = re.findall(r"^PPO: 2/2 after .*$", output, re.MULTILINE)  # of one rank of two
@@ -483,7 +483,7 @@ def test_evaluation(
     assert isinstance(row["reward"], float) and row["num_response_tokens"] <= 8
 
 
-def check_converted_checkpoint(log_dir: Path, folder: Path) -> Path:
+def check_converted_checkpoint(log_dir: Path, folder: Path, method: str) -> Path:
     """The archive made of a job's newest checkpoint is the one that the job wrote of the same weights; its path."""
     (written,) = (log_dir / "checkpoints").glob("*.nemo")
     (checkpoint,) = (log_dir / "checkpoints").glob("*-last")
@@ -500,7 +500,7 @@ def check_converted_checkpoint(log_dir: Path, folder: Path) -> Path:
     require_same_tokenizer(converted, written)
     described, archived = describe(checkpoint), describe(written)
     assert described["step"] > 0 and described["metrics"] and described["layout"]["tp_size"] >= 1
-    assert described["history"] == archived["history"] and " from " in described["history"][-1]
+    assert described["history"] == archived["history"] and described["history"][-1].startswith(f"{method} from /")
     assert described["tokenizer"] == archived["tokenizer"] and described["parameters"] == archived["parameters"]
     return converted
 
@@ -512,8 +512,8 @@ def test_a_training_checkpoint_becomes_the_archive_of_its_job(
     tmp_path: Path,
 ) -> None:
     """Of SFT, a reward model, an actor on two ranks and its critic, which has written no archive."""
-    for log_dir in (artefacts.sft_log, artefacts.rm_log, tutorial_actor[0]):
-        check_converted_checkpoint(log_dir, tmp_path)
+    for method, log_dir in (("sft", artefacts.sft_log), ("rm", artefacts.rm_log), ("ppo", tutorial_actor[0])):
+        check_converted_checkpoint(log_dir, tmp_path, method)
     (newest,) = (tutorial_critic[2] / "checkpoints").glob("*-last")
     critic = tmp_path / "critic.nemo"
     output = run(
@@ -748,7 +748,7 @@ def test_rollouts_a_step_ahead(artefacts: Artefacts, tmp_path: Path) -> None:
     assert [value for _, value in curves["train_rollouts/staleness_max"]] == [0.0] + [2.0] * 7
     assert [value for _, value in curves["train_rollouts/staleness_mean"]] == [0.0] + [2.0] * 7
     assert [step for step, _ in curves["timers/step/rollout_time/rollout_wait"]] == list(range(2, 9))
-    assert [step for step, _ in curves["val_rollouts/rewards"]] == [4, 8]
+    assert [step for step, _ in curves["val_rollouts/rewards"]] == [0, 4, 8]
 
 
 # ---- failures -----------------------------------------------------------------------------------

@@ -274,6 +274,11 @@ def test_passes_that_cannot_be_kept() -> None:
     assert model.kept_passes is None
     with pytest.raises(ValueError, match=r"keep_activations=always: with dropout"):
         keep_passes(model, None, "always", 5)
+    tuning = {"target_modules": ["all"], "adapter_dim": 2, "adapter_dropout": 0.1}
+    options = {"optim": OPTIM, "peft": {"peft_scheme": "lora", "lora_tuning": tuning}}
+    adapted = build_model(llama, options, torch.float32)
+    keep_passes(adapted, None, "auto", 5)
+    assert adapted.kept_passes is None
     model = build_model(llama, {"optim": OPTIM}, torch.float32)
     swapped = FrozenWeights(model, "swap", lambda: model)
     keep_passes(model, swapped, "auto", 5)

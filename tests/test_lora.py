@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -21,8 +23,9 @@ from safetensors.torch import save_file
 from small_models import TensorSource
 from trained_models import ARCHITECTURES, logprobs, make_actor, policy_batch, tokens
 
+from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
+from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer
 from nemo_style_aligner.models.adapter_files import adapter_kind, read_adapter
 from nemo_style_aligner.models.conversion import adapter_to_nemo, adapter_to_peft, checkpoint_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
@@ -283,6 +286,34 @@ def test_adapters_in_and_out_of_peft(sft: Path, artefacts: Artefacts) -> None:
         torch.testing.assert_close(load(sft / "own-hf")(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("config", "is_whole"),
+    [
+        ({"layers_to_transform": [1]}, True),
+        ({"layers_to_transform": 1}, True),
+        ({"target_modules": ["1.self_attn.q_proj"]}, True),
+        ({}, False),
+        ({"layers_to_transform": [0, 1]}, False),
+        ({"target_modules": ".*q_proj"}, False),
+        ({"target_modules": "all-linear"}, False),
+    ],
+)
+def test_a_peft_file_that_has_lost_a_layer_is_refused(
+    config: dict[str, Any], is_whole: bool, artefacts: Artefacts, tmp_path: Path
+) -> None:
+    """Layers that its config does not have are none that are lost."""
+    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(plain | config))
+    architecture = ModelArchitecture.from_nemo_config(load_nemo_config(artefacts.base))
+    rows, columns = architecture.num_attention_heads * architecture.kv_channels, architecture.hidden_size
+    shapes = {A_OF_Q: (4, columns), B_OF_Q: (rows, 4)}
+    tensors = {name.replace(".0.", ".1."): torch.ones(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with contextlib.nullcontext() if is_whole else pytest.raises(ValueError, match=r"lacks model\.layers\.0\..*q_proj"):
+        adapter_to_nemo(tmp_path, tmp_path / "merged.nemo", torch.float32, base=artefacts.base)
+    assert (tmp_path / "merged.nemo").exists() == is_whole
+
+
 A_OF_Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 B_OF_Q = A_OF_Q.replace("lora_A", "lora_B")
 
@@ -296,6 +327,7 @@ B_OF_Q = A_OF_Q.replace("lora_A", "lora_B")
         ({"r": "4"}, {}, "r=4: the rank should be a whole number"),
         ({"lora_alpha": 0}, {}, "lora_alpha=0: it should be a number above 0"),
         ({"lora_alpha": math.nan}, {}, "lora_alpha=nan: it should be"),
+        ({"lora_alpha": 10**400}, {}, f"lora_alpha={10**39}: it should be"),
         ({}, {B_OF_Q: None}, "lacks model.layers.0.self_attn.q_proj.lora_B.weight: write or copy it again"),
         ({}, {A_OF_Q: None}, "lacks model.layers.0.self_attn.q_proj.lora_A.weight"),
         ({"target_modules": ["q_proj", "k_proj"]}, {}, "lacks k_proj"),
@@ -316,4 +348,11 @@ def test_adapters_that_would_add_something_else_are_refused(
     whole: dict[str, Any] = {A_OF_Q: torch.ones(4, 8), B_OF_Q: torch.ones(8, 4)} | tensors
     save_file({k: tensor for k, tensor in whole.items() if tensor is not None}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=re.escape(problem)):
+        read_adapter(adapter_kind(tmp_path))
+
+
+def test_adapters_that_are_no_file_are_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    os.mkfifo(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="is no regular file"):
         read_adapter(adapter_kind(tmp_path))

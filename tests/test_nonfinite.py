@@ -122,6 +122,17 @@ def step() -> Step:
     return Step(rollouts, scores, columns)
 
 
+def test_the_penalty_of_overlong_responses_enters_their_rewards() -> None:
+    """Responses of 7, 4, 4, 4, 7 and 4 tokens; from 3 to 7 on a line down to -1."""
+    penalised = dataclasses.replace(SETTINGS, max_length=7, overlong_buffer=4)
+    by_hand, plain = step(), step()
+    by_hand.scores.rewards += torch.tensor([-1, -0.25, -0.25, -0.25, -1, -0.25], dtype=torch.float64)
+    (found, metrics), (expected, more) = plain.experience(penalised), by_hand.experience()
+    torch.testing.assert_close(found.columns["advantages"], expected.columns["advantages"])
+    assert not torch.allclose(found.columns["advantages"], plain.experience()[0].columns["advantages"])
+    assert metrics["rewards_with_kl"] == pytest.approx(more["rewards_with_kl"])
+
+
 def spoil(what: Step) -> None:
     what.scores.rewards[1] = math.nan
     what.row("values", 3)[2] = math.inf

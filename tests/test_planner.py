@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ from nemo_style_aligner.cli.main import nsa, run
 from nemo_style_aligner.config.loading import check_config, load_defaults
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.placement import critic_config
-from nemo_style_aligner.placement.costs import Layout, Model, Sample, largest_share
+from nemo_style_aligner.models.sizes import Layout
+from nemo_style_aligner.placement.costs import Model, Sample, largest_share
 from nemo_style_aligner.placement.plan import read_plan
 from nemo_style_aligner.placement.rates import DEVICES, Device, measured_here
 from nemo_style_aligner.placement.run_rates import as_in_run
@@ -233,17 +235,66 @@ def test_all_plans_as_json_the_fastest_first(main: Main, capsys: pytest.CaptureF
 
 
 def test_what_does_not_fit_is_told_with_bytes(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--model", "405b", "--cluster", "4x8xh100", "--rollouts", "128", "--steps", "1"])
-    said = capsys.readouterr().out
+    main(["--model", "405b", "--cluster", "4x8xh100", "--rollouts", "128", "--steps", "1"], status=2)
+    said, why = capsys.readouterr()
+    assert why == "error: nothing fits\n"
     for strategy in ("flatten", "interleave", "separate"):
         assert f"{strategy}: does not fit. " in said
     assert "GB of 84 (weights" in said
     assert all("critic, TP" in line and "; actor, TP" in line for line in said.splitlines()[-2:])
 
 
+def test_a_plan_whose_rollouts_are_old_is_named_with_its_price_and_written_only_if_asked_for(
+    main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.yaml"
+    wanted = ["--model", "8b", *SMALL, "--strategy", "separate", "--results-dir", str(tmp_path), "--write", str(file)]
+    main(wanted)
+    said = capsys.readouterr().out
+    assert "The fastest: separate\n" in said
+    assert re.search(r"separate with --staleness 1: \S+ s per step in place of .* learning rate is about half", said)
+    assert not read_plan(file).jobs["actor"].overrides.get("trainer.ppo.staleness")
+    main([*wanted, "--staleness", "1"])
+    assert "The fastest: separate, staleness 1\n" in capsys.readouterr().out
+    assert read_plan(file).jobs["actor"].overrides["trainer.ppo.staleness"] == 1
+
+
+def test_a_dry_run_refuses_a_plan_that_is_not_filled_in(
+    main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As each of its jobs would: before that, models and data."""
+    file = tmp_path / "plan.yaml"
+    main(["--model", "8b", *SMALL, "--jobs", "two", "--strategy", "interleave", "--results-dir", str(tmp_path),
+          "--write", str(file)])  # fmt: skip
+
+    def dry_run() -> str:
+        monkeypatch.setattr(sys, "argv", ["nsa", "launch", str(file), "--dry-run", "--with", "slurm"])
+        with pytest.raises(SystemExit) as ended:
+            run(nsa, "nsa")
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    capsys.readouterr()
+    said = dry_run()
+    for job in ("critic", "actor"):
+        assert f"  jobs.{job}: " in said and "pretrained_checkpoint.restore_from_path is not set" in said
+    assert "data_prefix" in said
+    plan = read_plan(file)
+    for job in plan.jobs.values():
+        job.overrides["pretrained_checkpoint.restore_from_path"] = "/nowhere/x.nemo"
+    plan.jobs["actor"].overrides["model.data.data_prefix"] = {"train": ["/nowhere/x.jsonl"]}
+    plan.write(file)
+    said = dry_run()
+    assert said.count("/nowhere/x.nemo does not exist") == 2 and "/nowhere/x.jsonl" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (
+            ["--model", "8b", "--cluster", "1x8xh100", "--lengths", "none.jsonl"],
+            "--lengths 'none.jsonl': there is no such file",
+        ),
         (["--model", "9000b", "--cluster", "1x8xh100"], "no such model"),
         (["--model", "8b", "--cluster", "8xh100"], "--cluster 8xh100"),
         (["--model", "8b", "--cluster", "1x8xtpu"], "no rates of 'tpu'"),

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.max_epochs": (2, {"ppo.max_epochs": 2, "ppo.max_steps": 8, "schedule.max_steps": 16}),
     "trainer.ppo.max_steps": (3, {"ppo.step_limit": 3, "ppo.max_steps": 3, "schedule.max_steps": 6}),
+    "trainer.ppo.val_check_at_start": (False, {"ppo.val_check_at_start": False}),
     "trainer.ppo.val_check_interval": (5, {"ppo.val_check_interval": 5, "ppo.save_interval": 5}),
     "trainer.ppo.save_interval": (3, {"ppo.save_interval": 3}),
     "trainer.ppo.gradient_clip_val": (0.5, {"optimizer.clip_grad": 0.5}),

@@ -339,6 +339,20 @@ def test_pairs_that_cannot_be_meant_are_refused(
         pairs(tmp_path, tokenizer, line)
 
 
+def test_examples_for_fine_tuning_are_no_pairs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Which two turns of strangers would be: the error names the form. Two answers to one question are a pair."""
+    tokenizer.chat_template = CHATML
+    ask, answer = (lambda c: {"role": "user", "content": c}), (lambda c: {"role": "assistant", "content": c})
+    asked = [{"messages": [ask(q), answer(q * 2)]} for q in "abcd"]
+    alpaca = [{"instruction": q, "input": "", "output": q * 2} for q in "abcd"]
+    for lines in (asked, asked[:2], alpaca):
+        with pytest.raises(DataError, match=r"no two lines have the same prompt.*'prompt', 'chosen', 'rejected'"):
+            pairs(tmp_path, tokenizer, *lines)
+    better = [asked[0], {"messages": [ask("a"), answer("b")]}]
+    assert len(pairs(tmp_path, tokenizer, *better, *asked[2:])) == 2
+    tokenizer.chat_template = None
+
+
 def test_conversations_are_rendered_by_the_template(files: Path, tmp_path: Path) -> None:
     tokenizer = load_nemo_tokenizer(files / "base.nemo")
     tokenizer.chat_template = CHATML

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from served_critic import CountingBackend, client_config, reward_client, serve, wait_for
+from served_critic import CountingBackend, client_config, outputs, post, reward_client, serve, train_body, wait_for
 
 from nemo_style_aligner.checkpoints import manifest
 from nemo_style_aligner.errors import NotWrittenError
@@ -642,7 +642,17 @@ def test_a_critic_of_another_directory_is_an_error_that_says_what_to_do(job: Cri
         pass
 
 
-def test_unnumbered_training_by_others_is_noticed(job: CriticJob, tmp_path: Path) -> None:
+def test_training_without_numbers_by_others_is_noticed(job: CriticJob, tmp_path: Path) -> None:
+    """NeMo-Aligner's requests have none. The run goes on where nobody else was."""
+    with actor(job, tmp_path) as critic:
+        train(critic, 1)
+        save(critic)
+        outputs(post(SimpleNamespace(url=f"http://127.0.0.1:{job.port}"), "critic_train", train_body()))
+        with pytest.raises(SequenceConflictError, match="has made 2 training steps and expects number 2"):
+            train(critic, 2)
+
+
+def test_training_by_another_run_is_noticed(job: CriticJob, tmp_path: Path) -> None:
     ones = torch.ones(1, 3)
     with actor(job, tmp_path) as critic:
         train(critic, 1)
@@ -938,6 +948,7 @@ def test_a_repeat_is_answered_where_the_histories_agree() -> None:
     assert ledger.stored_answer(start.after("x"), "y") is None
     for number, history, digest, reason in (
         (1, INITIAL_HISTORY, "y", "is stale: expected 2"),
+        (1, None, "y", "is stale: expected 2"),  # another batch, of a client that follows no history
         (1, "other", "x", "is stale: expected 2"),
         (3, None, "y", "is ahead of its predecessors: expected 2"),
         (2, "other", "y", "trained on other batches"),

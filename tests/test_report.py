@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import re
@@ -18,13 +19,15 @@ import pytest
 import requests
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.services.dashboard import Dashboard
 from nemo_style_aligner.telemetry import activity, timeline
+from nemo_style_aligner.telemetry.log_files import NoRunError
 from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.report import find_runs, write_report
-from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
-from nemo_style_aligner.telemetry.samples import ComparisonError, find_samples
+from nemo_style_aligner.telemetry.report import find_runs, write_report, write_sheet
+from nemo_style_aligner.telemetry.run_view import RunView
+from nemo_style_aligner.telemetry.samples import Answer, ComparisonError, Shown, find_samples
 from nemo_style_aligner.telemetry.timeline import write_trace
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
@@ -64,7 +67,8 @@ class Page(HTMLParser):
 def make_run(folder: Path, rewards: list[float], text: str = "4") -> Path:
     """A run as an actor job writes it."""
     logger = MetricsLogger(folder)
-    logger.log_hyperparameters(OmegaConf.create({"trainer": {"ppo": {"max_steps": 9}}, "model": {"ppo": {"x": text}}}))
+    logger.log_hyperparameters(OmegaConf.create({"trainer": {"ppo": {"max_steps": 20}}, "model": {"ppo": {"x": text}}}))
+    logger.log_length(9)
     logger.log_metrics({"rewards": -3.0}, 0, "warm_up/train_rollouts/")
     for step, reward in enumerate(rewards):
         logger.log_metrics({"rewards": reward, "init_policy_kl": 0.01 * step}, step, "train_rollouts/")
@@ -184,6 +188,16 @@ def test_every_rollout_is_found_page_by_page(tmp_path: Path) -> None:
         pages.append([shown.prompt for shown in found])
     assert len(pages) == 2 and [*pages[0], *pages[1]] == [f"p{step}" for step in range(35, 0, -1)]
     assert [shown.prompt for shown in find_samples(tmp_path, "P7")[0]] == ["p7", "p7"]
+    assert find_samples(tmp_path, before=10**30) == find_samples(tmp_path)
+    assert find_samples(tmp_path, before=-(10**30)) == ([], None)
+
+
+def test_a_config_that_its_aliases_make_endless_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    bomb = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+    (tmp_path / "run" / "hyperparameters.yaml").write_text(bomb)
+    with pytest.raises(UserError, match=r"hyperparameters\.yaml cannot be read: more than 20,000 values"):
+        write_report(tmp_path / "r.html", "x", {"x": tmp_path / "run"})
 
 
 def test_what_is_no_run_is_named(run: Path, tmp_path: Path) -> None:
@@ -295,17 +309,51 @@ def test_the_dashboard_shows_what_is_new_to_who_knows_the_secret(dashboard: Dash
     assert requests.post(address, auth=known, timeout=5).status_code == 405
 
 
-def test_a_browser_shows_what_goes_on(dashboard: Dashboard, chromium: str, tmp_path: Path) -> None:
-    """Also where the secret stands in the URL."""
+def test_a_browser_shows_what_goes_on(
+    dashboard: Dashboard, chromium: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the secret stands in the URL. That it first asks without is no alarm in the job's log."""
+    caplog.set_level(logging.INFO)
     with activity.phase("step"):
         shown = drawn_by(chromium, f"http://anybody:s3cret@127.0.0.1:{dashboard.port}/", tmp_path)
-    assert re.findall(r'id="phase"[^>]*>([^<]*)<', shown) == ["A step"]
+    assert re.findall(r'id="phase"[^>]*>([^<]*)<', shown) == ["A step"] and "refused" not in caplog.text
 
 
 def drawn_by(chromium: str, url: str, folder: Path) -> str:
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     command += ["--virtual-time-budget=2000", "--dump-dom", url]
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_marks_of_an_axis_that_differ_have_labels_that_differ(chromium: str, tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path / "run")
+    for step in range(4):
+        logger.log_metrics({"rewards": 1000 + step / 1e5}, step, "train_rollouts/")
+    logger.close()
+    drawn = drawn_by(chromium, write_report(tmp_path / "r.html", "x", {"x": tmp_path / "run"}).as_uri(), tmp_path)
+    labels = re.findall(r'text-anchor="end"[^>]*>([^<]*)<', drawn.split('aria-label="Reward"')[1].split("</svg>")[0])
+    assert len(labels) > 3 and len(set(labels)) == len(labels)
+
+
+def width_in(chromium: str, page: Path, width: int) -> int:
+    """How wide a page is in a window of this width, in pixels."""
+    measure = "onload = () => { document.title = frames[0].document.documentElement.scrollWidth; }"
+    frame = f'<iframe width="{width}" height="900" srcdoc="{html.escape(page.read_text())}"></iframe>'
+    around = page.with_suffix(".frame.html")
+    around.write_text(f"<title></title>{frame}<script>{measure}</script>")
+    return int(re.findall("<title>(.*?)</title>", drawn_by(chromium, around.as_uri(), page.parent))[0])
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_pages_with_long_names_fit_into_the_window(chromium: str, run: Path, tmp_path: Path, width: int) -> None:
+    """Paths as names were printed over each other, and made the page of two models wider than the window."""
+    long = "megatron_gpt_ppo_actor_of_a_long_name" * 3
+    answers = [Shown("2+2?", [Answer(name, "4", "right", 0.5) for name in (long, f"{long}_again")])]
+    rows = {name: [("0.8125", "(0.6457 to 0.9301)")] * 3 for name in ("num_with_answer", "kl_per_response")}
+    table = (long, f"{long}_again", "change"), rows
+    sheet = write_sheet(tmp_path / "s.html", long, [("MODEL", "/folder" * 40)], table, [("A", "B.", answers)])
+    report = write_report(tmp_path / "r.html", long, {long: run, "other": run}, [(long, long)])
+    assert [page.stem for page in (sheet, report) if width_in(chromium, page, width) > width] == []
 
 
 def test_a_browser_draws_the_charts_and_runs_nothing_else(run: Path, chromium: str, tmp_path: Path) -> None:
@@ -315,3 +363,19 @@ def test_a_browser_draws_the_charts_and_runs_nothing_else(run: Path, chromium: s
     charts = len(Page(page.read_text()).charts)
     assert drawn.count("<svg") == charts > 5 and drawn.count("<polyline") > 5 and drawn.count("<polygon") > 2
     assert "<title>Demo</title>" in drawn
+
+
+def test_a_report_says_how_much_of_the_run_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the loop's own length, whatever the config allows, and at the pace of the last steps."""
+    logger = MetricsLogger(tmp_path)
+    logger.log_hyperparameters(OmegaConf.create({"trainer": {"sft": {"max_steps": -1}}}))
+    logger.log_length(40)
+    for step in range(21):
+        monkeypatch.setattr(time, "time", lambda now=1e9 + 60 * step + 3600 * (step > 12): now)  # an hour off between
+        logger.log_metrics({"loss": 1.0}, step, "train/")
+    facts = dict(RunView("x", tmp_path).facts)
+    assert facts["Steps"] == "20 of 40" and facts["Left"] == "about 20 min"
+    logger.log_length(20)
+    facts = dict(RunView("x", tmp_path).facts)
+    assert facts["Steps"] == "20 of 20" and "Left" not in facts
+    logger.close()

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import importlib.util
 import json
+import logging
 import math
 import re
 import subprocess
@@ -55,6 +56,34 @@ def parts(prompt, response, line):
 async def named(prompt, response, line):
     await asyncio.sleep(0.2)
     return {"reward": 7, "length": len(response)}
+
+class _Mute:
+    def __repr__(self):
+        raise RuntimeError("no text")
+    __str__ = __float__ = __repr__
+
+class _MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def shout():
+    raise _MuteError
+
+async def forking(prompt, response, line):
+    return branching(prompt, response, line)
+
+def branching(prompt, response, line):
+    import os
+    from pathlib import Path
+    child = os.fork()
+    if not child:
+        if response == "raise":
+            raise ValueError
+        return -1
+    os.waitpid(child, 0)
+    with open(line["file"], "a") as file:
+        file.write("here")
+    return 1
 
 def curriculum(prompt, response, line, step):
     return step
@@ -160,6 +189,9 @@ def test_functions_give_numbers_or_parts_and_are_summed(build: Any, functions: s
         ("{1: 1}", "returned {1: 1}, which are not named"),
         ("1 / 0", r"raised ZeroDivisionError: .* for the prompt of x.jsonl:0 with the response '1 / 0'; the traceback"),
         ("exit('x')", "raised SystemExit: x"),
+        ("_Mute()", "returned <_Mute instance at 0x[0-9a-f]+>, which is not a finite number"),
+        ("[_Mute()]", "returned \\[<_Mute instance at 0x[0-9a-f]+>\\], which is not a finite number"),
+        ("shout()", "raised _MuteError: its text cannot be had, for RuntimeError"),
     ],
 )
 def test_a_failing_function_gives_no_reward_but_a_problem(
@@ -170,6 +202,16 @@ def test_a_failing_function_gives_no_reward_but_a_problem(
     assert math.isnan(failed.value) and failed.problem is not None
     assert re.search(f"^reward odd: the reward function .*functions.py:odd {message}", failed.problem), failed.problem
     assert scored == Reward(1.0, {"odd": 1.0, "exact_match": 0.0})
+
+
+@pytest.mark.parametrize("function", ["branching", "forking"])
+def test_a_child_that_a_function_forks_does_not_come_back(
+    function: str, build: Any, functions: str, tmp_path: Path
+) -> None:
+    source = build({"source": f"{functions}:{function}"})
+    asked = [dataclasses.replace(r, line={"file": str(tmp_path / "calls")}) for r in responses("2", "raise")]
+    assert [reward.value for reward in score(source, asked)] == [1, 1]
+    assert (tmp_path / "calls").read_text() == "herehere"
 
 
 def test_a_function_may_take_the_step(build: Any, functions: str) -> None:
@@ -199,6 +241,17 @@ def test_calls_over_their_limit_fail(build: Any, functions: str, caplog: pytest.
     assert "took more than 0.2 s" in str(late.problem) and "a thread cannot be ended" in str(late.problem)
     assert [other.value for other in others] == [2] * 20
     assert score(judge, responses("0"))[0].value == 1
+
+
+def test_a_mistake_is_shown_once_and_counted(build: Any, functions: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In the function's own lines alone, however many responses meet it; another mistake is another kind."""
+    failed = score(build({"source": f"{functions}:odd"}), responses(*["1 / 0"] * 32, "None", "None"))
+    assert all(reward.problem for reward in failed)
+    shown = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.exc_info is not None for record in shown] == [True, False, False]
+    first, counted, other = (logging.Formatter().format(record) for record in shown)
+    assert first.count('File "') == 2 and "functions.py" in first and "reward_functions.py" not in first
+    assert counted.startswith("10 responses have failed like this one") and "returned None" in other
 
 
 def test_a_call_that_hangs_does_not_keep_the_process(functions: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import logging
 import os
 import stat
 import subprocess
@@ -19,10 +20,14 @@ from omegaconf import OmegaConf
 from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.jobs import service_setup
 from nemo_style_aligner.jobs.path_checks import secret_problems
+from nemo_style_aligner.jobs.run_settings import changed_settings, settings_of_run
+from nemo_style_aligner.masking import masked, masked_text
 from nemo_style_aligner.services import secret
 from nemo_style_aligner.services.http_server import token_check
 from nemo_style_aligner.services.secret import SecretError, find_secret, make_secret, read_secret, resolve_token
+from nemo_style_aligner.telemetry.log_lines import JsonFormatter, TextFormatter
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.telemetry.report import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "nemo_style_aligner.services.secret"]
@@ -188,3 +193,43 @@ def test_the_secret_is_in_no_log(home: Path, caplog: pytest.LogCaptureFixture) -
     assert value.encode() not in written and value not in caplog.text
     assert value not in repr(secret.find_secret(value))
     assert config.trainer.ppo.token == value
+
+
+def test_passwords_are_in_nothing_that_a_job_writes_or_says(tmp_path: Path) -> None:
+    """In URLs, of keys by any usual name, in sections and lists; in texts of libraries, too."""
+    config = load_defaults("gpt_ppo_actor")
+    config.exp_manager.mlflow_logger_kwargs.tracking_uri = "http://me:PASSWORD@server:5000/x"
+    config.exp_manager.mlflow_logger_kwargs.artifact_location = "s3://PASSWORD@bucket"
+    tags = {"db_password": "PASSWORD", "api-key": "PASSWORD", "aws": {"secretAccessKey": "PASSWORD"}, "pwd": 4711}
+    config.exp_manager.mlflow_logger_kwargs.tags = tags
+    config.trainer.ppo.rewards = [{"source": "http://me:PASS/WORD@host:1/judge?api_key=PASSWORD", "token": "PASSWORD"}]
+    config.model.data.data_prefix = {"train": ["postgresql://me:PASS@WORD@host/db"]}
+    metrics = MetricsLogger(tmp_path)
+    metrics.log_metrics({"loss": 1.0}, 1)
+    metrics.log_hyperparameters(config)
+    metrics.close()
+    write_report(tmp_path / "report.html", "run", {"run": tmp_path})
+    kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    kept.append(str(settings_of_run(config)).encode())
+    record = logging.makeLogRecord({"name": "urllib3", "msg": "retrying http://me:PASSWORD@server, password=PASSWORD"})
+    kept += [formatter.format(record).encode() for formatter in (TextFormatter(), JsonFormatter(0))]
+    for part in (b"PASS", b"WORD", b"4711"):
+        assert not [content for content in kept if part in content]
+    for known in ("server:5000/x", "@bucket", "host:1/judge", "@host/db"):
+        assert known in (tmp_path / "hyperparameters.yaml").read_text()
+    before = {"model.data.data_prefix.train": "['postgresql://me:PASS@WORD@host/db']"}  # as older versions kept it
+    assert changed_settings(before, settings_of_run(config)) == []
+
+
+def test_what_is_no_secret_is_not_masked() -> None:
+    known = {"eos_token": "</s>", "max_tokens": 5, "use_auth_token": True, "token": "auto", "num_passes": "3"}
+    known |= {"url": "http://host:8080/a@b", "path": "/data/me@home", "secret": None}
+    assert masked(known) == known
+    for text in (
+        "http://127.0.0.1:5000/x of me@x.org",
+        "token=auto",
+        "eos_token=</s>",
+        "api_key=$KEY",
+        "the secret: /a",
+    ):
+        assert masked_text(text) == text

@@ -348,8 +348,9 @@ def test_token_is_needed_everywhere_but_for_health() -> None:
         with critic_client(server.number, token="s3cret") as client:
             client.wait_until_ready(10)
         with critic_client(server.number, token="wrong") as client:
-            with pytest.raises(ValueError, match="another secret than this job"):
+            with pytest.raises(ValueError, match="another secret than this job") as told:
                 client.wait_until_ready(10)
+            assert told.value.exit_status == 2  # type: ignore[attr-defined]  # no other start would mend it
             with pytest.raises(RequestRefusedError, match="401"):
                 client.infer_async(torch.tensor([[1, 2]]), torch.tensor([2])).result(20)
 

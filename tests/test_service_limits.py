@@ -431,3 +431,45 @@ def test_without_a_secret_names_of_other_sites_are_not_answered() -> None:
         reply = requests.get(f"http://127.0.0.1:{server.port}", headers={"Host": name}, timeout=20)
         assert reply.status_code == status, name
     server.stop()
+
+
+PAGE = "http://page.example"
+OF_OTHER_SITES: dict[str, tuple[str, dict[str, str], int]] = {
+    "a form": ("POST", {"Content-Type": "application/x-www-form-urlencoded", "Origin": PAGE}, 403),
+    "a form of an old browser": ("POST", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    "a form with a file": ("POST", {"Content-Type": 'Multipart/Form-Data; boundary="a"'}, 415),
+    "a text": ("POST", {"Content-Type": "text/plain;charset=UTF-8"}, 415),
+    "a text without a type": ("POST", {"Origin": PAGE}, 403),
+    "a page from a file": ("POST", {"Content-Type": "application/json", "Origin": "null"}, 403),
+    "another port": ("POST", {"Content-Type": "application/json", "Origin": "http://127.0.0.1:1"}, 403),
+    "another port, as browsers say": ("POST", {"Content-Type": "application/json", "Sec-Fetch-Site": "same-site"}, 403),
+    "an image": ("GET", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+    "a script": ("GET", {"Origin": PAGE}, 403),
+    "a form as a page": ("POST", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 403),
+    "a link": ("GET", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),
+    "the address bar": ("GET", {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"}, 200),
+    "its own page": ("POST", {"Content-Type": "application/json", "Origin": "http://{own}"}, 200),
+    "its own page behind a proxy": ("POST", {"Origin": "https://proxy.example", "Sec-Fetch-Site": "same-origin"}, 200),
+    "a client": ("POST", {"Content-Type": "application/octet-stream"}, 200),
+    "a client that names no type": ("POST", {}, 200),
+}
+
+
+@pytest.mark.parametrize("token", [None, "s3cret"])
+def test_no_page_of_another_site_uses_a_browsers_password(token: str | None) -> None:
+    server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, max_body_bytes=1000, name="test", token=token)
+    own = f"127.0.0.1:{server.port}"
+    for case, (method, fields, status) in OF_OTHER_SITES.items():
+        sent = {name: value.format(own=own) for name, value in fields.items()}
+        reply = requests.request(method, f"http://{own}", headers=sent, data=b"{}", auth=("me", "s3cret"), timeout=20)
+        assert reply.status_code == status, (case, reply.text)
+    server.stop()
+
+
+def test_no_page_trains_or_saves_the_critic() -> None:
+    with serve(CountingBackend(), http={"token": "s3cret"}) as server:
+        for model in ("critic_train", "critic_save", "critic_infer"):
+            for fields in ({"Content-Type": "text/plain"}, {"Origin": PAGE}):
+                url = f"{server.url}/v2/models/{model}/infer"
+                reply = requests.post(url, json.dumps(ONE), headers=fields, auth=("me", "s3cret"), timeout=20)
+                assert reply.status_code in (403, 415), (model, fields)

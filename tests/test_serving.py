@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,13 +22,16 @@ import openai
 import pytest
 import requests
 import torch
+from click.testing import CliRunner
 from job_processes import Job, environment, script, stored_weights
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file, save_file
 from small_models import CHATML, SHAPE
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.cli.main import nsa
 from nemo_style_aligner.data.tokenizer import load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.errors import UserError
@@ -39,6 +44,10 @@ from nemo_style_aligner.serving.checkpoint import load_model
 KEY = "sk-of-a-test"
 PROMPT = "What is 12 times 3?"
 MAX_LENGTH = 256
+ORIGIN = "https://chat.example.org"
+TEMPLATE = CHATML + "{% if add_generation_prompt and thinking is defined and not thinking %}no thoughts\n{% endif %}"
+JSON = {"Content-Type": "application/json"}
+KNOWN = {"Authorization": f"Bearer {KEY}"}
 GREEDY = ("--temperature", "0", "--max-tokens", "9")
 
 
@@ -60,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **sizes,
     )
     LlamaForCausalLM(config).save_pretrained(path)
-    (path / "chat_template.jinja").write_text(CHATML)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 
 
@@ -83,7 +92,7 @@ def serving(folder: Path, log: Path, *options: str) -> Iterator[tuple[Job, str]]
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(folder, tmp_path_factory.mktemp("serve") / "log") as (job, url):
+    with serving(folder, tmp_path_factory.mktemp("serve") / "log", "--allow-origin", ORIGIN) as (job, url):
         yield url
         assert job.stop() == 0, job.describe()
 
@@ -185,6 +194,209 @@ def test_conversations(client: openai.OpenAI, server: str) -> None:
     assert prompt.choices[0].text == choice.message.content
 
 
+def test_tokens_that_are_parts_of_characters_have_their_bytes(client: openai.OpenAI) -> None:
+    """And a place in the text: that of the character. So have special tokens, and those that follow either."""
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 60, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    messages: Any = [{"role": "user", "content": "数"}]
+    (choice,) = client.chat.completions.create(messages=messages, logprobs=True, **options).choices
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    scored = choice.logprobs.content
+    assert any(token.token.startswith("token_id:") for token in scored), "the model says no part of a character"
+    special = ("<|im_end|>", "<|endoftext|>")
+    spelt = b"".join(bytes(token.bytes or []) for token in scored if token.token not in special)
+    assert spelt.decode(errors="replace") == choice.message.content
+    text = "Größe ☃<|endoftext|>12 ☃☃ The"
+    echoed = client.completions.create(prompt=text, echo=True, logprobs=0, stop=[], **options).choices[0]
+    assert echoed.logprobs is not None and echoed.logprobs.text_offset is not None
+    places = [*zip(echoed.logprobs.tokens or [], echoed.logprobs.text_offset, strict=True)]
+    assert {place for token, place in places if token.startswith("token_id:")} >= {6, 23, 24}
+    whole = [(token, place) for token, place in places if not token.startswith("token_id:") and token not in special]
+    assert all(echoed.text.startswith(token, place) for token, place in whole) and len(whole) > 10
+    named = client.completions.create(
+        model="tiny", prompt=text, logprobs=2, max_tokens=1, extra_body={"return_tokens_as_token_ids": True}
+    )
+    assert named.choices[0].logprobs is not None
+    assert all(re.fullmatch(r"token_id:\d+", token) for token in named.choices[0].logprobs.tokens or [""])
+
+
+def test_chunks_are_of_one_choice_and_the_last_has_its_end_alone(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "n": 3, "stream": True, "seed": 4}
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    chats = [chunk.to_dict() for chunk in client.chat.completions.create(messages=messages, **options)]
+    texts = [chunk.to_dict() for chunk in client.completions.create(prompt=PROMPT, logprobs=1, **options)]
+    for chunks, empty in ((chats, {"delta": {}}), (texts, {"text": ""})):
+        assert all(len(chunk["choices"]) == 1 for chunk in chunks)
+        for index in range(3):
+            *pieces, last = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+            assert last["finish_reason"] in ("length", "stop") and last.items() >= empty.items()
+            assert pieces and not any(piece["finish_reason"] for piece in pieces)
+    firsts = {chunk["choices"][0]["index"]: chunk["choices"][0]["delta"] for chunk in reversed(chats)}
+    assert all(first["role"] == "assistant" for first in firsts.values())
+
+
+def test_a_prompt_of_all_the_context_can_be_scored(folder: Path, client: openai.OpenAI) -> None:
+    ids = load_tokenizer(folder).text_to_ids(PROMPT * 60)[:MAX_LENGTH]
+    options: dict[str, Any] = {"model": "tiny", "echo": True, "logprobs": 0}
+    given = client.completions.create(prompt=ids, max_tokens=0, **options).choices[0].logprobs
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    assert given is not None and given.token_logprobs is not None
+    torch.testing.assert_close(torch.tensor(given.token_logprobs[1:]), expected, atol=2e-4, rtol=1e-4)
+    # LiteLLM and others tell this error by its code, or by these words.
+    for more in ({"prompt": ids, "max_tokens": 1}, {"prompt": "a", "max_tokens": 10**6}, {"prompt": [1] * 300}):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens") as caught:
+            client.completions.create(model="tiny", **more)
+        assert caught.value.code == "context_length_exceeded"
+
+
+NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("store", "use_beam_search", "echo", "logprobs", "stream", "include_stop_str_in_output"), False),
+    **{key: {} for key in ("logit_bias", "stream_options", "metadata", "structured_outputs")},
+    **{key: [] for key in ("tools", "functions", "stop", "stop_token_ids", "bad_words", "documents")},
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "service_tier": "auto",
+    "n": 1.0,
+    "best_of": 1,
+    "max_tokens": 9.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "priority": 0,
+    "top_p": 0,
+    "user": "me",
+    "cache_salt": "x",
+    "skip_special_tokens": True,
+    "return_token_ids": False,
+    "modalities": ["text"],
+    "repetition_penalty": 1,
+    "length_penalty": 1.0,
+    "seed": 5.0,
+    "guided_json": None,
+    "return_tokens_as_token_ids": False,
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "verbosity": "medium",
+}
+
+
+def test_fields_that_ask_for_nothing_are_accepted(server: str) -> None:
+    """And change nothing: `top_p` 0 leaves the likeliest token, as temperature 0 does."""
+    session = requests.Session()
+    session.headers.update(KNOWN)
+    for path, body in (
+        ("completions", {"prompt": PROMPT, "max_tokens": 9, "temperature": 0}),
+        ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "temperature": 0}),
+    ):
+        plain = session.post(f"{server}/v1/{path}", json=body, timeout=30).json()["choices"]
+        for name, value in NOTHING.items():
+            sent = body | {name: value} | ({"temperature": 1} if name == "top_p" else {})
+            reply = session.post(f"{server}/v1/{path}", json=sent, timeout=30)
+            assert reply.status_code == 200 and reply.json()["choices"] == plain, (name, value, reply.text)
+        two = session.post(f"{server}/v1/{path}", json=body | {"n": 2, "best_of": 2}, timeout=30)
+        assert len(two.json()["choices"]) == 2
+        for name, value in (("store", True), ("tool_choice", "required"), ("min_p", 0.1), ("n", 1.5), ("best_of", 2)):
+            reply = session.post(f"{server}/v1/{path}", json=body | {name: value}, timeout=30)
+            assert reply.status_code == 400 and reply.json()["error"]["param"] == name, reply.text
+
+
+def test_responses_that_are_begun_are_continued(folder: Path, client: openai.OpenAI, server: str) -> None:
+    """As transformers renders them; whoever asks, by whichever client's field, gets what the text alone would."""
+    tokenizer = load_tokenizer(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    user, begun = {"role": "user", "content": PROMPT}, {"role": "assistant", "content": "The answer is "}
+    ids = theirs.apply_chat_template([user, begun], continue_final_message=True, return_dict=False)
+    vllm = {"continue_final_message": True, "add_generation_prompt": False}
+    for body in (
+        {"messages": [user, begun], **vllm},
+        {"messages": [user, begun | {"prefix": True}]},
+        {"messages": [user, begun]},
+    ):
+        reply = requests.post(f"{server}/tokenize", json=body, headers=KNOWN, timeout=10)
+        assert reply.json().get("tokens") == ids, reply.text
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+    text = client.completions.create(prompt=tokenizer.ids_to_text(ids, keep_special=True), **options).choices[0].text
+    messages: Any = [user, begun]
+    answer = client.chat.completions.create(messages=messages, extra_body=vllm, **options)
+    assert answer.choices[0].message.content == text
+    for wrong, param in (
+        ({"messages": [user], "continue_final_message": True}, "messages"),
+        ({"messages": [begun, user | {"prefix": True}]}, "messages"),
+        ({"messages": [user], "add_generation_prompt": False}, "add_generation_prompt"),
+    ):
+        reply = requests.post(f"{server}/v1/chat/completions", json=wrong, headers=KNOWN, timeout=10)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+
+
+def test_variables_of_the_chat_template(folder: Path, server: str) -> None:
+    """They reach it, as transformers' do; one that it does not read is refused, unless it asks for nothing."""
+    theirs = AutoTokenizer.from_pretrained(folder)
+    user = {"role": "user", "content": PROMPT}
+
+    def ids(**variables: Any) -> Any:
+        body = {"messages": [user], "chat_template_kwargs": variables}
+        reply = requests.post(f"{server}/tokenize", json=body, headers=KNOWN, timeout=10)
+        return reply.json().get("tokens") or reply.json()["error"]["message"]
+
+    def expected(**variables: Any) -> Any:
+        return theirs.apply_chat_template([user], add_generation_prompt=True, return_dict=False, **variables)
+
+    assert ids(thinking=False) == expected(thinking=False) != expected()
+    assert ids(thinking=True) == ids(other=False) == expected()
+    assert "'other' is nothing that the model's chat template reads" in ids(other=True)
+    for name in ("messages", "eos_token", "chat_template"):
+        assert "no variable" in ids(**{name: "x"})
+
+
+def test_token_ids_stand_where_vllm_has_them(client: openai.OpenAI) -> None:
+    """Of a conversation's prompt beside the choices, once; of a text's prompt in each choice."""
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 8,
+        "extra_body": {"return_token_ids": True, "ignore_eos": True},
+    }
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    chat: Any = client.chat.completions.create(messages=messages, n=2, **options).to_dict()
+    text: Any = client.completions.create(prompt=[PROMPT, "a"], **options).to_dict()
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"] and len(chat["choices"][1]["token_ids"]) == 8
+    assert "prompt_token_ids" not in chat["choices"][0] and "prompt_token_ids" not in text
+    assert [len(choice["prompt_token_ids"]) for choice in text["choices"]][1] == 1
+    chunks: Any = [c.to_dict() for c in client.chat.completions.create(messages=messages, stream=True, **options)]
+    assert chunks[0]["prompt_token_ids"] == chat["prompt_token_ids"] and "prompt_token_ids" not in chunks[1]
+    assert sum(len(chunk["choices"][0].get("token_ids", [])) for chunk in chunks) == 8
+
+
+def test_other_clients_ways_in(server: str) -> None:
+    """Azure's and Anthropic's header for the key, a slash at the end, a body in chunks; and who has the wrong one."""
+    for name in ("api-key", "x-api-key"):
+        reply = requests.get(f"{server}/v1/models/", headers={name: KEY}, timeout=10)
+        assert reply.status_code == 200 and reply.json()["data"][0]["id"] == "tiny"
+        wrong = requests.get(f"{server}/v1/models", headers={name: "wrong"}, timeout=10)
+        assert wrong.status_code == 401 and wrong.json()["error"]["code"] == "invalid_api_key"
+    body = json.dumps({"prompt": PROMPT * 10, "max_tokens": 1}).encode()
+    pieces = (body[i : i + 7] for i in range(0, len(body), 7))
+    chunked = requests.post(f"{server}/v1/completions", data=pieces, headers=KNOWN | JSON, timeout=10)
+    assert chunked.status_code == 200, chunked.text
+    stranger = requests.post(f"{server}/v1/completions", data=iter([b" " * 99999]), headers=JSON, timeout=10)
+    assert stranger.status_code == 401
+
+
+def test_pages_of_an_allowed_origin_may_ask_and_no_others(server: str) -> None:
+    """What a browser asks before it sends a key has no key; answers and errors say who may read them."""
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    url, body = f"{server}/v1/completions", {"prompt": "a", "max_tokens": 1}
+    before = requests.options(url, headers={"Origin": ORIGIN, **asks}, timeout=10)
+    assert before.status_code == 204 and before.headers["Access-Control-Allow-Headers"] == asks[[*asks][1]]
+    assert "POST" in before.headers["Access-Control-Allow-Methods"]
+    for key, status in ((KNOWN, 200), ({}, 401)):
+        reply = requests.post(url, json=body, headers={"Origin": ORIGIN, **key}, timeout=10)
+        assert reply.status_code == status and reply.headers["Access-Control-Allow-Origin"] == ORIGIN
+    other = requests.options(url, headers={"Origin": "https://evil.example.org", **asks}, timeout=10)
+    assert other.status_code == 401 and "Access-Control-Allow-Origin" not in other.headers
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
@@ -248,6 +460,37 @@ def test_no_value_of_a_field_breaks_the_service(server: str) -> None:
         assert session.post(f"{server}/v1/completions", data=body, headers=fields, timeout=30).status_code == 400
 
 
+def _too_much(longest: int) -> Iterator[tuple[str, str]]:
+    """Paths and bodies whose work would grow as the square of their size, or that are longer than the model can be."""
+    keys = ", ".join(f'"k{i}": 0' for i in range(60000))
+    yield "completions", f'{{{keys}, "k59999": 1}}'
+    yield "completions", json.dumps({"prompt": [[1]] * 200_000})
+    yield "completions", json.dumps({"prompt": ["a"] * 200_000})
+    yield "completions", json.dumps({"prompt": "a" * longest})
+    yield "completions", json.dumps({"prompt": [1] * longest})
+    yield "completions", json.dumps({"prompt": "a", "stop": "a" * longest})
+    turn = {"role": "user", "content": "a"}
+    yield "chat/completions", json.dumps({"messages": [turn] * 200_001})
+    yield "chat/completions", json.dumps({"messages": [turn | {"content": "a" * longest}]})
+    yield "chat/completions", json.dumps({"messages": [turn | {"content": [{"type": "text", "text": "a"}] * longest}]})
+    yield "chat/completions", json.dumps({"messages": [turn | {"reasoning": "a" * longest}]})
+    yield "chat/completions", json.dumps({"messages": [{"role": "a" * longest, "content": "a"}]})
+
+
+def test_no_body_takes_long_or_concerns_another_client(server: str) -> None:
+    session = requests.Session()
+    session.headers.update({"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"})
+    for path, body in _too_much(1_000_000):
+        began = time.monotonic()
+        reply = session.post(f"{server}/v1/{path}", data=body, timeout=60)
+        assert reply.status_code == 400 and len(reply.text) < 1000, (body[-80:], reply.text[:1000])
+        assert time.monotonic() - began < 30, body[-80:]  # not minutes
+    for path, body in (("tokenize", {"prompt": "a" * 1_000_000}), ("detokenize", {"tokens": [1] * 1_000_000})):
+        assert session.post(f"{server}/{path}", data=json.dumps(body), timeout=60).status_code == 400
+    hi = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    assert session.post(f"{server}/v1/chat/completions", json=hi, timeout=30).status_code == 200
+
+
 def test_who_may_ask_and_what_is_there(client: openai.OpenAI, server: str) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):
@@ -308,15 +551,20 @@ def test_clients_that_leave_free_their_slots(client: openai.OpenAI, server: str)
 
 def test_limits_and_a_graceful_stop(folder: Path, tmp_path: Path) -> None:
     """What is too much is refused with 429; a stop lets a stream finish, refuses what comes after, and ends with 0."""
-    with serving(folder, tmp_path / "log", "--max-queued", "4", "--timeout", "30") as (job, url):
+    options = ("--max-queued", "4", "--timeout", "30", "--special-tokens-as-text")
+    with serving(folder, tmp_path / "log", *options) as (job, url):
+        asked = {"messages": [{"role": "user", "content": "<|endoftext|>"}]}
+        known = {"Authorization": f"Bearer {KEY}"}
+        answer = requests.post(f"{url}/tokenize", json=asked, headers=known, timeout=10)
+        assert load_tokenizer(folder).eos_id not in answer.json()["tokens"]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-        options: dict[str, Any] = {"model": "tiny", "prompt": "a", "extra_body": {"ignore_eos": True}}
-        streams = [iter(client.completions.create(**options, max_tokens=250, n=4, stream=True))]
+        fields: dict[str, Any] = {"model": "tiny", "prompt": "a", "extra_body": {"ignore_eos": True}}
+        streams = [iter(client.completions.create(**fields, max_tokens=250, n=4, stream=True))]
         text = next(streams[0]).choices[0].text
         # A tiny model may have finished by the time that the next request arrives: that one then fills the server.
         with pytest.raises(openai.RateLimitError, match="try again"):
             while len(streams) < 100:
-                streams.append(iter(client.completions.create(**options, max_tokens=250, n=4, stream=True)))
+                streams.append(iter(client.completions.create(**fields, max_tokens=250, n=4, stream=True)))
         job.process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
         for stream in streams:
@@ -328,7 +576,14 @@ def test_limits_and_a_graceful_stop(folder: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_served_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    weights = load_file(damaged / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
     cases: list[tuple[Path, dict[str, int], str]] = [
+        (damaged, {}, r"damaged: model.norm.weight has values that are NaN or infinite"),
+        (folder / "model.safetensors", {}, "has weights alone: give the folder"),
         (tmp_path, {}, "is a tokenizer: make a .nemo archive of it first"),
         (folder, {"kv_cache_tokens": 16}, "kv_cache_tokens=16 cannot hold one sequence of 256 tokens"),
         (folder, {"max_length": MAX_LENGTH + 1}, "fewer than a maximum length of 257"),
@@ -380,6 +635,89 @@ def test_chat_with_a_server(server: str, key_file: str) -> None:
     for url, said in ((server, "answers 401"), ("http://127.0.0.1:9/v1", "cannot be talked to")):
         wrong = chat(url)
         assert wrong.returncode == 2 and said in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+class Foreign(http.server.BaseHTTPRequestHandler):
+    """A server of another make: answers each request with what stands in ``said``: its type, and its body."""
+
+    said: tuple[int, str, bytes] = (200, "", b"")
+
+    def do_GET(self) -> None:
+        self._send(200, "application/json", b'{"data": [{"id": "x\\u001b]0;title\\u0007"}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._send(*self.said)
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def foreign() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+STREAM, WHOLE = "text/event-stream; charset=utf-8", "application/json"
+END = b'data: {"choices":[{"delta":null,"finish_reason":"stop"}]}\n\n'
+SAID: dict[str, tuple[int, str, bytes, str]] = {
+    "no space, a null delta, no [DONE]": (
+        200,
+        STREAM,
+        b'data:{"choices":[{"delta":{"content":"Hi"}}]}\n\n' + END,
+        "Hi",
+    ),
+    "several lines of data": (
+        200,
+        STREAM,
+        b': ping\n\nevent: x\ndata: {"choices":\ndata: [{"text":"Hi"}]}\n\n' + END,
+        "Hi",
+    ),
+    "CR LF, null content": (200, STREAM, b'data: {"choices":[{"delta":{"content":null}}]}\r\n\r\n' + END, ""),
+    "parts": (
+        200,
+        STREAM,
+        b'data: {"choices":[{"delta":{"content":[{"type":"text","text":"H"},{"text":"i"}]}}]}\n\ndata: [DONE]\n\n',
+        "Hi",
+    ),
+    "no choices": (200, STREAM, b'data: {"choices":[],"usage":{}}\n\ndata: {"x": 1}\n\n' + END, ""),
+    "a whole answer": (200, WHOLE, b'{"choices":[{"message":{"role":"assistant","content":"Hi"}}]}', "Hi"),
+    "control sequences": (
+        200,
+        STREAM,
+        b'data: {"choices":[{"delta":{"content":"a\\u001b]52;c;eA==\\u0007b\\u009b1m\\tc\\n"}}]}\n\n' + END,
+        r"a\x1b]52;c;eA==\x07b\x9b1m" + "\tc\n",
+    ),
+    "an error that is text": (200, STREAM, b'data: {"error": "too \\u001b[2Jlong"}\n\n', r"says: too \x1b[2Jlong"),
+    "an error in the body": (500, WHOLE, b'{"error": "out of memory"}', "answers 500: out of memory"),
+    "another error": (422, WHOLE, b'{"detail": [{"msg": "no"}]}', "answers 422: [{'msg': 'no'}]"),
+    "a page": (502, "text/html", b"<h1>Bad \x1b[2J</h1>", r"answers 502: <h1>Bad \x1b[2J"),
+    "text for an event": (200, STREAM, b"data: oh no\n\n", "says: oh no"),
+    "an answer of another kind": (200, WHOLE, b'{"choices": [3]}', "none of a chat"),
+    "a stream that breaks off": (200, STREAM, b'data: {"choices":[{"delta":{"content":"Hi"}}]}\n\n', "broken off"),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_chat_is_a_client_of_any_server(case: str, foreign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever form it answers; a request that fails is told by the status, and no terminal obeys a server."""
+    *said, expected = SAID[case]
+    monkeypatch.setattr(Foreign, "said", tuple(said))
+    result = CliRunner(catch_exceptions=False).invoke(nsa, ["chat", foreign], input="hello\n")
+    if result.exit_code:
+        assert result.exit_code == 1 and expected in result.stderr and "Traceback" not in result.stderr
+    else:
+        assert result.stdout == f"{expected}\n" and not result.stderr
+    assert bool(result.exit_code) == any(word in case for word in ("error", "page", "event", "kind", "breaks"))
 
 
 @pytest.mark.long

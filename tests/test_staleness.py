@@ -92,7 +92,7 @@ def test_generating_on_other_ranks_changes_nothing(
 def test_curves_are_those_of_ranks_that_do_both(curves: Callable[[str], dict[str, list[tuple[int, float]]]]) -> None:
     """Validation, too: it generates with the newest weights."""
     assert curves("apart") == curves("together")
-    assert [step for step, _ in curves("apart")["val_rollouts/rewards"]] == [2, 4, 5]
+    assert [step for step, _ in curves("apart")["val_rollouts/rewards"]] == [0, 2, 4, 5]
 
 
 def test_the_engines_log_probs_serve_as_the_policys(
@@ -145,7 +145,7 @@ def test_a_step_ahead_the_weights_are_those_of_the_step_before(
     for name in ("staleness_mean", "staleness_max"):  # both: it is that of every response
         values = [value for _, value in logged[f"train_rollouts/{name}"]]
         assert values == [0.0] + [UPDATES_PER_STEP] * (STEPS - 1), name
-    assert [value for _, value in logged["val_rollouts/staleness_max"]] == [0.0] * 3
+    assert [value for _, value in logged["val_rollouts/staleness_max"]] == [0.0] * 4
     for name in ("importance_weights", "importance_truncated", "importance_effective_share"):
         assert len(logged[f"train_rollouts/{name}"]) == STEPS
     assert all(0 < value <= 1 for _, value in logged["train_rollouts/importance_effective_share"])

@@ -240,7 +240,7 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
             request = urllib.request.Request(
                 f"http://127.0.0.1:{port}/v2/models/reward_model/infer",
                 json.dumps({"inputs": inputs}).encode(),
-                {"Authorization": f"Bearer {find_secret().value}"},
+                {"Authorization": f"Bearer {find_secret().value}", "Content-Type": "application/json"},
             )
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)["outputs"][0]
@@ -397,7 +397,7 @@ def test_every_key_of_a_supervised_trainer_is_heeded(
     section, optim, model_cfg = cfg.trainer[name], cfg.model.optim, cfg.model
     loop = {
         "max_epochs": 3, "max_steps": 20, "val_check_interval": 0.25, "save_interval": 7, "limit_val_batches": 2,
-        "gradient_clip_val": 0.5, "on_nonfinite": "skip", "max_consecutive_skips": 4,
+        "gradient_clip_val": 0.5, "on_nonfinite": "skip", "max_consecutive_skips": 4, "val_check_at_start": True,
     }  # fmt: skip
     adam = {
         "name": "fused_adam", "lr": 0.5, "weight_decay": 0.2, "betas": [0.8, 0.9], "eps": 1e-3,
@@ -418,8 +418,9 @@ def test_every_key_of_a_supervised_trainer_is_heeded(
     task = SupervisedTask(examples, examples[:9], lambda examples, present: None, 2, False, True, None, 1)
     trainer = build_supervised_trainer(cfg, section, run, model, task, language_model_objective())
     assert trainer.settings == SupervisedSettings(
-        max_steps=3 * (23 // 4), max_epochs=3, step_limit=20, val_check_interval=4, save_interval=7, limit_val_batches=2
-    )
+        max_steps=3 * (23 // 4), max_epochs=3, step_limit=20, save_interval=7, limit_val_batches=2,
+        val_check_interval=4, val_check_at_start=True,
+    )  # fmt: skip
     assert (trainer.batching, trainer.val_batching) == (MicroBatching(6, 50, 2), MicroBatching(2, 50, 2))
     samplers = [
         (sampler.num_samples, sampler.global_batch_size, sampler.seed, sampler.shuffle)
@@ -712,6 +713,28 @@ def test_a_validation_that_is_made_up_for_gets_into_the_last_checkpoint(
     assert again.names() == ["megatron_gpt.nemo", "step=6-val_loss=0.3-last", "step=6-val_loss=none"]
     third = TinyRun(layout, tmp_path)
     assert third.fit() == 0 and not third.validated and third.names() == again.names()
+
+
+def test_a_validation_before_the_first_step_ranks_no_checkpoint_and_saves_none(
+    layout: ParallelLayout, tmp_path: Path, stop_handlers: None
+) -> None:
+    """One that is stopped is made by the next start, which has nothing to go on from."""
+    plain = TinyRun(layout, tmp_path / "plain")
+    assert plain.fit() == 0
+
+    def with_start(stop_in_validation: int) -> TinyRun:
+        run = TinyRun(layout, tmp_path / "start")
+        run.trainer.settings = dataclasses.replace(run.trainer.settings, val_check_at_start=True)
+        run.losses[0], run.stop_in_validation = 0.0, stop_in_validation
+        return run
+
+    run = with_start(stop_in_validation=0)
+    assert run.fit() == 75 and not run.archive.parent.exists()
+    run = with_start(stop_in_validation=-1)
+    assert run.fit() == 0 and run.validated == [0, 2, 4, 6]
+    assert run.names() == plain.names() and run.archived_step() == 6
+    again = with_start(stop_in_validation=-1)
+    assert again.fit() == 0 and not again.validated
 
 
 def test_a_run_with_another_batch_size_goes_on_with_the_next_example(

@@ -20,23 +20,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from nemo_style_aligner.cli.main import run
 from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.jobs import job_setup
 from nemo_style_aligner.jobs.job_setup import Run
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.log_fields import warn_for_all_ranks, with_fields
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_for_all_ranks, with_fields
+from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_plainly
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
 from nemo_style_aligner.telemetry.profiler import profiled
 from nemo_style_aligner.telemetry.progress import Progress, how_far
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
-from nemo_style_aligner.telemetry.trackers import Tracker, Wandb
+from nemo_style_aligner.telemetry.trackers import Tracker, Wandb, start_trackers
 from nemo_style_aligner.training.run_control import RunControl
 
 
@@ -157,12 +160,17 @@ def test_a_wandb_server_out_of_reach_does_not_keep_a_job_from_its_end(
     monkeypatch.setattr(job_setup, "_TRACKER_SECONDS_STOPPED", 0.5)
     control, nothing = RunControl(), types.SimpleNamespace(finish=lambda: None)
     control.status = EXIT_REQUEUE
-    log = MetricsLogger(tmp_path, 0, [Tracker(Wandb(tmp_path, {}))])
+    log = MetricsLogger(tmp_path, 0, [Tracker(Wandb, lambda: Wandb(tmp_path, {}))])
     with single_process() as layout:
         assert Run(tmp_path, layout, log, control, nothing).close() == EXIT_REQUEUE  # type: ignore[arg-type]
     assert is_waiting == [True]
     reason = "takes too long" if hangs else "failed (ConnectionError: no way out)"
     assert f"sending to Weights & Biases {reason}" in caplog.text and f"wandb sync {folder}" in caplog.text
+
+
+def with_wandb(**kwargs: object) -> DictConfig:
+    section = load_defaults("gpt_sft").exp_manager
+    return OmegaConf.merge(section, {"create_wandb_logger": True, "wandb_logger_kwargs": kwargs})  # type: ignore[return-value]
 
 
 def test_wandb_that_does_not_start_is_an_error_without_a_traceback(
@@ -177,7 +185,7 @@ def test_wandb_that_does_not_start_is_an_error_without_a_traceback(
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "excepthook", hook := sys.excepthook)
     with pytest.raises(UserError, match=r"create_wandb_logger=False.*WANDB_MODE=offline.*No API key configured"):
-        Wandb(tmp_path, {})
+        start_trackers(with_wandb(), tmp_path)
     assert sys.excepthook is hook
 
 
@@ -185,11 +193,11 @@ def test_arguments_that_wandb_does_not_take_are_named(tmp_path: Path, monkeypatc
     run = types.SimpleNamespace(id="1", dir="/d/files", define_metric=lambda *_, **__: None)
     fake = types.SimpleNamespace(init=lambda dir=None, project=None: run)
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
-    Wandb(tmp_path, {"project": "p", "log_model": False, "prefix": ""})
+    start_trackers(with_wandb(project="p", log_model=False, prefix=""), tmp_path)
     (tmp_path / "wandb_run_id").unlink()
     for of_no_use in ("projekt", "log_model"):
         with pytest.raises(UserError, match=rf"does not start.*argument '{of_no_use}'"):
-            Wandb(tmp_path, {of_no_use: "p"})
+            start_trackers(with_wandb(**{of_no_use: "p"}), tmp_path)
 
 
 def test_wandb_that_dies_during_the_run_ends_nothing_else(
@@ -206,7 +214,7 @@ def test_wandb_that_dies_during_the_run_ends_nothing_else(
     folder = tmp_path / "wandb" / "run-1"
     run = types.SimpleNamespace(id="1", dir=str(folder / "files"), define_metric=lambda *_, **__: None, log=log)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run, Table=dict))  # type: ignore[arg-type]
-    metrics = MetricsLogger(tmp_path, 0, [Tracker(Wandb(tmp_path, {}))])
+    metrics = MetricsLogger(tmp_path, 0, [Tracker(Wandb, lambda: Wandb(tmp_path, {}))])
     for step in (1, 2, 3):
         metrics.log_metrics({"loss": 1.0}, step)
         metrics.log_table("samples", ["prompt"], [["x"]], step)
@@ -491,6 +499,29 @@ def test_log_lines_carry_the_rank_and_other_ranks_only_warn(capsys: pytest.Captu
     logging.getLogger("job").warning("shown")
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(r"\[rank 3\] WARNING job: shown$", line)
+
+
+@pytest.mark.usefixtures("logging_set_up")
+def test_no_terminal_obeys_what_lines_quote(capsys: pytest.CaptureFixture[str]) -> None:
+    """Control sequences of files, models and clients are spelt out in logs, warnings of commands, and errors."""
+
+    def fail() -> None:
+        raise UserError("\x1b]52;c;eA==\x07 in\ta\nfile\x9b1m")
+
+    configure_logging()
+    logging.getLogger("job").warning("\x1b]0;title\x07")
+    logging.getLogger().handlers.clear()
+    warn_plainly()
+    logging.getLogger("job").warning("\r\x1b[2Jgone")
+    commands = [click.Command("fails", callback=fail), click.Command("lacks", params=[click.Argument(["x"])])]
+    for command, argument in zip(commands, ([], ["--\x1b[2J"]), strict=True):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(sys, "argv", ["nsa", *argument])
+            run(command, "nsa")
+    said = capsys.readouterr().err
+    assert not set(said) & {"\x1b", "\x07", "\x9b", "\r"}
+    assert r"\x1b]0;title\x07" in said and r"WARNING: \x0d\x1b[2Jgone" in said and r"--\x1b[2J" in said
+    assert "error: \\x1b]52;c;eA==\\x07 in\ta\nfile\\x9b1m" in said
 
 
 @pytest.mark.usefixtures("logging_set_up")

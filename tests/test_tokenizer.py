@@ -439,6 +439,38 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "vocabulary.txt")
 
 
+def test_a_folder_with_two_tokenizers_or_templates_is_refused(sentencepiece_model: Path, tmp_path: Path) -> None:
+    """Unless they say the same, as most models' folders do."""
+    folder = tmp_path / "folder"
+    train_bpe_tokenizer([TEXT], 300, folder)
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model.read_bytes())
+    with pytest.raises(TokenizerError, match=r"two tokenizers: \d+ of the 320 pieces of tokenizer.model have the same"):
+        load_tokenizer(folder)
+    load_tokenizer(sentencepiece_model).save(tmp_path / "both")
+    config = tmp_path / "both" / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "</s>", "chat_template": "{{ messages }}\n"}))
+    template = tmp_path / "both" / "chat_template.jinja"
+    template.write_text("{{ messages }}")
+    assert load_tokenizer(tmp_path / "both").text_to_ids(TEXT) == load_tokenizer(sentencepiece_model).text_to_ids(TEXT)
+    template.write_text("{{ messages[0] }}")
+    with pytest.raises(TokenizerError, match=r"two chat templates, which differ: chat_template\.jinja, and"):
+        load_tokenizer(tmp_path / "both")
+    template.unlink()
+    (tmp_path / "both" / "tokenizer.json").unlink()
+    (tmp_path / "both" / "other.model").write_bytes(sentencepiece_model.read_bytes())
+    with pytest.raises(TokenizerError, match=r"one sentencepiece .model file, found other.model, tokenizer.model"):
+        load_tokenizer(tmp_path / "both")
+
+
+def test_bytes_of_tokens(any_tokenizer: Tokenizer) -> None:
+    """Of those that are a part of a character, too: what a vocabulary lacks it spells in bytes."""
+    text = "12 é 😀\n☃"
+    ids = any_tokenizer.text_to_ids(text)
+    if any_tokenizer.unk_id in ids:
+        pytest.skip("this vocabulary has no bytes")
+    assert b"".join(map(any_tokenizer.token_bytes, ids)).decode().strip() == text
+
+
 def test_a_tokenizer_without_a_stop_token_is_refused(characters: Tokenizer, tmp_path: Path) -> None:
     characters.save(tmp_path / "endless")
     file = tmp_path / "endless" / "tokenizer_config.json"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
 import struct
+import sys
+import threading
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +18,7 @@ import pytest
 
 from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
-from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 
 NAMES = [metric.name.replace("*", "train") for metric in METRICS]
 
@@ -87,13 +92,51 @@ def test_mlflow_has_metrics_config_and_tables_and_a_second_start_goes_on(tmp_pat
 
 @installed("mlflow")
 @pytest.mark.timeout(300)
-def test_an_mlflow_server_out_of_reach_is_an_error_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_down_ends_the_first_start_of_a_run_and_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line and at once; later it costs a warning, and the run keeps its files."""
     from nemo_style_aligner.telemetry.trackers import TrackerError
 
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    nobody = {"tracking_uri": "http://127.0.0.1:9"}
+    nobody = {"create_mlflow_logger": True, "mlflow_logger_kwargs": {"tracking_uri": "http://me:PASSWORD@127.0.0.1:9"}}
+    importlib.import_module("mlflow")
+    began = time.monotonic()
     with pytest.raises(TrackerError, match=r"MLflow does not start.*create_mlflow_logger=False.*127\.0\.0\.1"):
-        log(tmp_path, 1, create_mlflow_logger=True, mlflow_logger_kwargs=nobody)
+        log(tmp_path, 1, **nobody)
+    assert time.monotonic() - began < 20
+    log(tmp_path, 1)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # asking again would hold nothing but this test
+    log(tmp_path, 3, **nobody)
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.endswith("trackers")]
+    assert warning.startswith("sending to MLflow does not start")
+    assert [step for step, _ in read_metrics(tmp_path)[NAMES[0]]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_tracker_that_never_answers_holds_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_begun: bool
+) -> None:
+    from nemo_style_aligner.telemetry import trackers
+
+    released = threading.Event()
+    answers = types.SimpleNamespace(init=lambda **_: released.wait(60))
+    monkeypatch.setitem(sys.modules, "wandb", answers)
+    monkeypatch.setattr(trackers, "_START_SECONDS", 0.2)
+    if has_begun:
+        log(tmp_path, 1)
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.exp_manager.create_wandb_logger = True
+    began = time.monotonic()
+    if not has_begun:
+        with pytest.raises(trackers.TrackerError, match=r"Weights & Biases does not start.*no answer within"):
+            MetricsLogger.from_config(cfg.exp_manager, tmp_path, rank=0)
+    else:
+        metrics = MetricsLogger.from_config(cfg.exp_manager, tmp_path, rank=0)
+        metrics.log_metrics({"loss": 1.0}, 3)
+        metrics.close(seconds=0.2)
+        assert "takes too long" in caplog.text
+    released.set()
+    assert time.monotonic() - began < 20
 
 
 @installed("wandb")

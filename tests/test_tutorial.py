@@ -52,6 +52,12 @@ def test_the_tutorial_leads_to_a_better_served_model(tmp_path: Path) -> None:
         assert line in shown
     assert re.search(r"^even$", shown, re.M)  # nsa chat
     assert re.search(r'"content": ?"even', shown)  # nsa serve
+    history = re.search(r"^history:\n((?:- .*\n)+)", shown, re.M)  # nsa inspect
+    assert history is not None
+    assert re.findall(r"^- (\w+) from .*/(\w+)\.nemo$", history[1], re.M) == [
+        ("sft", "base"),
+        ("ppo", "megatron_gpt_sft"),
+    ]
     results = json.loads((folder / "evaluation.json").read_text())
     assert results["summary"]["accuracy"] > 0.8
     assert "html" in (folder / "results" / "report.html").read_text()[:200]

@@ -28,16 +28,21 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_weights,
     save_nemo,
 )
+from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
+from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
+from nemo_style_aligner.models.files import kind_of
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
 from nemo_style_aligner.weights import stream
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
-from nemo_style_aligner.weights.huggingface_config import read_architecture
+from nemo_style_aligner.weights.huggingface_config import architecture_from_config, read_architecture
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
@@ -129,7 +134,19 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         logits_scaling=8,
     ),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
+    "olmo2": lambda: transformers.Olmo2Config(**{**SIZES, "initializer_range": 0.1}),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **{**SIZES, "initializer_range": 0.1},
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=2.0,
+        sliding_window=SIZES["max_position_embeddings"],
+        attn_implementation="eager",
+    ),
 }
+# One of each kind of layers: how a native step is compiled.
+GENERATED = ["llama", "qwen2", "qwen3", "smollm3", "granite", "nemotron", "olmo2", "gemma2"]
 TINY = ModelArchitecture(
     num_layers=2,
     hidden_size=32,
@@ -191,7 +208,34 @@ def test_family_has_transformers_logits_and_comes_back_exactly(name: str, tmp_pa
     assert read_architecture(tmp_path / "out") == architecture
 
 
-@pytest.mark.parametrize("name", ["llama", "granite", "smollm3", "qwen3 yarn", "phi3, part turned"])
+@pytest.mark.parametrize("step", ["native", "torch"])
+@pytest.mark.parametrize("name", GENERATED)
+def test_family_generates_as_transformers_after_a_refit(name: str, step: StepChoice) -> None:
+    """Greedily, token by token and in chunks of the prompt, with transformers' log-probs."""
+    reference = random_hf_model(FAMILIES[name]())
+    architecture = architecture_from_config(reference.config.to_dict())
+    model = build(architecture)
+    import_weights(model, TensorSource(reference.state_dict()))
+    engine = EmbeddedEngine(
+        architecture, dtype=torch.float32, num_slots=2, max_sequence_length=128, eos_id=VOCAB - 1, step=step,
+        prefill_chunk_tokens=16,
+    )  # fmt: skip
+    engine.build()
+    engine.refit(export_weights(model), version=0)
+    params = SamplingParams(max_new_tokens=40, min_new_tokens=40, use_greedy=True)
+    requests = [GenerationRequest(i, [1 + (5 * i + 7 * j) % 99 for j in range(1 + 40 * i)], i) for i in range(3)]
+    for result in engine.generate(requests, params):
+        start = len(result.prompt_token_ids)
+        with torch.no_grad():
+            logits = reference(torch.tensor([result.prompt_token_ids + result.token_ids])).logits[0, start - 1 : -1]
+        chosen = logits.clone()
+        chosen[:, VOCAB - 1] = -torch.inf
+        assert len(result.token_ids) == 40 and result.token_ids == chosen.argmax(-1).tolist()
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        assert (torch.tensor(result.logprobs) - expected).abs().max() < 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "smollm3", "qwen3 yarn", "phi3, part turned", "olmo2", "gemma2"])
 def test_gradients_are_transformers(name: str, tmp_path: Path) -> None:
     """Of the mean log-prob of a packed row's tokens, by every layer's compiled or own backward pass."""
     reference = random_hf_model(FAMILIES[name]())
@@ -302,6 +346,72 @@ def test_files_of_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         (tmp_path / "out" / "model.safetensors.index.json").write_text(content)
         with pytest.raises(ValueError, match=r"index\.json is not an index of safetensors files"):
             HuggingFaceCheckpoint(tmp_path / "out")
+
+
+def test_a_folder_that_says_two_things_is_refused(tmp_path: Path) -> None:
+    """New weights beside the shards or the index of older ones: which are the model's nobody can know."""
+    write_checkpoint(tmp_path / "one", TINY, iter(random_source(TINY).items()))
+    write_checkpoint(tmp_path / "shards", TINY, iter(random_source(TINY).items()), max_shard_bytes=50_000)
+    single, shards = tmp_path / "one" / "model.safetensors", sorted((tmp_path / "shards").glob("*.safetensors"))
+    index = (tmp_path / "shards" / "model.safetensors.index.json").read_text()
+    assert len(shards) > 1
+
+    def folder(name: str, *files: Path, indexed: bool) -> Path:
+        (tmp_path / name).mkdir()
+        shutil.copyfile(tmp_path / "one" / "config.json", tmp_path / name / "config.json")
+        for file in files:
+            shutil.copyfile(file, tmp_path / name / file.name)
+        if indexed:
+            (tmp_path / name / "model.safetensors.index.json").write_text(index)
+        return tmp_path / name
+
+    both = folder("both", single, *shards, indexed=True)
+    with pytest.raises(ValueError, match=r"both has model\.safetensors, but model\.safetensors\.index\.json names"):
+        HuggingFaceCheckpoint(both)
+    with pytest.raises(ValueError, match=r"has model\.safetensors, but model\.safetensors\.index\.json names"):
+        HuggingFaceCheckpoint(folder("index of none", single, indexed=True))
+    with pytest.raises(ValueError, match=r"has model-00001-of-.*, but there is no model\.safetensors\.index\.json"):
+        HuggingFaceCheckpoint(folder("no index", single, *shards, indexed=False))
+    stale = both / "model-00009-of-00009.safetensors"
+    (both / "model.safetensors").rename(stale)
+    with pytest.raises(ValueError, match="has model-00009-of-00009"):
+        HuggingFaceCheckpoint(both)
+    stale.rename(both / "consolidated.safetensors")  # the same weights in Mistral's form, as its repositories have
+    assert HuggingFaceCheckpoint(both).shapes()
+    with pytest.raises(FileNotFoundError, match="lacks model-00001"):
+        HuggingFaceCheckpoint(folder("no shards", indexed=True))
+    with pytest.raises(UserError, match="has weights alone: give the folder"):
+        kind_of(single)
+
+
+def test_a_folder_of_gguf_files_asks_for_one(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+        with pytest.raises(UserError, match=rf"holds models: name one, such as .*{name}"):
+            kind_of(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", None])
+def test_the_dtype_that_a_config_names_is_not_heeded(dtype: str | None, tmp_path: Path) -> None:
+    """The tensors have theirs: "auto", which transformers does not take, is in files of some."""
+    config = {"model_type": "llama", "rope_theta": 1e4, **SIZES}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": dtype, "torch_dtype": dtype}))
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(config))
+    assert read_architecture(tmp_path) == read_architecture(plain)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+def test_a_bias_of_zeros_is_left_out_of_a_classifier(bias: float, tmp_path: Path) -> None:
+    """Other loaders refuse a tensor that they do not know."""
+    archive = reward_archive(tmp_path, train_character_tokenizer("abc", tmp_path / "tokenizer"), bias)
+    nemo_to_hf(archive, tmp_path / "out", torch.float32)
+    assert ("score.bias" in HuggingFaceCheckpoint(tmp_path / "out").shapes()) == (bias != 0)
+    hf_to_nemo(tmp_path / "out", tmp_path / "again.nemo", torch.float32)
+    model = build_model(read_architecture(tmp_path / "out"), {}, torch.float32, head=RewardHeadConfig())
+    load_nemo_weights(tmp_path / "again.nemo", model)
+    assert model.gpt.rm_head.bias.item() == bias
 
 
 @pytest.mark.parametrize(
@@ -593,11 +703,11 @@ def test_hugging_face_to_nemo_and_back_is_exact(classifier: bool, tmp_path: Path
         assert again.generation_config.eos_token_id == [98, 2] and tokenizer.eos_token_id == 98
 
 
-def reward_archive(folder: Path, tokenizer: Tokenizer, **standardization: float) -> Path:
-    """A reward model of random weights, with a bias of 0.5."""
+def reward_archive(folder: Path, tokenizer: Tokenizer, bias: float = 0.5, **standardization: float) -> Path:
+    """A reward model of random weights."""
     architecture = ModelArchitecture(2, 32, 64, 4, 2, tokenizer.vocab_size, max_position_embeddings=64)
     model = build_model(architecture, {}, torch.float32, head=RewardHeadConfig(), trainable=False)
-    model.gpt.rm_head.bias.data.fill_(0.5)
+    model.gpt.rm_head.bias.data.fill_(bias)
     tokenizer.save(folder / "files")
     config = {"reward_model_type": "binary_ranking", "reward_standardization": standardization}
     save_nemo(folder / "rm.nemo", model, architecture.to_nemo_config() | config, folder / "files")

@@ -33,6 +33,11 @@ ARCHITECTURES = {
     "layernorm1p": ModelArchitecture(
         **SHAPE, normalization="layernorm1p", activation="squared-relu", gated=False, bias=True, rotary_percentage=0.5
     ),
+    "norms after": ModelArchitecture(**SHAPE, layer_norms="after", qk_layernorm=True, qk_norm_over_heads=True),
+    "norms both": ModelArchitecture(
+        **SHAPE, layer_norms="both", normalization="rmsnorm1p", activation="gelu-tanh", tied_embeddings=True,
+        attn_logit_softcapping=1.0, final_logit_softcapping=2.0, embedding_multiplier=5.0, softmax_scale=0.3,
+    ),
 }  # fmt: skip
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.1}
 

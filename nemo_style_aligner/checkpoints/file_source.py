@@ -239,6 +239,8 @@ def open_source(location: Path) -> Iterator[FileSource]:
     """
     if not location.exists():
         raise MissingFileError(f"there is no checkpoint at {location}{download_hint(str(location))}")
+    if location.suffix == ".safetensors":
+        raise ArchiveError(f"{location} has weights alone: give the folder that config.json and tokenizer are in, too")
     source: FileSource = DirectorySource(location) if location.is_dir() else TarSource(location)
     try:
         yield source

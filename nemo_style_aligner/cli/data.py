@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nemo_style_aligner.wording import unescaped
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -45,6 +47,8 @@ Examples:
   nsa data show comparisons.jsonl --model sft.nemo --job rm model.data.append_eod=True
   nsa data show prompts.jsonl --model sft.nemo | less
   nsa data show prompts.jsonl --model sft.nemo --environment my_env.py:episode
+  nsa data show prompts.jsonl --model sft.nemo --count 8 --rewards "[{source: my_rewards.py:polite}]"
+  nsa data show prompts.jsonl --model sft.nemo --rewards "[{source: exact_match}]" --response "It is 42."
 """
 
 
@@ -66,6 +70,8 @@ def command() -> None:
 @click.option("--line", type=click.IntRange(min=1), default=1, help="The first line to show.")
 @click.option("--count", type=click.IntRange(min=1), default=1, help="How many examples to show.")
 @click.option("--environment", metavar="FILE.py:NAME", help="Run an episode of PPO's; MODEL is a .nemo archive.")
+@click.option("--rewards", metavar="LIST", help="Try trainer.ppo.rewards on these lines: each response's reward.")
+@click.option("--response", "responses", multiple=True, help="To try them on.  [default: one that MODEL generates]")
 @click.option("--tokens", is_flag=True, help="Also each token, on a line of its own.")
 @click.option("--color/--no-color", default=None, help="Colours.  [default: on a terminal, unless NO_COLOR is set]")
 def show(
@@ -76,6 +82,8 @@ def show(
     line: int,
     count: int,
     environment: str | None,
+    rewards: str | None,
+    responses: tuple[str, ...],
     tokens: bool,
     color: bool | None,
 ) -> None:
@@ -88,6 +96,14 @@ def show(
     With --environment, MODEL and the function of that name have an episode about each of the lines: what the policy has
     sampled stands in brackets, beside what it was told, and below it why it ended and what it is worth.
     """
+    if rewards is None and responses:
+        raise click.UsageError("--response needs --rewards")
+    if rewards is not None and environment is not None:
+        raise click.UsageError("--environment shows what its function returns: leave out --rewards")
+    if rewards is not None:
+        if job not in (None, "ppo"):
+            raise click.UsageError(f"--rewards is of reinforcement learning: leave out --job {job}")
+        job, keys = "ppo", (*keys, f"trainer.ppo.rewards={rewards}")
     from nemo_style_aligner.data.jsonl import parse_line, read_lines
     from nemo_style_aligner.models.files import tokenizer_of
     from nemo_style_aligner.telemetry.log_lines import configure_logging
@@ -105,6 +121,7 @@ def show(
     chosen = _lines(file, line, count, lines_of_example)
     cfg = _config(job, file, first, keys)
     tokenizer = tokenizer_of(model.expanduser())
+    tokenizer.format = tokenizer.format.with_special_tokens(cfg.model.get("special_tokens_as_text"))
     dataset, written = _dataset(job, cfg, tokenizer)
     click.echo(f"{file}: read as {_JOBS[job][1]} (--job {job})")
     if environment is not None:
@@ -112,6 +129,11 @@ def show(
         return
     for lines in chosen:
         _show_lines(lines, dataset, tokenizer, tokens)
+    if rewards is not None:
+        _show_rewards(
+            cfg, [item for lines in chosen for item in dataset.of_lines(lines)[0]], tokenizer, responses, model
+        )
+        return
     _show_counts(dataset, written, tokenizer, cfg)
     _show_notes(_lines(file, 1, _LOOKED_AT, lines_of_example), dataset, tokenizer)
 
@@ -292,6 +314,23 @@ def _show_episode(sample: Sample, result: GenerationResult, tokenizer: Tokenizer
     click.echo(f"the last reply {'ended' if sample.ended else 'was cut off'}; returned: {spelt(repr(result.outcome))}")
 
 
+def _show_rewards(
+    cfg: DictConfig, prompts: Sequence[Any], tokenizer: Tokenizer, responses: Sequence[str], model: Path
+) -> None:
+    """Print each response with its reward and the parts of it. Exit status 1 if one has none."""
+    from nemo_style_aligner.data.examples import spelt
+    from nemo_style_aligner.jobs.reward_trial import try_rewards
+
+    tried = try_rewards(cfg, prompts, tokenizer, [*map(unescaped, responses)], model.expanduser())
+    for one in tried:
+        parts = ", ".join(f"{name} {value:.6g}" for name, value in one.reward.parts.items())
+        value = f"{one.reward.value:.6g} ({parts})" if one.reward.problem is None else f"none: {one.reward.problem}"
+        click.secho(f"--- {one.prompt.place}: reward {spelt(value)}", bold=True)
+        click.echo(spelt(one.response))
+    if any(one.reward.problem is not None for one in tried):
+        raise click.exceptions.Exit(1)
+
+
 # ---- the whole file ----------------------------------------------------------------------------
 
 
@@ -300,7 +339,6 @@ def _show_counts(dataset: TextDataset[Any], written: TextFormat, tokenizer: Toke
     from omegaconf import OmegaConf
 
     from nemo_style_aligner.data.examples import has_end, texts_of
-    from nemo_style_aligner.wording import unescaped
 
     ends = tokenizer.end_strings(written.end_strings)
     lengths: list[int] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,10 +15,11 @@ import click
 from nemo_style_aligner.cli.main import SETTINGS, run, writable
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.seeds import LARGEST_SEED
-from nemo_style_aligner.wording import download_hint, unescaped
+from nemo_style_aligner.wording import distinct_names, download_hint, unescaped
 
 if TYPE_CHECKING:
     from nemo_style_aligner.jobs.evaluation import Results
+    from nemo_style_aligner.telemetry.report import Table
 
 _EXAMPLES = """\b
 Examples:
@@ -81,10 +81,11 @@ def command(output: Path | None, sheet: Path | None, **options: Any) -> None:
     print(f"loading torch and megatron-core, then {options['model']}", file=sys.stderr, flush=True)
     from nemo_style_aligner.jobs.evaluation import EvaluationSettings, evaluate_policies, evaluate_reward_model
     from nemo_style_aligner.parallel.groups import single_process
+    from nemo_style_aligner.telemetry.log_lines import warn_plainly
     from nemo_style_aligner.telemetry.report import write_sheet
     from nemo_style_aligner.telemetry.samples import sheet as sheet_of
 
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    warn_plainly()
     settings = EvaluationSettings(**options)
     found: list[Results] = []
 
@@ -103,9 +104,13 @@ def command(output: Path | None, sheet: Path | None, **options: Any) -> None:
     for what, group in itertools.groupby(rows, lambda row: row[0]):
         click.echo("\n".join([what, *(f"  {name:<{width}}  {value}" for _, name, value in group)]))
     if sheet is not None:
-        sections = sheet_of({what: part["responses"] for what, part in found[-1].items() if "responses" in part})
-        summary = [(f"{what}: {name}", value) for what, name, value in rows]
-        click.echo(write_sheet(sheet, f"Evaluation of {settings.model.name}", summary, sections))
+        models = [path for path in (settings.model, settings.against) if path is not None]
+        names = dict(zip(map(str, models), distinct_names(models), strict=True))
+        results = {names.get(what, what): part for what, part in found[-1].items()}
+        sections = sheet_of({what: part["responses"] for what, part in results.items() if "responses" in part})
+        facts = list(zip(("MODEL", "AGAINST"), models, strict=False))
+        table = _table(results, by_measure=settings.comparisons is None)
+        click.echo(write_sheet(sheet, f"Evaluation of {settings.model.name}", facts, table, sections))
 
 
 def _check(**given: Any) -> None:
@@ -133,9 +138,24 @@ def _check(**given: Any) -> None:
 def _rows(results: Results) -> Iterator[tuple[str, str, str]]:
     """Of what, which measure, its value with its interval."""
     for what, part in results.items():
-        for name, value in part["summary"].items():
-            interval = part["intervals"].get(name)
-            yield what, name, f"{value:.4g}" + (f"  ({interval[0]:.4g} to {interval[1]:.4g})" if interval else "")
+        for name in part["summary"]:
+            yield what, name, "  ".join(_cell(part, name))
+
+
+def _cell(part: dict[str, Any], name: str) -> tuple[str, ...]:
+    """A measure's value, and its interval if it has one; empty if it was not measured."""
+    if name not in part["summary"]:
+        return ()
+    value, *interval = (f"{round(x, 12):.4g}" for x in (part["summary"][name], *part["intervals"].get(name, ())))
+    return (value, f"({interval[0]} to {interval[1]})") if interval else (value,)
+
+
+def _table(results: Results, by_measure: bool) -> Table:
+    """A row for each measure and a column for each of what was measured, or the other way round."""
+    measures = list(dict.fromkeys(name for part in results.values() for name in part["summary"]))
+    if by_measure:
+        return list(results), {name: [_cell(part, name) for part in results.values()] for name in measures}
+    return measures, {what: [_cell(part, name) for name in measures] for what, part in results.items()}
 
 
 def script(description: str | None) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from nemo_style_aligner.cli.main import SETTINGS
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.placement.plan import FindProblems
 
 _EXAMPLES = """\b
 Examples:
@@ -25,7 +28,7 @@ _IN_VAIN = {"restarts": "local, ray, slurm", "wait_minutes": "ray", "hosts": "mp
 @click.command(epilog=_EXAMPLES, context_settings=SETTINGS)
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--with", "launcher", type=click.Choice(("local", "ray", "slurm", "mpirun")), default="local")
-@click.option("--dry-run", is_flag=True, help="Check the plan and print what would be started.")
+@click.option("--dry-run", is_flag=True, help="Check the plan as its jobs would, and print what would start.")
 @click.option(
     "--restarts", type=click.IntRange(min=0), help="Of jobs that failed (0); slurm: of a service that died (2)."
 )
@@ -47,4 +50,9 @@ def command(plan: Path, launcher: str, **options: Any) -> None:
 
     from nemo_style_aligner.placement.launch import launch_plan
 
-    sys.exit(launch_plan(plan, launcher, **options))
+    find_problems: FindProblems | None = None
+    if options["dry_run"]:  # else the jobs look themselves: only their machines may see models and data
+        from nemo_style_aligner.jobs import config_checks
+
+        find_problems = config_checks.find_problems
+    sys.exit(launch_plan(plan, launcher, **options, find_problems=find_problems))

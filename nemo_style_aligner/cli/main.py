@@ -16,6 +16,8 @@ import click
 from nemo_style_aligner import __version__
 from nemo_style_aligner.arguments import why_unwritable
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.masking import masked_text
+from nemo_style_aligner.wording import spelt
 
 COMMANDS = {
     "convert": "Convert models: Hugging Face, GGUF, training checkpoints, .nemo.",
@@ -92,10 +94,11 @@ def run(command: click.Command, name: str) -> NoReturn:
     try:
         status = command.main(prog_name=name, standalone_mode=False)
     except click.ClickException as error:
+        error.message = spelt(error.message)  # type: ignore[misc]  # final, and shown with the usage
         error.show()
         status = error.exit_code
     except UserError as error:  # this is no rank, whatever the environment says
-        print(f"error: {error}", file=sys.stderr)
+        print(spelt(masked_text(f"error: {error}")), file=sys.stderr)
         status = error.exit_status
     except Exception as error:  # noqa: BLE001 - how a job ends
         from nemo_style_aligner.launch.ending import fail_job

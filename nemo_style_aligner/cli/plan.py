@@ -19,7 +19,7 @@ Examples:
 """
 
 _JOBS = "A critic with ranks of its own: in the actor's job, or in one of its own, on whole nodes, over HTTP."
-_STALENESS = "To try; 1 needs a lower learning rate. Several times: several."
+_STALENESS = "To try; 1 needs half the learning rate, so it is written only if it is the one to try."
 _LENGTHS = "lognormal:mean=330,sigma=1,max=2048"
 
 _positive, _path = click.IntRange(min=1), click.Path(path_type=Path)
@@ -47,7 +47,13 @@ _strategy = click.Choice(("flatten", "interleave", "separate"))
 @click.option("--steps", type=_positive, default=3, help="Steps to simulate.")
 @click.option("--seed", type=int, default=0, help="Of the lengths drawn.")
 @click.option("--as-in", type=_folder, metavar="LOG_DIR", help="Take rates from this actor's run of the same model.")
-@click.option("--write", type=_path, callback=writable, metavar="PLAN.yaml", help="Write the fastest plan.")
+@click.option(
+    "--write",
+    type=_path,
+    callback=writable,
+    metavar="PLAN.yaml",
+    help="Write the fastest plan, of staleness 0 if that is tried.",
+)
 @click.option("--results-dir", default="/results", help="Of the plan: where its jobs write.")
 @click.option("--json", is_flag=True, help="Print all plans as JSON.")
 def command(**options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ Then, with the key that the log names:
 """
 
 
+def _origins(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if value != "*" and not re.fullmatch(r"[a-z][a-z+.-]*://[^/\s]+", value):
+            raise click.BadParameter(f"{value}: an origin is a scheme and a host, without a path: https://host[:port]")
+    return values
+
+
 @click.command(epilog=_EXAMPLES)
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
@@ -26,12 +34,20 @@ Then, with the key that the log names:
 @click.option("--name", help="What requests call the model.  [default: the checkpoint's file name]")
 @click.option("--api-key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Holds the API key.")
 @click.option("--no-auth", is_flag=True, help="Answer whoever reaches the port.")
+@click.option(
+    "--allow-origin",
+    "allowed_origins",
+    multiple=True,
+    callback=_origins,
+    help="Whose web pages may ask, such as https://chat.example.org; * for any; may be given again.",
+)
 @click.option("--precision", type=click.Choice(["bf16", "32"]), default="bf16", help="Of weights and computation.")
 @click.option("--max-length", type=click.IntRange(min=2), help="Tokens of prompt and response.  [default: the model's]")
 @click.option("--num-slots", type=click.IntRange(min=1), default=32, help="Responses generated at the same time.")
 @click.option(
     "--kv-cache-tokens", type=click.IntRange(min=16), help="Tokens of KV memory.  [default: all slots at full length]"
 )
+@click.option("--special-tokens-as-text", is_flag=True, help="In messages, <|im_end|> and the like are letters.")
 @click.option("--max-queued", type=click.IntRange(min=1), default=1024, help="Responses waiting or made; else 429.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=600, help="Seconds for a whole answer; else 504.")
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=30, help="To finish answers when stopped.")
@@ -43,6 +59,8 @@ def command(
     name: str | None,
     api_key_file: Path | None,
     no_auth: bool,
+    special_tokens_as_text: bool,
+    allowed_origins: tuple[str, ...],
     max_queued: int,
     timeout: float,
     drain_seconds: float,
@@ -76,6 +94,7 @@ def command(
     require_free(host, port, "the API")
     with single_process():
         engine, tokenizer = load_model(checkpoint, **of_engine)
+        tokenizer.format = tokenizer.format.with_special_tokens(special_tokens_as_text or None)
         served = ServedModel(
             engine,
             tokenizer,
@@ -83,6 +102,7 @@ def command(
             host=host,
             port=port,
             token=token,
+            allowed_origins=allowed_origins,
             request_seconds=timeout,
             max_outstanding=max_queued,
         )

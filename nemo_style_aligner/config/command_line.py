@@ -54,12 +54,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help says what the command line can have")
 
 
-def compose(name: str, description: str) -> Composed | None:
-    """The config of this command line; None if that only asked for information (``--help``, ``--cfg job``).
+def compose(name: str, description: str = "", arguments: Sequence[str] | None = None) -> Composed | None:
+    """The config of a command line; None if that only asked for information (``--help``, ``--cfg job``).
 
     Args:
         name: of the config in ``conf/``.
         description: the entry script's docstring, with which ``--help`` begins.
+        arguments: of the script; None: this process's.
 
     Raises:
         ConfigError: the command line or a config file cannot be read; or the command line asks for several runs, or
@@ -72,7 +73,7 @@ def compose(name: str, description: str) -> Composed | None:
     parser.add_argument("-cp", "--config-path", type=os.path.abspath, default=str(CONF_DIR))
     parser.add_argument("-cn", "--config-name", default=name)
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_intermixed_args(sys.argv[1:])
+    options = parser.parse_intermixed_args(sys.argv[1:] if arguments is None else arguments)
     if options.help or options.cfg:  # whatever reads this (``| head``, a pager) may end before it has read all of it
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if options.help:

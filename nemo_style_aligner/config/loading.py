@@ -21,13 +21,10 @@ from nemo_style_aligner.config.fields import find_field, value_problems
 from nemo_style_aligner.config.foreign_keys import ConfigError, find_foreign, take_foreign
 from nemo_style_aligner.config.schema import fields_of_job
 from nemo_style_aligner.config.section_names import names_of
+from nemo_style_aligner.masking import masked
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The repository's ``conf/``: one YAML file per job."""
-
-
-SECRET_KEYS = ("token",)
-"""Last parts of the keys whose values are secrets."""
 
 
 WITHOUT_EXP_MANAGER = {"create_checkpoint_callback": False, "create_wandb_logger": False}
@@ -247,11 +244,7 @@ def _escaped(value: Any) -> Any:
 def without_secrets(cfg: DictConfig) -> DictConfig:
     """A copy for logs: interpolations resolved, secrets masked."""
     content: Any = OmegaConf.to_container(cfg, resolve=True)
-    copy = plain_config(content)
-    for key in _leaves(copy):
-        if key.rsplit(".", 1)[-1] in SECRET_KEYS and str(OmegaConf.select(copy, key)).lower() not in ("auto", "none"):
-            OmegaConf.update(copy, key, "(secret)")
-    return copy
+    return plain_config(masked(content))
 
 
 # What TRL, verl and OpenRLHF call settings of ours, by the last part of their names.

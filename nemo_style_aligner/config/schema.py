@@ -195,6 +195,12 @@ class TrainedModel(Model):
     peft: Peft
 
 
+class TrainedOnTexts(TrainedModel):
+    # True: the name of a special token in a message (<|im_end|>) is its letters; False: it is that token. null: as the
+    # model was trained, else False (docs/data.md)
+    special_tokens_as_text: bool | None = None
+
+
 class Schedule(Section):
     name: str | None = "CosineAnnealing"  # or constant
     max_steps: Count | None = None  # length of the schedule in updates; null: those of the run
@@ -300,6 +306,7 @@ class SupervisedLoop(Updates):
     max_steps: Steps = -1  # updates of the whole run, over all restarts; -1: as many as max_epochs allows
     # Updates between validations; 0: none; a float up to 1.0: a fraction of the run.
     val_check_interval: Free[IntervalOrShare | None] = 100
+    val_check_at_start: Free[bool] = False  # validate before the first update as well
     # Updates between checkpoints; 0: only at the end and when stopped; a float up to 1.0: a fraction of the run.
     save_interval: Free[IntervalOrShare | None] = of("${.val_check_interval}")
     limit_val_batches: Free[IntervalOrShare] = 1.0  # global batches per validation; up to 1.0: a fraction of the data
@@ -363,7 +370,7 @@ class SFTData(ChatData):
     validation_ds: Free[SFTValidationFiles]
 
 
-class SFTModel(TrainedModel):
+class SFTModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     restore_from_path: Given[str] = of("???")  # the base model (.nemo)
     global_batch_size: Count | None = of("${.data.train_ds.global_batch_size}")  # examples per update, over all ranks
@@ -390,7 +397,7 @@ class RewardLoop(SupervisedLoop):
     val_random_sampler: Free[bool] = False  # shuffle the validation data
 
 
-class SupervisedModel(TrainedModel):
+class SupervisedModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     # Examples (comparisons, pairs, responses, texts) per forward-backward pass and rank.
     micro_batch_size: Free[Count | None] = 1
@@ -775,6 +782,7 @@ class ActorLoop(Updates):
     max_epochs: Count = 1  # passes over the training prompts
     max_steps: Steps = -1  # steps of the whole run, over all restarts; -1: as many as max_epochs allows
     val_check_interval: Free[Interval | None] = 10  # steps between validations; 0: none
+    val_check_at_start: Free[bool] = True  # validate before the first step as well: what later ones are compared with
     # Steps between checkpoints; 0: only at the end and when stopped.
     save_interval: Free[Interval | None] = of("${.val_check_interval}")
     # NaN or Inf in loss, gradients, rewards, values or log-probs. stop: the job ends with an error before an update is
@@ -981,7 +989,7 @@ class Policy(Section):
     length_params: Lengths
 
 
-class ActorModel(TrainedModel):
+class ActorModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     ppo: Policy
 
@@ -1197,7 +1205,13 @@ _EXAMPLE = ModelArchitecture(
     vocab_size=1,
     rope_scaling=RopeScaling("llama3", 2.0, 2, 0.5, 2.0),
     no_rope_layers=(0,),
+    layer_norms="both",
+    normalization="rmsnorm1p",
+    qk_layernorm=True,
+    qk_norm_over_heads=True,
     softmax_scale=2.0,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=2.0,
     embedding_multiplier=2.0,
     residual_multiplier=2.0,
     logits_scaling=2.0,

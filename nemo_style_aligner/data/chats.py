@@ -1,10 +1,13 @@
 """Conversations as data have them: OpenAI's and Anthropic's ``messages``, NeMo's and ShareGPT's ``conversations``.
 
+And Alpaca's ``instruction``, ``input``, ``output`` (with LLaMA-Factory's ``system`` and ``history``).
+
 `chat_rendering` turns them into text.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +19,7 @@ from nemo_style_aligner.parsing import parse_json
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 CONVERSATION_KEYS = ("messages", "conversations")
+_OTHER_FORMS = frozenset(("prompt", "question", "query", "response", "completion", "chosen", "rejected"))
 
 # Names of speakers in well-known data, and the roles that they have in chat templates.
 _KINDS: Mapping[str, str] = {
@@ -57,10 +61,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, and JSON schemas of the ``tools`` that the assistant may call."""
+    """Turns, JSON schemas of the ``tools`` that the assistant may call, and further ``variables`` of the template."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def kind_of(role: str) -> str:
@@ -70,7 +75,13 @@ def kind_of(role: str) -> str:
 
 def is_conversation(record: Record) -> bool:
     """Whether a line is a conversation."""
-    return any(key in record.fields for key in CONVERSATION_KEYS)
+    return any(key in record.fields for key in CONVERSATION_KEYS) or is_instruction(record)
+
+
+def is_instruction(record: Record) -> bool:
+    """Whether a line is of Alpaca's form, with an ``output`` or without."""
+    given = {key for key, value in record.fields.items() if value}  # data from tables have every key in every line
+    return "instruction" in given and not given & {*CONVERSATION_KEYS, *_OTHER_FORMS}
 
 
 def read_conversation(record: Record) -> Conversation:
@@ -80,6 +91,8 @@ def read_conversation(record: Record) -> Conversation:
         DataError: the line is none.
     """
     system = system_turn(record)
+    if is_instruction(record):
+        return Conversation([*system, *_instruction_turns(record)])
     turns = read_messages(record, "messages") if "messages" in record.fields else _nemo_turns(record)
     return Conversation([*system, *turns], read_tools(record))
 
@@ -155,6 +168,20 @@ def _tool_call(call: Record) -> dict[str, Any]:
 def _refuse_old_key(record: Record, key: str) -> None:
     if record.fields.get(key) is not None:
         record.fail(f"{key!r} is OpenAI's old form of {_OLD_KEYS[key]!r}, which chat templates do not know: rename it")
+
+
+def _instruction_turns(record: Record) -> list[Turn]:
+    """The turns of Alpaca's form: instruction and input are one message; earlier ones are pairs in ``history``."""
+    asked = "\n".join(record.text(key) for key in ("instruction", "input") if record.fields.get(key))
+    history = record.fields.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        record.fail("'history' should be a list of pairs, of an instruction and its output")
+    said = [*(text for pair in history for text in pair), asked]
+    if record.fields.get("output") is not None:
+        said.append(record.text("output"))
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    return [read_turn(Record(record.path, record.line, message)) for message in messages]
 
 
 def _nemo_turns(record: Record) -> list[Turn]:

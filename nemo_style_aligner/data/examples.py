@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,14 +11,15 @@ from nemo_style_aligner.data.chat_marks import without_spaces
 from nemo_style_aligner.data.datasets import ComparisonItem, JudgedItem, PreferenceItem, PromptItem, RegressionItem
 from nemo_style_aligner.data.sft import SFTItem
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.wording import spelt
 
 FIRST_EXAMPLE = "the first training example, what is learnt in double brackets:\n%s"
 """The jobs' line of log that `for_log` fills."""
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _CLIPPED = 600  # characters of each end of a text that a log shows
 # Keys whose values are not text of their own; tools and calls are proved to be in the text as it is rendered.
 _NO_TEXT = ("role", "from", "type", "mask", "tools", "tool_calls", "functions", "function_call", "tokenizer", "teacher")
+_MOST_STRINGS = 2000  # that are looked for
 _LONG = 20  # characters of a text that does not stand somewhere twice by chance
 
 
@@ -105,14 +105,11 @@ def shown(example: Example, tokenizer: Tokenizer, paint: Callable[[Piece], str] 
     return "".join(marked)
 
 
-def spelt(text: str) -> str:
-    """Text with its control characters, which a terminal would obey, spelt out."""
-    return _CONTROL.sub(lambda character: f"\\x{ord(character[0]):02x}", text)
-
-
 def changes(lines: Sequence[Mapping[str, Any]], examples: Sequence[Example], tokenizer: Tokenizer) -> list[str]:
     """What of lines of a file is not in the texts that were made of them, and what is in them twice; in words."""
     given = [string for line in lines for string in _strings("", line)]
+    if len(given) > _MOST_STRINGS:
+        return [f"{len(given):,} texts are too many to look for each of them in what was made of them"]
     texts = [without_spaces(tokenizer.ids_to_text(example.token_ids, keep_special=True)) for example in examples]
     flat = [(name, without_spaces(string)) for name, string in given]
     missing = dict.fromkeys(name for name, string in flat if not any(string in text for text in texts))
@@ -122,7 +119,8 @@ def changes(lines: Sequence[Mapping[str, Any]], examples: Sequence[Example], tok
         times = max(text.count(string) for text in texts) if len(string) >= _LONG else 0
         if times > whole.count(string):
             found.append(f"{name} stands in the text {times} times")
-    special = [tokenizer.ids_to_text([i], keep_special=True) for i in sorted(tokenizer.markup_ids)]
+    markup = () if tokenizer.format.special_tokens_as_text else sorted(tokenizer.markup_ids)
+    special = [tokenizer.ids_to_text([i], keep_special=True) for i in markup]
     for name, string in given:
         if "[" in name and (own := [token for token in special if token in string]):
             found.append(f"{name} has special tokens of its own ({', '.join(own)}): was a template applied before?")

@@ -26,8 +26,8 @@ from nemo_style_aligner.data.chats import (
     read_turn,
     system_turn,
 )
-from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples
-from nemo_style_aligner.data.jsonl import Record
+from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
+from nemo_style_aligner.data.jsonl import Counts, DataError, Record
 from nemo_style_aligner.data.texts import (
     CONTEXT_KEYS,
     ScoredText,
@@ -38,7 +38,7 @@ from nemo_style_aligner.data.texts import (
     report_unused,
     scored_text,
 )
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.wording import common_start
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,11 @@ _REWARDS = ("chosen_reward", "rejected_reward")
 _KINDS = "a string, or a list of messages"
 _EMPTY = "with an empty response (model.data.append_eod=True gives it an end)"
 _LARGEST, _SHOWN = 1e30, 40  # of rewards, and digits of them in messages
+_NO_PAIRS = (
+    "no two lines have the same prompt, so nothing can be compared. A line should be {'prompt', 'chosen', 'rejected'}; "
+    "or of two lines with the same question, the first has the better answer. Lines with one answer each are for "
+    "fine-tuning"
+)
 _FEWEST_PAIRS = 8  # of a batch: with fewer, it would be left to chance whether they look like pairs
 
 
@@ -58,9 +63,9 @@ class ComparisonEncoder(TextEncoder):
     Where a line does not tell where the responses begin, what both texts share is the prompt, but for the last token.
 
     Its settings are those of `TextEncoder`, ``append_eod`` and ``seq_length``. ``counts``: pairs, of which "equal", or
-    "empty" (a response has no token) or too "long", "without prompt", with "other prompts" for either response, or with
-    one that both have "repeated"; pairs "looked at" and "strangers" (`_count_strangers`); pairs "rewarded", at least in
-    part, "without reward", or "against rewards".
+    "empty" (a response has no token) or too "long", "without prompt", with "other prompts" for either response (on two
+    lines also "strange neighbours"), or with one that both have "repeated"; pairs "looked at" and "strangers"
+    (`_count_strangers`); pairs "rewarded", at least in part, "without reward", or "against rewards".
     """
 
     def encode(self, lines: Lines) -> Samples:
@@ -84,7 +89,9 @@ class ComparisonEncoder(TextEncoder):
             elif max(len(chosen), len(rejected)) > self.settings["seq_length"]:
                 counts["long"] += 1
             else:
-                counts["other prompts"] += chosen[:prompt] != rejected[:other_prompt]
+                is_other = chosen[:prompt] != rejected[:other_prompt]
+                counts["other prompts"] += is_other
+                counts["strange neighbours"] += is_other and pair[0].record.line != pair[1].record.line
                 counts["repeated"] += _repeats(pair[0]) and _repeats(pair[1])
                 if not (prompt and other_prompt):
                     counts["without prompt"] += 1
@@ -114,6 +121,9 @@ class ComparisonEncoder(TextEncoder):
                 counts["looked at"],
             )
         report_dropped(counts["equal"], counts["pairs"], "pairs", "of two texts that are the same", paths)
+        used = counts["pairs"] - counts["equal"] - counts["empty"] - counts["long"]
+        if used and counts["strange neighbours"] == used:
+            raise DataError(f"{', '.join(map(str, paths))}: {_NO_PAIRS}")
         left = counts["pairs"] - counts["equal"]
         report_dropped(counts["empty"], left, "pairs", _EMPTY, paths)
         limit = longer_than(self.settings["seq_length"])

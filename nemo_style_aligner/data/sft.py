@@ -20,17 +20,18 @@ from typing import Any
 
 from nemo_style_aligner.config.kinds import TruncationMethod
 from nemo_style_aligner.data.chat_rendering import Segment
-from nemo_style_aligner.data.chats import is_conversation, read_conversation
-from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.chats import is_conversation, is_instruction, read_conversation
+from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
+from nemo_style_aligner.data.jsonl import Counts, DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
 from nemo_style_aligner.data.texts import CONTEXT_KEYS, TextDataset, TextEncoder, report_dropped, report_unused
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.wording import unescaped
 
 logger = logging.getLogger(__name__)
 
+_TEMPLATE = "{input} {output}"  # the default
 _SEPARATOR = 0  # as in NeMo-Aligner, whichever token that is
 
 
@@ -162,10 +163,10 @@ class SFTEncoder(TextEncoder):
                 counts["shortened"] += item.lost_of_prompts + lost_of_responses > 0
                 counts["without prompt"] += item.lost_of_prompts > 0
                 counts["without response"] += lost_of_responses > 0
-            if not is_conversation(record):
+            if not self._is_chat(record):
                 unused = set(CONTEXT_KEYS) - set(options.template_keys)
                 counts.update(f"unused {key}" for key in unused if record.fields.get(key))
-        first = "" if is_conversation(records[0]) else self._prompt_and_response(self._fields(records[0]))[0]
+        first = "" if self._is_chat(records[0]) else self._prompt_and_response(self._fields(records[0]))[0]
         return Samples(columns, self.take_counts(lines, first) + counts)
 
     def report(self, counts: Counts, paths: Sequence[str | Path]) -> None:
@@ -193,13 +194,18 @@ class SFTEncoder(TextEncoder):
 
     def _samples(self, record: Record) -> list[EncodedSample]:
         """The samples of a line at any length: one, or several of a chat (`ChatRenderer.examples`)."""
-        if is_conversation(record):
+        if self._is_chat(record):
             return [self._encode_chat(text) for text in self.chats.examples(record, read_conversation(record))]
         if self._options.chats_only:
             record.fail(
                 "this is a prompt and response pair, but data.chat is on; chats have 'messages' or 'conversations'"
             )
         return [self._encode_pair(record)]
+
+    def _is_chat(self, record: Record) -> bool:
+        """Whether a line is a conversation; a template of the user's says itself where an instruction goes."""
+        is_pair = is_instruction(record) and self._options.prompt_template != _TEMPLATE
+        return is_conversation(record) and not is_pair
 
     # ---- pairs ----
 

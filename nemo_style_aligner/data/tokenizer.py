@@ -8,15 +8,17 @@ network is never touched. A directory's files are kept as they are: what is save
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import hashlib
 import itertools
 import json
 import logging
+import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ import sentencepiece
 from nemo_style_aligner.data import chat_templates
 from nemo_style_aligner.data.sentencepiece_model import to_fast_tokenizer, user_defined_ids
 from nemo_style_aligner.data.text_format import TextFormat
+from nemo_style_aligner.data.tokenizer_growth import check_growth
 from nemo_style_aligner.errors import LFS_POINTER, UserError, is_lfs_pointer
 from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.wording import download_hint
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+
+BREAK = "\udcff"
+"""In a text where the name of a special token is to be letters: half of a surrogate pair, which no other text has."""
 
 # Written into tokenizer_config.json beside a sentencepiece model, so that a saved directory is read
 # back by the same backend and gives the same ids.
@@ -52,6 +58,10 @@ _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x)
 # Many tokenizers encode the start of a text differently when it follows a special token.
 _BEHIND_SPECIAL = ("It is 39", " naturally")
 _SPECIALS_IN_EXAMPLE = 16
+_LONGEST_PANIC = 200  # characters
+PART_OF_A_CHARACTER = "\ufffd"
+"""What a text has in the place of bytes that are no whole character."""
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 _LAST = 64  # characters at a text's end that hold its last token
 
 # Chat templates that state today's date (Llama 3.1 and later, GPT-OSS) get this one: data must not depend on the day.
@@ -74,6 +84,9 @@ TOKENIZER_FILES = (
 )
 
 
+os.environ["RUST_BACKTRACE"] = "0"  # a panic's message says as much about a tokenizer as its hundred lines of frames
+
+
 class TokenizerError(UserError, ValueError):
     """A tokenizer cannot be loaded, or lacks what is asked of it."""
 
@@ -87,6 +100,7 @@ class Tokenizer(ABC):
         pad_id: falls back to ``eos_id``.
         unk_id: stands for what the vocabulary lacks; None where the tokenizer has none.
         vocab_size: one more than the largest id; the model's embedding may have more rows.
+        longest_token: in characters; a few may seem longer than their text is.
         special_ids: ids that are markup rather than text; left out by `ids_to_text`.
         added_ids: these, and other tokens that were added to the vocabulary, such as ``<tool_call>``.
         named_tokens: special tokens by the names that chat templates use for them, such as ``bos_token``.
@@ -106,6 +120,7 @@ class Tokenizer(ABC):
     pad_id: int
     unk_id: int | None
     vocab_size: int
+    longest_token: int
     special_ids: frozenset[int]
     added_ids: frozenset[int]
     named_tokens: Mapping[str, str]
@@ -141,8 +156,17 @@ class Tokenizer(ABC):
         return self.texts_to_ids([text])[0]
 
     @abstractmethod
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts without `BREAK`."""
+
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """`text_to_ids` of many texts, faster than one by one."""
+        """`text_to_ids` of many texts, faster than one by one. No token spans a `BREAK`, which is no text itself."""
+        cut = [text.split(BREAK) for text in texts]
+        encoded = self._encode([parts[0] for parts in cut])
+        return [
+            ids + [i for part in rest for i in self._continuation_ids(part)]
+            for ids, (_, *rest) in zip(encoded, cut, strict=True)
+        ]
 
     def parts_to_ids(self, parts: Sequence[str]) -> list[list[int]]:
         """Ids of each part of one text: those of the whole text, except that no token spans two parts.
@@ -179,6 +203,23 @@ class Tokenizer(ABC):
         before = self.text_to_ids("a")
         start = len(self.ids_to_text(before, keep_special=True))
         return functools.cache(lambda token_id: self.ids_to_text([*before, token_id], keep_special=True)[start:])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of `token_text`: of a token that is a part of a character, that part's own."""
+        text = self.token_text(token_id)
+        if PART_OF_A_CHARACTER not in text:
+            return text.encode()
+        piece = self.piece(token_id)
+        if byte := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        spelt_as = {character: byte for byte, character in bytes_to_unicode().items()}
+        return bytes(map(spelt_as.__getitem__, piece)) if set(piece) <= spelt_as.keys() else text.encode()
+
+    @abstractmethod
+    def piece(self, token_id: int) -> str:
+        """A token as the vocabulary spells it."""
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
@@ -277,10 +318,15 @@ class Tokenizer(ABC):
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """A conversation as text; with ``add_generation_prompt`` it ends where the assistant's answer begins.
 
-        ``tools`` are JSON schemas of what the assistant may call.
+        Args:
+            tools: JSON schemas of what the assistant may call.
+            variables: further ones that the template may read, such as ``enable_thinking``.
+            continue_final_message: end where the last message's content does, as transformers does.
 
         Raises:
             TokenizerError: no chat template, or one that refuses these messages.
@@ -296,7 +342,10 @@ class Tokenizer(ABC):
             "add_generation_prompt": add_generation_prompt,
             "date_string": _DATE,
             **self.named_tokens,
+            **(variables or {}),
         }
+        if continue_final_message:
+            arguments["continue_final_message"] = True
         try:
             template = _TODAY.sub(lambda call: repr(_DAY.strftime(call[1][1:-1])), self.chat_template)
             return chat_templates.render(template, arguments)
@@ -307,6 +356,18 @@ class Tokenizer(ABC):
 def _behind(before: list[int], both: list[int]) -> list[int] | None:
     """What ``both`` adds to ``before``; None if it does not begin with ``before``."""
     return both[len(before) :] if both[: len(before)] == before else None
+
+
+@contextlib.contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """Panics of the tokenizers library, which are no `Exception`, become errors: its regular expressions give up so."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        message = " ".join(str(error)[:_LONGEST_PANIC].split())
+        raise TokenizerError(f"the tokenizer cannot encode or decode a text: {message}") from None
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -329,7 +390,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos_id = tokenizer.bos_token_id
         self.pad_id = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # Ids may have gaps, so the number of tokens may be too small.
-        self.vocab_size = 1 + max(tokenizer.get_vocab().values())
+        vocabulary = tokenizer.get_vocab()
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary))
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
         self.added_ids = self.special_ids | {i for i, token in added if token.content.strip()}
@@ -338,8 +401,8 @@ class HuggingFaceTokenizer(Tokenizer):
         template = tokenizer.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template
 
-    def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.texts_to_ids`."""
+    @_panics_are_errors()
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
         # verbose=False: no warning about a model_max_length that says nothing about our models.
@@ -348,10 +411,15 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         return encoded["input_ids"]
 
+    @_panics_are_errors()
     def ids_to_text(self, ids: Sequence[int], keep_special: bool = False) -> str:
         """See `Tokenizer.ids_to_text`."""
         kept = [int(i) for i in ids if keep_special or int(i) not in self.special_ids]
         return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def piece(self, token_id: int) -> str:
+        """See `Tokenizer.piece`."""
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     def token_to_id(self, token: str) -> int | None:
         """See `Tokenizer.token_to_id`."""
@@ -382,6 +450,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.pad_id = self.eos_id if pad_id < 0 else pad_id
         self.adds_bos = self.bos_id is not None and bool(_config_in(self.files).get("add_bos_token"))
         self.vocab_size = model.get_piece_size()
+        self.longest_token = max(len(model.id_to_piece(i)) for i in range(self.vocab_size))
         self.special_ids = frozenset(i for i in range(self.vocab_size) if model.is_control(i))
         self.added_ids = self.special_ids | {i for i in user_defined_ids(model) if model.id_to_piece(i).strip(" ▁\n\t")}
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
@@ -391,8 +460,7 @@ class SentencePieceTokenizer(Tokenizer):
         longest_first = sorted((model.id_to_piece(i) for i in self.special_ids), key=len, reverse=True)
         self._split_at = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
-    def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.texts_to_ids`."""
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         cut = [self._split_at.split(text) for text in texts]  # each text: part, special token, part, ...
         encoded: list[list[int]] = self._model.encode([parts[0] for parts in cut], out_type=int)
         for ids, parts in zip(encoded, cut, strict=True):
@@ -411,6 +479,10 @@ class SentencePieceTokenizer(Tokenizer):
             model = self._later_parts if text else self._model
             text += "".join(map(self._model.id_to_piece, part)) if is_special else model.decode(part)
         return text
+
+    def piece(self, token_id: int) -> str:
+        """See `Tokenizer.piece`."""
+        return str(self._model.id_to_piece(token_id))
 
     def token_to_id(self, token: str) -> int | None:
         """See `Tokenizer.token_to_id`."""
@@ -529,9 +601,13 @@ def _load(path: Path) -> Tokenizer:
         backend = config.get(_BACKEND_KEY, "huggingface") if _CONFIG in files else None
     except (ValueError, AttributeError) as error:
         raise TokenizerError(f"{path / _CONFIG} cannot be read: {error}") from error
-    models = sorted(path.glob("tokenizer.model")) or sorted(path.glob("*.model"))
+    _refuse_two_templates(path, files)
+    models = sorted(path.glob("*.model"))
     if backend != "sentencepiece" and ("tokenizer.json" in files or (backend and not models)):
-        return _load_hugging_face(path, files)
+        tokenizer = _load_hugging_face(path, files)
+        for model in models:
+            _refuse_another_vocabulary(model, tokenizer)
+        return tokenizer
     if len(models) != 1:
         names = ", ".join(model.name for model in models) or "neither"
         raise TokenizerError(f"{path}: expected tokenizer.json or one sentencepiece .model file, found {names}")
@@ -542,6 +618,36 @@ def _load(path: Path) -> Tokenizer:
         )
     others = {name: content for name, content in files.items() if not name.endswith(".model")}
     return SentencePieceTokenizer(models[0], others)
+
+
+def _refuse_two_templates(directory: Path, files: Mapping[str, bytes]) -> None:
+    within = _chat_template({name: content for name, content in files.items() if name != _TEMPLATE})
+    if (
+        _TEMPLATE in files
+        and within is not None
+        and within.strip() != files[_TEMPLATE].decode(errors="replace").strip()
+    ):
+        raise TokenizerError(
+            f"{directory} has two chat templates, which differ: {_TEMPLATE}, and chat_template in {_CONFIG}: remove one"
+        )
+
+
+def _refuse_another_vocabulary(model: Path, tokenizer: HuggingFaceTokenizer) -> None:
+    """Refuse a sentencepiece model that lies beside a tokenizer.json and is none of the same tokenizer.
+
+    Their ids may differ in special tokens and in those that were added. One that cannot be read is not heeded.
+    """
+    try:
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    except (OSError, RuntimeError):
+        return
+    ids = range(pieces.get_piece_size())
+    same = sum(pieces.id_to_piece(i) == tokenizer.piece(i) for i in ids if i < tokenizer.vocab_size)
+    if same < len(ids) / 2:
+        raise TokenizerError(
+            f"{model.parent} has two tokenizers: {same} of the {len(ids)} pieces of {model.name} have the same ids in "
+            "tokenizer.json. Remove that which is not the model's"
+        )
 
 
 def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBase:
@@ -558,19 +664,24 @@ def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBa
     whole = (directory / "tokenizer.json").is_file()
     options = {"local_files_only": True, "trust_remote_code": False}  # unset, the latter asks on the terminal
     try:
-        loaded = (as_it_is if whole else transformers.AutoTokenizer).from_pretrained(str(directory), **options)
-        if loaded.eos_token is None:  # old files leave special tokens to the class that they name
-            named = transformers.AutoTokenizer.from_pretrained(str(directory), **options)
-            for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
-                token = getattr(named, name)
-                if token in loaded.get_vocab() and getattr(loaded, name) is None:
-                    setattr(loaded, name, token)
+        with _panics_are_errors():
+            loaded = (as_it_is if whole else transformers.AutoTokenizer).from_pretrained(str(directory), **options)
+            if loaded.eos_token is None:  # old files leave special tokens to the class that they name
+                named = transformers.AutoTokenizer.from_pretrained(str(directory), **options)
+                for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
+                    token = getattr(named, name)
+                    if token in loaded.get_vocab() and getattr(loaded, name) is None:
+                        setattr(loaded, name, token)
     except Exception as error:
         raise TokenizerError(f"{directory}: transformers cannot load this tokenizer: {error}") from error
     return loaded
 
 
 def _load_hugging_face(directory: Path, files: Mapping[str, bytes]) -> HuggingFaceTokenizer:
+    try:
+        check_growth(parse_json(files.get("tokenizer.json", b"{}").decode()))
+    except (ValueError, AttributeError) as error:
+        raise TokenizerError(f"{directory / 'tokenizer.json'} cannot be used: {error}") from error
     loaded = load_for_transformers(directory)
     try:
         tokenizer = HuggingFaceTokenizer(loaded, files)

@@ -96,14 +96,17 @@ class GenerationRequest:
         """The most tokens that the response may have."""
         return sampling.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
 
-    def check(self, sampling: SamplingParams, max_sequence_length: int, vocab_size: int) -> None:
-        """Raise ValueError naming this request if an engine of these limits cannot serve it."""
+    def check(self, sampling: SamplingParams, max_sequence_length: int, vocab_size: int, least: int = 1) -> None:
+        """Raise ValueError naming this request if an engine of these limits cannot serve it.
+
+        ``least`` is how few tokens it may ask for.
+        """
         if not self.prompt_token_ids:
             raise ValueError(f"request {self.request_id}: the prompt is empty; give it at least one token")
         max_new_tokens = self.limit(sampling)
-        if not max(1, sampling.min_new_tokens) <= max_new_tokens:
+        if not max(least, sampling.min_new_tokens) <= max_new_tokens:
             raise ValueError(
-                f"request {self.request_id}: max_new_tokens={max_new_tokens} must be at least 1 and at least "
+                f"request {self.request_id}: max_new_tokens={max_new_tokens} must be at least {least} and at least "
                 f"min_new_tokens={sampling.min_new_tokens}"
             )
         total = len(self.prompt_token_ids) + max_new_tokens

@@ -61,6 +61,7 @@ from nemo_style_aligner.jobs.placement import (
     placement_problems,
 )
 from nemo_style_aligner.jobs.settings_in_vain import settings_in_vain
+from nemo_style_aligner.launch.initialization import bind_address
 from nemo_style_aligner.launch.roles import devices_key
 from nemo_style_aligner.models.adapter_files import adapter_kind
 from nemo_style_aligner.models.gpt import parse_precision, uses_distributed_optimizer
@@ -69,8 +70,9 @@ from nemo_style_aligner.models.kept_passes import why_not_kept
 from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.models.restore import lay_over
-from nemo_style_aligner.parallel.detection import detect_launch
+from nemo_style_aligner.parallel.detection import LOOPBACK, detect_launch
 from nemo_style_aligner.rl.rollouts.setup import sampling_params
+from nemo_style_aligner.services.http_server import require_free
 from nemo_style_aligner.training.run_control import parse_duration
 
 logger = logging.getLogger(__name__)
@@ -89,13 +91,29 @@ def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
 
     Raises:
         ConfigError: one line for each problem.
+        PlaceTakenError: a port is taken.
     """
     rank = detect_launch(os.environ).rank
     problems = find_problems(name, cfg, world_size, rank)
     if problems:
         raise ConfigError("these settings cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
-    for doubt in _doubts(JobView(name, cfg, world_size, None)) if rank == 0 else ():
-        logger.warning(doubt)
+    view = JobView(name, cfg, world_size, None)
+    if rank == 0:
+        _require_free_ports(view)
+        for doubt in _doubts(view):
+            logger.warning(doubt)
+
+
+def _require_free_ports(view: JobView) -> None:
+    """Find out whether rank 0 could listen where it will, before what takes long. Raises PlaceTakenError."""
+    queue, served = "trainer.ppo.batch_iterator", "trainer.ppo.serve_policy"
+    places = {"trainer.ppo": "service", "inference": "service", served: "API", queue: "rollout work queue"}
+    off = {served: not view.get(f"{served}.enable"), queue: not view.get(f"{queue}.use_flask") or view.rollout_ranks}
+    for section, name in places.items():
+        if view.has(f"{section}.port") and view.get(f"{section}.port") and not off.get(section):
+            require_free(bind_address(view.get(f"{section}.host")), int(view.get(f"{section}.port")), name, section)
+    if dashboard := view.get("exp_manager.dashboard_port"):
+        require_free(LOOPBACK, int(dashboard), "dashboard", port_key="exp_manager.dashboard_port")
 
 
 def find_problems(

@@ -35,9 +35,9 @@ from nemo_style_aligner.models.gpt import uses_distributed_optimizer
 from nemo_style_aligner.models.logprobs import chunk_bytes
 from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.models.sizes import Layout, Sizes
 from nemo_style_aligner.parallel.groups import current_layout, device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
-from nemo_style_aligner.placement.costs import Layout, Sizes
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.reward_config import REWARDS, reward_specs

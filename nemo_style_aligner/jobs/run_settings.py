@@ -13,6 +13,7 @@ from nemo_style_aligner.config.loading import leaves_of
 from nemo_style_aligner.config.schema import may_change
 from nemo_style_aligner.data.datasets import data_source, load_data_prefix
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.masking import masked
 
 _NOT_TRAINED_ON = ("model.data.data_prefix.validation", "model.data.data_prefix.test")
 
@@ -35,10 +36,10 @@ def job_of(settings: Mapping[str, str]) -> str | None:
 def settings_of_run(cfg: DictConfig) -> dict[str, str]:
     """The config values that all starts of a run should share, by dotted key; a run's checkpoints keep them.
 
-    These are all but those that the schema marks as free, secrets among them.
+    These are all but those that the schema marks as free; secrets are masked.
     Interpolations are not resolved, so that a key that follows another is not reported beside it.
     """
-    container: Any = OmegaConf.to_container(cfg, resolve=False)
+    container: Any = masked(OmegaConf.to_container(cfg, resolve=False))
     leaves = {key: str(value) for key, value in leaves_of(container) if key not in _NOT_TRAINED_ON}
     return {key: value for key, value in leaves.items() if not may_change(key)}
 
@@ -102,6 +103,7 @@ def changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[
     Keys that only one of them has are left out: they may be those of another version of this project. So are the places
     of base archives, of which `why_another_base` compares the contents.
     """
+    before = masked(before)  # an older version's may have secrets
     return [
         f"{key}={value} (before: {before[key]})"
         for key, value in now.items()

@@ -35,7 +35,7 @@ from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.remote_logprobs import RemoteLogprobs
 from nemo_style_aligner.rl.reward_config import RewardSpec, build_reward_source, reward_specs
 from nemo_style_aligner.rl.reward_models import ModelRewards
-from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource
+from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource, RewardSum
 from nemo_style_aligner.rl.rollouts.setup import shared_token
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.services.client import CriticClient
@@ -82,7 +82,7 @@ def build_scorer(
         models.append(_reward_model(cfg, policy, sequences, spec.source, f"{entry}.source"))
         return models[-1]
 
-    rewards = service() if cfg.trainer.ppo.rewards is None else _listed_rewards(cfg, service, reward_model)
+    rewards = service() if cfg.trainer.ppo.rewards is None else build_listed_rewards(cfg, service, reward_model)
     timeouts = cfg.remote_critic_rm.timeouts
     silence = 2 * sum(float(timeouts[key]) for key in ("total_seconds", "restart_seconds"))
     others = {frozen_spec(cfg, role).name: role for role in (REFERENCE, TEACHER) if role in roles.ranks_apart(cfg)}
@@ -94,12 +94,15 @@ def build_scorer(
 def _client(cfg: DictConfig, role: str, output: Literal["rewards", "logprobs"]) -> RewardClient:
     """Of a frozen model on ranks of its own."""
     url, name = server_url(*_address(role)), frozen_spec(cfg, role).name
-    return RewardClient(url, name, limits=_limits(cfg), token=shared_token(cfg), output=output)
+    return RewardClient(
+        url, name, limits=_limits(cfg), token=shared_token(cfg), setting=roles.devices_key(role), output=output
+    )
 
 
-def _listed_rewards(
+def build_listed_rewards(
     cfg: DictConfig, service: Callable[[], RewardSource], reward_model: Callable[[RewardSpec, str], RewardSource]
-) -> RewardSource:
+) -> RewardSum:
+    """The sources that an actor's ``trainer.ppo.rewards`` lists; for the others see `build_reward_source`."""
     listed: Any = OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True)
     functions = cfg.trainer.ppo.reward_functions
     asks_others = any(spec.kind == "url" for spec in reward_specs(listed))

@@ -29,6 +29,7 @@ from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
 from nemo_style_aligner.data.text_format import ChatPromptTokens, TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, register_model, start_run, training_batching
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.nonfinite import NonFinitePolicy
@@ -43,7 +44,6 @@ from nemo_style_aligner.models.supervised_losses import (
     language_model_objective,
     ranking_objective,
 )
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.training.supervised import Collate, SupervisedSettings, SupervisedTrainer
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,10 @@ from omegaconf.errors import MissingMandatoryValue
 
 from nemo_style_aligner.config.section_names import translated
 from nemo_style_aligner.errors import OtherRankError, UserError, comes_from
+from nemo_style_aligner.masking import masked_text
 from nemo_style_aligner.parallel.detection import LaunchError, detect_launch, in_slurm_step
 from nemo_style_aligner.trusted_paths import unless_planted
+from nemo_style_aligner.wording import spelt
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit status of a job that Ctrl-C has ended."""
@@ -77,7 +79,7 @@ class Failures:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Paths may hold any bytes.
             with open(self._path, "a", encoding="utf-8", errors="backslashreplace", opener=unless_planted) as file:
-                file.write(translated(f"rank {rank} on {socket.gethostname()}{self._marker()}: {error}\n"))
+                file.write(masked_text(translated(f"rank {rank} on {socket.gethostname()}{self._marker()}: {error}\n")))
         return is_first
 
     def _marker(self) -> str:
@@ -177,7 +179,7 @@ def _report_and_abort(kind: type[BaseException], error: BaseException, trace: Tr
             lines = "".join(f"[rank {rank}] {line}\n" for line in [header, *text.splitlines()])
         with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that is gone
             _logger.debug("the traceback:", exc_info=(kind, error, trace))
-            sys.stderr.write(translated(lines))  # in one piece: other ranks may be writing too
+            sys.stderr.write(spelt(masked_text(translated(lines))))  # in one piece: other ranks may be writing too
     finally:
         # Even if reporting fails: an exception from here would leave the process running with its other threads.
         abort_job(status)

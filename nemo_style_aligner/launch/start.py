@@ -39,6 +39,7 @@ from nemo_style_aligner.launch.stop_signals import (
 from nemo_style_aligner.launch.supervisor import end_with_supervisor, signal_when_parent_dies, supervise
 from nemo_style_aligner.parallel.detection import LaunchInfo, detect_launch
 from nemo_style_aligner.telemetry.log_lines import LOG_LEVELS, configure_logging
+from nemo_style_aligner.wording import spelt
 
 _logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def job(
                 if end.code not in (None, 0):
                     if isinstance(end.code, str):
                         with contextlib.suppress(OSError, ValueError):
-                            print(end.code, file=sys.stderr)
+                            print(spelt(end.code), file=sys.stderr)
                     abort_job(end.code if isinstance(end.code, int) else 1)
                 raise
             if status:

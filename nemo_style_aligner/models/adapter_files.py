@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import json
 import logging
-import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     load_sharded_tensors,
     stored_shapes,
 )
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.lora import A_WEIGHT, B_WEIGHT, LoraSettings, fill
 from nemo_style_aligner.parsing import parse_yaml, read_json
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.wording import some_of
 
@@ -41,6 +41,7 @@ PEFT_CONFIG, _PEFT_WEIGHTS, _PEFT_PREFIX = "adapter_config.json", "adapter_model
 BASE_FINGERPRINT = "base_fingerprint"
 """Key of ``model.peft`` in the files of a job with adapters: the `archive_identity` of their base, its first digits."""
 
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCORE = "score."  # what PEFT's files have of a classifier's head
 # Of PEFT's settings, those under which an adapter is not W x + alpha / rank * B A x with one alpha and rank.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -150,7 +151,7 @@ def adapter_identity(path: Path) -> str:
 def _peft_kind(path: Path) -> AdapterKind:
     config = _peft_config(path)
     if odd := {key: config[key] for key, plain in _PLAIN.items() if key in config and config[key] not in plain}:
-        shown = ", ".join(f"{key}={value}" for key, value in odd.items())
+        shown = ", ".join(f"{key}={value!s:.40}" for key, value in odd.items())
         raise ValueError(f"{path}/{PEFT_CONFIG}: {shown} is not supported: merge it into its model with PEFT instead")
     if unknown := [key for key, value in config.items() if value and key not in (*_UNREAD.split(), *_PLAIN)]:
         warn_for_all_ranks(
@@ -159,9 +160,9 @@ def _peft_kind(path: Path) -> AdapterKind:
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        raise ValueError(f"{path}/{PEFT_CONFIG}: r={rank}: the rank should be a whole number above 0")
-    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise ValueError(f"{path}/{PEFT_CONFIG}: lora_alpha={alpha}: it should be a number above 0")
+        raise ValueError(f"{path}/{PEFT_CONFIG}: r={rank!s:.40}: the rank should be a whole number above 0")
+    if type(alpha) not in (int, float) or not 0 < alpha <= sys.float_info.max:
+        raise ValueError(f"{path}/{PEFT_CONFIG}: lora_alpha={alpha!s:.40}: it should be a number above 0")
     return AdapterKind(path, rank, float(alpha))
 
 
@@ -203,6 +204,8 @@ def read_adapter(kind: AdapterKind) -> dict[str, torch.Tensor]:
 
 def _read_peft(kind: AdapterKind) -> dict[str, torch.Tensor]:
     path = kind.path
+    if (path / _PEFT_WEIGHTS).exists() and not (path / _PEFT_WEIGHTS).is_file():
+        raise ValueError(f"{path / _PEFT_WEIGHTS} is no regular file")
     try:
         stored = load_file(path / _PEFT_WEIGHTS)
     except FileNotFoundError:
@@ -249,6 +252,23 @@ def _require_whole(kind: AdapterKind, tensors: Mapping[str, torch.Tensor]) -> No
         raise ValueError(f"{kind.path / _PEFT_WEIGHTS} holds no adapters")
 
 
+def _require_all_layers(kind: AdapterKind, tensors: Mapping[str, torch.Tensor], num_layers: int) -> None:
+    """Refuse PEFT's files that have lost layers: what has an adapter in one has it in each that the config names."""
+    config = _peft_config(kind.path)
+    chosen, targets = config.get("layers_to_transform"), config.get("target_modules")
+    layers = range(num_layers) if chosen in (None, []) else chosen if isinstance(chosen, list) else [chosen]
+    present = {key.removeprefix(ADAPTER_PREFIX) for key in tensors if key.startswith(ADAPTER_PREFIX)}
+    expected = {_LAYER.sub(f".layers.{layer}.", name) for name in present for layer in layers}
+    if isinstance(targets, list) and not config.get("exclude_modules"):  # may name modules of one layer
+        ends = tuple(f".{target}{end}" for target in targets for end in (A_WEIGHT, B_WEIGHT))
+        expected = {name for name in expected if f".{name}".endswith(ends)}
+    if lost := sorted(expected - present):
+        raise ValueError(
+            f"{kind.path / _PEFT_WEIGHTS} lacks {some_of(lost)}: write or copy it again. If these layers never had "
+            f"adapters, {PEFT_CONFIG} should say so: layers_to_transform, and target_modules as a list"
+        )
+
+
 def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:
     """Fill a model's adapters, and its reward head if the files have one. Collective.
 
@@ -270,6 +290,8 @@ def load_adapter(kind: AdapterKind, model: MegatronModel) -> None:
             f"{kind.path} has {names}, for which this job has no adapter: add what they belong to to "
             "model.peft.lora_tuning.target_modules (docs/lora.md), or choose the right base model"
         )
+    if not kind.model:
+        _require_all_layers(kind, tensors, model.architecture.num_layers)
     for key, tensor in tensors.items():
         if key in shapes and tuple(tensor.shape) != shapes[key]:
             raise CheckpointMismatchError(
@@ -331,4 +353,4 @@ def _peft_names(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torc
 
 def _layers(keys: Sequence[str]) -> list[int]:
     """The numbers of the layers, from 0 on, that have adapters."""
-    return sorted({int(found[1]) for key in keys if (found := re.search(r"\.layers\.(\d+)\.", key))})
+    return sorted({int(found[1]) for key in keys if (found := _LAYER.search(key))})

@@ -48,6 +48,7 @@ from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.detection import detect_launch
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.parsing import parse_yaml
+from nemo_style_aligner.telemetry.log_lines import warn_plainly
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.progress import Progress
 from nemo_style_aligner.trusted_paths import temporary_folder
@@ -59,22 +60,23 @@ from nemo_style_aligner.weights.huggingface import (
     write_checkpoint,
 )
 from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_family
-from nemo_style_aligner.weights.layout import check_shapes, hf_tensors, weight_layout
+from nemo_style_aligner.weights.layout import HEAD_BIAS, check_shapes, hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import export_weights, import_weights
+from nemo_style_aligner.wording import spelt
 
 logger = logging.getLogger(__name__)
 
 
 def run_conversion(convert: Callable[[], ModelArchitecture], target: Path, tp_size: int, pp_size: int) -> None:
     """Run a conversion to ``target`` on all ranks: a user's mistake ends it with one line and status 1."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    warn_plainly()
     transformers.logging.set_verbosity_error()
     install_excepthook()
     try:
         _initialize(tp_size, pp_size)
         architecture = convert()
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(spelt(f"error: {error}"), file=sys.stderr, flush=True)
         abort_job(1)
     if dist.get_rank() == 0:
         print(f"{target}: {architecture.family}, {architecture.num_parameters / 1e6:.1f}M parameters")
@@ -153,7 +155,8 @@ def nemo_to_hf(input_path: Path, output_dir: Path, dtype: torch.dtype) -> ModelA
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         with progress:
             for name, tensor in export_weights(model):
-                yield name, tensor
+                if name != HEAD_BIAS or tensor.any():  # of zeros: transformers has none, and others refuse it
+                    yield name, tensor
                 progress.update()
 
     if dist.get_rank() == 0:

@@ -67,9 +67,10 @@ def kind_of(path: Path) -> Kind:
         return "tokenizer"
     refuse_nemo_2(path)
     inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    models = [entry for entry in sorted(inside.iterdir()) if entry.suffix == ".nemo" or is_training_checkpoint(entry)]
+    entries = sorted(inside.iterdir())
+    models = [entry for entry in entries if entry.suffix in (".nemo", ".gguf") or is_training_checkpoint(entry)]
     if models:
-        raise UnknownModelError(f"{path} holds several models: name one, such as {models[-1]}")
+        raise UnknownModelError(f"{path} holds models: name one, such as {models[-1]}")
     raise UnknownModelError(
         f"{path} is no model (it has no model_config.yaml, manifest.json or config.json): give a .nemo archive, a "
         "Hugging Face directory, a GGUF file or a training checkpoint"

@@ -26,6 +26,7 @@ from nemo_style_aligner.models.linear import add_in_place
 from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.models.lora import Adapter, LoraSettings, add_adapters
 from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
+from nemo_style_aligner.softcaps import capped
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.kept_passes import KeptPasses
@@ -38,7 +39,6 @@ _ACTIVATIONS = {
     "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
     "squared-relu": squared_relu,
 }
-_NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
 
 
 def parse_precision(precision: Any, name: str = "trainer.precision") -> torch.dtype:
@@ -121,25 +121,28 @@ class MegatronModel:
 class GPTLanguageModel(GPTModel):
     """A `GPTModel` that returns log-probs for a `Prediction` passed as ``labels``, without storing all logits."""
 
-    def __init__(self, *args: Any, true_vocab_size: int, logits_scaling: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.true_vocab_size = true_vocab_size
-        self.logits_scaling = logits_scaling
+    def __init__(self, *args: Any, architecture: ModelArchitecture, **kwargs: Any) -> None:
+        super().__init__(*args, share_embeddings_and_output_weights=architecture.tied_embeddings, **kwargs)
+        self.architecture = architecture
 
     def _postprocess(self, hidden_states: torch.Tensor, *, labels: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """[s, b, h] -> the prediction's log-probs on the last stage, or logits without ``labels``."""
-        if self.post_process and self.logits_scaling != 1:
-            hidden_states = hidden_states / self.logits_scaling
-        if labels is None or not self.post_process:
+        a = self.architecture
+        if not self.post_process:
             return super()._postprocess(hidden_states, labels=None, **kwargs)
+        if a.logits_scaling != 1:
+            hidden_states = hidden_states / a.logits_scaling
+        if labels is None:
+            return capped(super()._postprocess(hidden_states, labels=None, **kwargs), a.final_logit_softcapping)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return predict(
             hidden_states,
             weight,
-            self.true_vocab_size,
+            a.vocab_size,
             labels,
             sequence_parallel=self.config.sequence_parallel,
+            softcap=a.final_logit_softcapping,
         )
 
 
@@ -176,7 +179,7 @@ def transformer_config(
     if problems := architecture.layout_problems(layout.tp_size, layout.pp_size):
         raise ValueError("; ".join(problems))
     granularity, skipped = model_cfg.get("activations_checkpoint_granularity"), architecture.no_rope_layers
-    is_te = uses_transformer_engine(dtype)
+    is_te = uses_transformer_engine(dtype, architecture.layers)
     recompute: dict[str, Any] = {}
     if granularity == "full":
         recompute = {
@@ -194,8 +197,9 @@ def transformer_config(
         num_attention_heads=architecture.num_attention_heads,
         num_query_groups=architecture.num_query_groups,
         kv_channels=architecture.kv_channels,
-        normalization=_NORMALIZATIONS[architecture.normalization],
-        layernorm_zero_centered_gamma=architecture.normalization == "layernorm1p",
+        layers=architecture.layers,
+        normalization="LayerNorm" if architecture.norm_has_bias else "RMSNorm",
+        layernorm_zero_centered_gamma=architecture.norm_offset == 1,
         layernorm_epsilon=architecture.layernorm_epsilon,
         activation_func=_ACTIVATIONS[architecture.activation],
         gated_linear_unit=architecture.gated,
@@ -227,7 +231,6 @@ def transformer_config(
         attention_factor=architecture.frequencies()[1],
         no_rope_freq=[int(layer in skipped) for layer in range(architecture.num_layers)] if skipped else None,
         softmax_scale=architecture.softmax_scale,
-        residual_multiplier=architecture.residual_multiplier,
         apply_rope_fusion=is_te,  # unfused, packed rows make the CPU wait for the GPU in every layer
         deallocate_pipeline_outputs=True,
         # Packed rows differ in length, for which megatron-core requires this dispatcher even without experts.
@@ -282,12 +285,7 @@ def build_model(
         "rotary_base": architecture.rotary_base,
     }
     if head is None:
-        gpt: GPTModel = GPTLanguageModel(
-            true_vocab_size=architecture.vocab_size,
-            logits_scaling=architecture.logits_scaling,
-            share_embeddings_and_output_weights=architecture.tied_embeddings,
-            **options,
-        )
+        gpt: GPTModel = GPTLanguageModel(architecture=architecture, **options)
     else:
         gpt = GPTRewardModel(head=head, **options)
     rotary = gpt.rotary_pos_emb

@@ -25,12 +25,13 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
 )
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.config.loading import plain_config
+from nemo_style_aligner.config.section_names import translated
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.adapter_files import adapter_identity, adapter_kind, load_adapter
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.lora import LoraSettings
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import download_hint
 
 logger = logging.getLogger(__name__)
@@ -143,12 +144,14 @@ def open_base_model(
             architecture.max_position_embeddings,
             base[_POSITIONS],
         )
+    tokenizer = load_nemo_tokenizer(location)
+    tokenizer.format = tokenizer.format.with_special_tokens(merged.get("special_tokens_as_text"))
     return BaseModel(
         path=location,
         architecture=architecture,
         config=merged,
         dtype=parse_precision(cfg.trainer.precision),
-        tokenizer=load_nemo_tokenizer(location),
+        tokenizer=tokenizer,
     )
 
 
@@ -177,6 +180,7 @@ JOB_SETTINGS = (
     "ppo",
     "restore_from_path",
     "resume_from_checkpoint",
+    "special_tokens_as_text",
     "trt_llm",
 )
 """Keys of ``model`` that say how a job works, not what its model is: archives do not pass them on from job to job."""
@@ -196,11 +200,16 @@ def portable_config(
         trainer: the job's ``trainer`` section.
         base: the archive that the job started from.
     """
-    method = next((key for key, value in trainer.items() if isinstance(value, Mapping)), "trained")
-    history = [*config.get(HISTORY, ()), f"{method} from {base.absolute()}"]
+    history = [*config.get(HISTORY, ()), f"{_method(trainer)} from {base.absolute()}"]
     mark = {IS_CRITIC: True} if "ppo" in trainer and "ppo" not in config else {}  # an actor's model has one as well
     kept = {key: value for key, value in config.items() if key not in JOB_SETTINGS}
     return kept | architecture.to_nemo_config() | mark | {HISTORY: history}
+
+
+def _method(trainer: Mapping[str, Any]) -> str:
+    """What a job did to its model, as its own YAML names it: the section of ``trainer`` that says how to train."""
+    sections = (key for key, value in trainer.items() if isinstance(value, Mapping) and "gradient_clip_val" in value)
+    return translated(f"trainer.{next(sections, 'trained')}").removeprefix("trainer.")
 
 
 _POSITIONS, _LENGTH = "max_position_embeddings", "encoder_seq_length"

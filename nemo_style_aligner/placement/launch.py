@@ -23,10 +23,10 @@ from nemo_style_aligner.launch.supervisor import FORWARDED, POLL_SECONDS, Ranks
 from nemo_style_aligner.parallel.detection import LOOPBACK
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.placement.node import Share, start_ranks, visible_gpus
-from nemo_style_aligner.placement.plan import Address, Plan, PlanError, check_configs, read_plan
+from nemo_style_aligner.placement.plan import Address, FindProblems, Plan, PlanError, check_configs, read_plan
 from nemo_style_aligner.placement.printers import mpirun_script, slurm_script, submit
 from nemo_style_aligner.telemetry.log_lines import configure_logging
-from nemo_style_aligner.wording import counted
+from nemo_style_aligner.wording import counted, spelt
 
 _logger = logging.getLogger(__name__)
 
@@ -190,11 +190,15 @@ def launch_plan(
     wait_minutes: float | None,
     hosts: str | None,
     sbatch: str | None,
+    find_problems: FindProblems | None = None,
 ) -> int:
-    """Do what ``nsa launch`` has been asked for; the exit status. For errors see `read_plan` and the launchers."""
+    """Do what ``nsa launch`` has been asked for; the exit status. ``find_problems``: see `check_configs`.
+
+    For errors see `read_plan`, `check_configs` and the launchers.
+    """
     configure_logging()
     plan = read_plan(file)
-    check_configs(plan)
+    check_configs(plan, find_problems)
     if launcher == "mpirun":
         print(mpirun_script(plan, hosts.split(",") if hosts else ()), end="")
         return 0
@@ -206,7 +210,7 @@ def launch_plan(
     if dry_run:
         for name, job in plan.jobs.items():
             command = shlex.join([job.script, *plan.arguments(name)])
-            print(f"{name}: {counted(job.nodes, 'nodes')} of {counted(job.devices, 'ranks')}: {command}")
+            print(spelt(f"{name}: {counted(job.nodes, 'nodes')} of {counted(job.devices, 'ranks')}: {command}"))
         return 0
     plan.make_secret()
     place: Place = on_this_machine

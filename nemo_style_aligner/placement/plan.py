@@ -7,30 +7,34 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
+import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_style_aligner.config.command_line import config_with
+from nemo_style_aligner.config.command_line import compose
 from nemo_style_aligner.config.fields import Given, Section, fields_of
 from nemo_style_aligner.config.loading import ConfigError, check_config
 from nemo_style_aligner.config.schema import JOBS, Count, fields_of_job
 from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.parsing import parse_yaml, read_bytes
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"
 
 _NAME = r"(?!secret$)[a-z][a-z0-9_]*"
-_REFERENCE = re.compile(rf"\{{({_NAME})\.(host|port|listen)\}}")
+_REFERENCE = re.compile(r"\{([\w-]+)\.(host|port|listen)\}")  # also to what is no job's name, which is refused
 # What the plan itself says, and so no override may.
+_MAX_BYTES = 1 << 20
 _SAID_BY = {
     "trainer.num_nodes": "nodes",
     "trainer.devices": "devices",
@@ -196,10 +200,15 @@ def read_plan(path: Path) -> Plan:
         PlanError: it cannot be read, or cannot be carried out.
     """
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))  # no key twice; 1e-5 is a number
+        if path.exists() and not path.is_file():
+            raise PlanError(f"the plan {path} is no file")
+        with path.open("rb") as stream:
+            text = read_bytes(stream, "the file", _MAX_BYTES).decode()
+        parse_yaml(text)  # for its limits
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))  # no key twice; 1e-5 is a number
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise PlanError(f"the plan {path} is not YAML: {' '.join(str(error).split())}") from error
     try:
         return plan_of(content)
@@ -264,6 +273,8 @@ def _parts(value: list[Any] | dict[Any, Any]) -> list[Any]:
 
 def _contradictions(plan: Plan) -> Iterator[str]:
     """What the jobs say together and cannot be."""
+    if not str(plan.results_dir).isprintable():
+        yield f"results_dir: {str(plan.results_dir)!r} has a character that cannot be printed"
     if not plan.trainers():
         yield "jobs: one must serve nobody: the run is done when that has ended"
     for name, job in plan.jobs.items():
@@ -283,8 +294,16 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     yield from _common_keys(plan)
 
 
-def check_configs(plan: Plan) -> None:
-    """Check the settings of all jobs as each job would at its start (the first of its two rounds of checks).
+FindProblems = Callable[[str, DictConfig, int], list[str]]
+"""(a config's name, a config, the job's number of ranks) -> the second round of a job's checks, a line for each."""
+
+
+def check_configs(plan: Plan, find_problems: FindProblems | None = None) -> None:
+    """Check the settings of all jobs as each job would at its start.
+
+    Args:
+        plan: whose paths are this machine's.
+        find_problems: the second round of a job's checks, of models and data; None: it is left to the jobs.
 
     Raises:
         PlanError: a job would refuse them; all reasons of all jobs.
@@ -292,15 +311,34 @@ def check_configs(plan: Plan) -> None:
     nowhere = dict.fromkeys(plan.services(), Address("localhost", 1, "localhost"))
     problems = []
     for name, job in plan.jobs.items():
-        if job.config is None or any(argument.startswith("-") for argument in job.arguments):  # a config of the user's
-            continue
-        try:
-            arguments = [fill(argument, nowhere) for argument in plan.arguments(name)]
-            check_config(config_with(job.config, arguments), job.config)
-        except ConfigError as error:
-            problems += [f"  jobs.{name}: {line}" for line in names_of(job.config).translated(str(error)).splitlines()]
+        arguments = [fill(argument, nowhere) for argument in plan.arguments(name)]
+        if job.config is None:
+            found = [] if job.has_config or find_problems is None else _missing_files(arguments)
+        else:
+            found = _refused(job.config, arguments, job.nodes * job.devices, find_problems)
+        problems += [f"  jobs.{name}: {line}" for line in found]
     if problems:
         raise PlanError("the plan's settings:\n" + "\n".join(problems))
+
+
+def _refused(config: str, arguments: Sequence[str], ranks: int, find_problems: FindProblems | None) -> list[str]:
+    """Why a job with a config would refuse its command line, a line for each reason."""
+    try:
+        if (composed := compose(config, arguments=arguments)) is None:
+            return [f"{' '.join(arguments)}: this command line starts no job"]
+        check_config(composed.cfg, config)
+        found = [] if find_problems is None else find_problems(config, composed.cfg, ranks)
+    except ConfigError as error:
+        found = [str(error)]
+    return [line for text in found for line in names_of(config).translated(text).splitlines()]
+
+
+def _missing_files(arguments: Sequence[str]) -> list[str]:
+    """What ``serve_reward_function.py`` would not find."""
+    options = dict(itertools.pairwise(arguments))
+    files = {name: options.get(name, "") for name in ("--function", "--tokenizer")}
+    files["--function"] = files["--function"].rpartition(":")[0]
+    return [f"{name} {options.get(name)}: no such file" for name, file in files.items() if not os.path.exists(file)]
 
 
 def _double(job: PlannedJob, place: str) -> Iterator[str]:

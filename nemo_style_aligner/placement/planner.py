@@ -40,7 +40,7 @@ def make_plan(options: SimpleNamespace) -> None:
     """Do what ``nsa plan`` has been asked for, by its options.
 
     Raises:
-        UserError: options that cannot be; a line for each.
+        UserError: options that cannot be, a line for each; or nothing fits.
     """
     run, cluster = _asked(options)
     found, reasons = plans(run, cluster, options.strategies or STRATEGIES, options.staleness)
@@ -49,10 +49,10 @@ def make_plan(options: SimpleNamespace) -> None:
         print(json.dumps({"plans": listed, "without": reasons}, indent=1))
     else:
         _report(run, cluster, found, reasons)
+    if not found:
+        raise UserError("nothing fits" + (f", so {options.write} is not written" if options.write else ""))
     if options.write:
-        if not found:
-            raise UserError(f"nothing fits, so {options.write} is not written")
-        plan, comment = written_plan(run, cluster, options, found[0])
+        plan, comment = written_plan(run, cluster, options, recommended(found))
         plan.write(options.write, comment)
         launch = f"nsa launch {options.write} --with slurm"
         print(f"\nwrote {options.write}; with models and data filled in: {launch}", file=sys.stderr)
@@ -83,8 +83,8 @@ def _asked(options: SimpleNamespace) -> tuple[Run, Cluster]:
         problems.append("--precision 32: the tables have rates of bf16 alone; give --as-in, or `here` as the type")
     policy, prompts, responses = (
         read(lambda: find_model(options.model)),
-        read(lambda: Lengths.parse(options.prompts)),
-        read(lambda: Lengths.parse(options.lengths)),
+        read(lambda: Lengths.parse(options.prompts, "--prompts")),
+        read(lambda: Lengths.parse(options.lengths, "--lengths")),
     )
     critic = read(lambda: find_model(options.critic_model or options.model)) if options.estimator == "gae" else None
     device = DEVICES.get(kind)
@@ -123,8 +123,14 @@ def plans(
     return sorted(found, key=lambda each: each[0]["step"]), reasons
 
 
+def recommended(found: Sequence[Prediction]) -> Prediction:
+    """The fastest of those whose rollouts are of the current weights; the fastest of all if there are no such."""
+    return next((each for each in found if not each[1].staleness), found[0])
+
+
 # ---- what is printed ----------------------------------------------------------------------------
 
+_PRICE = "It learns less in a step: the largest stable learning rate is about half (docs/performance.md, Learning)"
 _PHASES = ("generate", "score", "logprobs", "init_logprobs", "train", "critic_wait", "critic_train_wait", "refit")
 
 
@@ -153,8 +159,12 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
     for strategy, reason in reasons.items():
         print(f"{strategy}: {reason}")
     if found:
-        print(f"\nThe fastest: {found[0][1].strategy}")
-        print("\n".join(f"  {line}" for line in picture(found[0][1], cluster)))
+        (phases, plan), fastest = recommended(found), found[0]
+        print(f"\nThe fastest: {plan.strategy}" + ", staleness 1" * plan.staleness)
+        print("\n".join(f"  {line}" for line in picture(plan, cluster)))
+        if fastest[1].staleness > plan.staleness:
+            instead = f"{fastest[0]['step']:.1f} s per step in place of {phases['step']:.1f}"
+            print(f"  {fastest[1].strategy} with --staleness 1: {instead}. {_PRICE}")
 
 
 def memory_of(plan: Candidate) -> dict[str, Mapping[str, float]]:

@@ -10,7 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.placement.costs import Layout, Model, Sample
+from nemo_style_aligner.models.sizes import Layout
+from nemo_style_aligner.parsing import parse_yaml
+from nemo_style_aligner.placement.costs import Model, Sample
 from nemo_style_aligner.placement.rates import Device
 from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.metrics import read_metrics
@@ -85,7 +87,10 @@ def _config_of(log_dir: Path) -> DictConfig:
     file = log_dir / HYPERPARAMETERS_FILE
     if not file.is_file():
         raise UserError(f"{log_dir}: no {HYPERPARAMETERS_FILE}: give the log directory of an actor's run")
-    cfg = OmegaConf.load(file)
+    try:
+        cfg = OmegaConf.create(parse_yaml(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
     assert isinstance(cfg, DictConfig)
     unknown = {key: OmegaConf.select(cfg, key) for key in _KNOWN}
     if said := [f"{key}={value}" for key, value in unknown.items() if value not in (None, _KNOWN[key])]:

@@ -66,11 +66,11 @@ class Lengths:
     given: tuple[int, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> Lengths:
+    def parse(cls, text: str, option: str = "lengths") -> Lengths:
         """Read ``512``, ``lognormal:mean=330,sigma=1,max=2048``, or the name of a JSONL file: see `_of_file`.
 
         Raises:
-            UserError: it is none of these.
+            UserError: it is none of these; ``option`` says where it was given.
         """
         if text.isdecimal() and int(text) > 0:
             return cls(float(text), 0.0, int(text))
@@ -78,19 +78,24 @@ class Lengths:
         if found := re.fullmatch(rf"lognormal:mean={number},sigma={number},max=(\d+)", text):
             mean, sigma, most = float(found[1]), float(found[2]), int(found[3])
             if not 1 <= mean <= most:
-                raise UserError(f"lengths {text}: the mean must be at least 1 and at most the maximum")
+                raise UserError(f"{option} {text}: the mean must be at least 1 and at most the maximum")
             return cls(mean, sigma, most)
         if Path(text).is_file():
             return cls._of_file(Path(text))
         raise UserError(
-            f"lengths {text!r}: give a number, lognormal:mean=M,sigma=S,max=N, or a JSONL file with lengths"
+            f"{option} {text!r}: there is no such file, and it is no number and not lognormal:mean=M,sigma=S,max=N; "
+            "give one of these, the file with a length in each line"
         )
 
     @classmethod
     def _of_file(cls, path: Path) -> Lengths:
         """One whole number per line, or in the field ``length``."""
         lengths = []
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+        for number, line in enumerate(lines, 1):
             try:
                 value = json.loads(line)
                 value = value["length"] if isinstance(value, dict) else value

@@ -12,6 +12,7 @@ import torch
 from nemo_style_aligner.config.kinds import KLEstimator
 from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.errors import NonFiniteError
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models import functional
 from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
 from nemo_style_aligner.models.ragged import RaggedBatch
@@ -19,7 +20,6 @@ from nemo_style_aligner.rl.estimators import Estimator, StepRewards
 from nemo_style_aligner.rl.sample import Rollouts
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.values import ValueBatch
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)

@@ -355,7 +355,9 @@ class RLTrainer(TrainingLoop):
         rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.nonfinite)
         metrics = rollout_metrics(rollouts, scores, columns.get("values"), version)
         self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
-        self._log_samples("table/val_rollouts", rollouts, scores, self.step)
+        for prompt, response, reward in self._log_samples("table/val_rollouts", rollouts, scores, self.step)[:2]:
+            texts = (f"{text:.300}" for text in (prompt, response))
+            logger.info("validation at step %d, reward %.4g: %r -> %r", self.step, reward, *texts)
         return metrics
 
     def begin_save(self) -> tuple[MayPublish | None, OnEnd]:
@@ -408,9 +410,10 @@ class RLTrainer(TrainingLoop):
         rewards = {name: self._last_metrics[name] for name in shown if name in self._last_metrics}
         return {"loss": self._last_loss, **rewards}
 
-    def _log_samples(self, key: str, rollouts: Rollouts, scores: Scores, number: int) -> None:
+    def _log_samples(self, key: str, rollouts: Rollouts, scores: Scores, number: int) -> list[tuple[str, str, float]]:
         table = self.collector.sample_table(rollouts, scores, self.settings.num_table_rows)
         self.metrics.log_table(key, ("prompt", "response", "reward"), table, number)
+        return table
 
     def state_dict(self) -> dict[str, Any]:
         """Everything beside weights, optimizer and random states that a resumed run needs. Collective."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
+import contextlib
 import copy
 import functools
 import inspect
 import logging
 import math
+import os
+import reprlib
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_style_aligner.rl.math_verifier import MAX_SECONDS, MathVerifier
@@ -28,6 +33,7 @@ a number, or named parts of one: the reward is their sum, or the part ``reward``
 _ARGUMENTS, _STEP = ("prompt", "response", "line"), "step"
 DEFAULT_SECONDS = 60.0
 _COROUTINES = 64  # at once
+_FRAMES = 5  # the innermost ones, which tell kinds of failures apart
 _PROCESSES = 2  # that verify mathematics, of each rank
 
 
@@ -69,6 +75,8 @@ class FunctionRewards(RewardSource):
         self.max_parallel = max_parallel or (1 if self._loop is None else _COROUTINES)
         self._waiting = concurrent.futures.ThreadPoolExecutor(self.max_parallel, "reward-function")
         self._closed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._failures: collections.Counter[object] = collections.Counter()  # by kind
+        self._lock = threading.Lock()
 
     def score(self, responses: Sequence[Sample]) -> Rewards:
         """See `RewardSource.score`."""
@@ -97,16 +105,29 @@ class FunctionRewards(RewardSource):
             cancel()
             hangs = "; the call goes on, for a thread cannot be ended" if self._loop is None else ""
             problem = f"the reward function {self._name} took more than {self._seconds:g} s for {response}{hangs}"
-            logger.error(problem)
-            return Reward.failed(problem)
+            return self._failed("too slow", problem)
+        if (error := call.exception()) is not None:  # also sys.exit(), and a panic in a library's Rust code
+            trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame that calls the function
+            where = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)][-_FRAMES:]
+            problem = f"the reward function {self._name} raised {describe(error)} for {response}"
+            self._failed((type(error), *where), problem, (type(error), error, trace))
+            return Reward.failed(f"{problem}; the traceback is in the log")
         try:
-            returned = call.result()
-        except BaseException as error:  # also sys.exit(), and a panic in a library's Rust code
-            logger.error("the reward function %s raised an error for %s", self._name, response, exc_info=error)
-            return Reward.failed(
-                f"the reward function {self._name} raised {describe(error)} for {response}; the traceback is in the log"
-            )
-        return self._as_reward(returned, response)
+            return self._as_reward(call.result(), response)
+        except BaseException as raised:  # noqa: BLE001 - by what was returned, which is the user's code as well
+            problem = f"the reward function {self._name} returned what raises {describe(raised)} for {response}"
+            return self._failed(type(raised), problem)
+
+    def _failed(self, kind: object, problem: str, exc_info: Any = None) -> Reward:
+        """Log the first failure of its kind, and how many there are now and then: a mistake is every response's."""
+        with self._lock:
+            self._failures[kind] += 1
+            count = self._failures[kind]
+        if count == 1:
+            logger.error(problem, exc_info=exc_info)
+        elif str(count).strip("0") == "1":  # 10, 100, ...
+            logger.error("%d responses have failed like this one now: %s", count, problem)
+        return Reward.failed(problem)
 
     def _begin(
         self, call: concurrent.futures.Future[Any], function: RewardFunction, *args: Any
@@ -122,7 +143,7 @@ class FunctionRewards(RewardSource):
     def _as_reward(self, returned: Any, response: Sample) -> Reward:
         reward = as_reward(returned, f"the reward function {self._name}", response)
         if reward.problem is not None:
-            logger.error(reward.problem)
+            return self._failed(("returned", type(returned)), reward.problem)
         return reward
 
 
@@ -139,13 +160,13 @@ class EnvironmentRewards(RewardSource):
 def as_reward(returned: Any, who: str, response: Sample) -> Reward:
     """What a function of the user's has returned as a reward: a number, or named parts; failed if it is neither."""
     parts = returned if isinstance(returned, Mapping) else {"reward": returned}
-    known = {part: n for part, v in parts.items() if isinstance(part, str) and (n := _as_number(v)) is not None}
+    known = {part: n for part, v in parts.items() if isinstance(part, str) and (n := as_number(v)) is not None}
     if known and len(known) == len(parts):  # all are named numbers
         value = known.pop("reward") if "reward" in known else math.fsum(known.values())
         if fits_fp32(value):
             return Reward(value, known)
     wanted = "is not a finite number" if parts is not returned else "are not named numbers with a finite sum"
-    return Reward.failed(f"{who} returned {returned!r:.80}, which {wanted}, for {response}")
+    return Reward.failed(f"{who} returned {reprlib.repr(returned)}, which {wanted}, for {response}")
 
 
 class MathRewards(FunctionRewards):
@@ -174,16 +195,31 @@ class MathRewards(FunctionRewards):
 
 async def _await(call: concurrent.futures.Future[Any], awaitable: Awaitable[Any]) -> None:
     try:
-        call.set_result(await awaitable)
+        with _no_return_of_forks():
+            returned = await awaitable
+        call.set_result(returned)
     except BaseException as error:  # noqa: BLE001 - whoever waits gets it; cancelling it as well
         call.set_exception(error)
 
 
 def _run(call: concurrent.futures.Future[Any], function: RewardFunction, *args: Any) -> None:
     try:
-        call.set_result(function(*args))
+        with _no_return_of_forks():
+            returned = function(*args)
+        call.set_result(returned)
     except BaseException as error:  # noqa: BLE001 - whoever waits gets it
         call.set_exception(error)
+
+
+@contextlib.contextmanager
+def _no_return_of_forks() -> Iterator[None]:
+    """A child that the user's code has forked ends where it would come back: it is no second job."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(0)
 
 
 def load_reward_function(named: str, what: str) -> RewardFunction:
@@ -195,7 +231,7 @@ def _is_coroutine_function(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _as_number(reward: Any) -> float | None:
+def as_number(reward: Any) -> float | None:
     """A reward as a finite float within fp32's range, else None; numbers of numpy and torch count, strings do not."""
     if isinstance(reward, str | bytes):
         return None

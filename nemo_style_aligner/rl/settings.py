@@ -13,7 +13,7 @@ from nemo_style_aligner.rl.experience import AdvantageSettings
 from nemo_style_aligner.training.loop import LoopSettings, step_limit
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RLSettings(LoopSettings):
     """`LoopSettings` and those of an algorithm's step: keys of ``trainer.ppo`` and ``model`` (``config/schema.py``)."""
 
@@ -44,6 +44,7 @@ class RLSettings(LoopSettings):
             max_epochs=max_epochs,
             step_limit=last_step,
             val_check_interval=int(ppo.val_check_interval or 0),
+            val_check_at_start=bool(ppo.val_check_at_start),
             save_interval=int(ppo.save_interval or 0),
             critic_warmup_steps=int(ppo.get("critic_warmup_steps") or 0),  # not in jobs without critics
             num_ppo_epochs=int(ppo.num_ppo_epochs),

@@ -33,8 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from nemo_style_aligner.config.kinds import LARGEST_PORT
-from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.launch.ending import fail_job
+from nemo_style_aligner.errors import UserError, end_process
 from nemo_style_aligner.services.protocol import JSON_TYPE, ProtocolError
 from nemo_style_aligner.services.request_log import NOTES_KEY, REQUEST_ID_HEADER, RequestLog, request_id
 from nemo_style_aligner.services.signing import (
@@ -48,6 +47,7 @@ from nemo_style_aligner.services.signing import (
 
 logger = logging.getLogger(__name__)
 
+_TOKEN_FIELDS = ("API_KEY", "X_API_KEY", "TRITON_ACCESS_TOKEN")
 _RECEIVE_BYTES, _SEND_BYTES = 2**18, 2**20  # at a time
 _MAX_HEAD_BYTES = 2**16
 _RESERVED_DESCRIPTORS = 128  # log files, sockets of process groups, checkpoints being written
@@ -66,6 +66,8 @@ _EXHAUSTED_LOG_SECONDS = 60.0
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])")
 _FIELD = re.compile(rb"([!#$%&'*+.^`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")  # a WSGI name cannot hold "_" as well
 _BARE_LINE_END = re.compile(rb"(?<!\r)\n")
+_UNASKED_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,8}")  # extensions are refused
 _ONCE = ("CONTENT_LENGTH", "TRANSFER_ENCODING", "HOST")
 
 EVENT_STREAM = "text/event-stream"
@@ -100,7 +102,7 @@ def token_check(token: str | None) -> Callable[[Mapping[str, str]], bool]:
     """A check whether a request's header fields (names as in WSGI, without ``HTTP_``) carry ``token``; None: always.
 
     The token comes as ``Authorization: Bearer <token>``, as the password of ``Authorization: Basic`` from browsers, or
-    as ``triton-access-token: <token>`` from Triton's clients.
+    as ``api-key``, ``x-api-key`` or ``triton-access-token: <token>`` from Azure's, Anthropic's and Triton's clients.
     The comparison takes the same time whatever is wrong.
     """
     if token is None:
@@ -114,7 +116,7 @@ def token_check(token: str | None) -> Callable[[Mapping[str, str]], bool]:
         if scheme.lower() == "basic":
             given = _password(given)
         elif scheme.lower() != "bearer":
-            given = fields.get("TRITON_ACCESS_TOKEN", "")
+            given = next((fields[name] for name in _TOKEN_FIELDS if name in fields), "")
         return hmac.compare_digest(given.encode(), expected)
 
     return check
@@ -142,6 +144,7 @@ class WsgiServer:
         token: the shared secret; who does not show it is answered 401, without reaching the application. None: anybody.
         is_open: whether a path needs no token.
         known_as: further addresses at which clients may reach the server.
+        allowed_origins: whose pages' scripts may read answers: "https://host:port", or "*" for any.
         error_body: the body of a refusal.
 
     Raises:
@@ -162,13 +165,14 @@ class WsgiServer:
         token: str | None = None,
         is_open: Callable[[str], bool] = lambda path: False,
         known_as: Collection[str] = (),
+        allowed_origins: Collection[str] = (),
         error_body: Callable[[ProtocolError], bytes] = ProtocolError.body,
     ) -> None:
         self.app, self.error_body = app, error_body
         self.limits = limits or ConnectionLimits()
         self.max_body_bytes = max_body_bytes
         self.token, self.is_open, self.known_as = token, is_open, known_as
-        self.shows_token = token_check(token)
+        self.shows_token, self.allowed_origins = token_check(token), allowed_origins
         self.log = RequestLog()
         self.stranger_turn = threading.Lock()
         self.last_answer = -math.inf
@@ -232,7 +236,7 @@ class WsgiServer:
                 pass
         except BaseException as error:
             if not self._stopping.is_set():
-                fail_job(error)
+                end_process(error)
             logger.exception("%s: error while accepting connections", self._name)
         finally:
             self._listener.close()
@@ -356,10 +360,17 @@ class _Request:
             self.fields[name] = f"{self.fields[name]}, {value}" if name in self.fields else value
         if not re.fullmatch("[0-9]{1,20}", self.fields.get("CONTENT_LENGTH", "0")):
             raise ProtocolError(400, "Content-Length is not a whole number")
-        if "TRANSFER_ENCODING" in self.fields:
-            raise ProtocolError(411 if begin[3] == b"1" else 400, "the body must come with its Content-Length")
+        if self.is_chunked and (begin[3] == b"0" or "CONTENT_LENGTH" in self.fields):
+            raise ProtocolError(400, "a body comes with its Content-Length or, unless HTTP is 1.0, in chunks")
+        if self.fields.get("TRANSFER_ENCODING", "chunked").lower() != "chunked":
+            raise ProtocolError(400, "of transfer encodings, 'chunked' alone is read")
         self.is_old = begin[3] == b"0"
         self.is_last = self.is_old or "close" in self.fields.get("CONNECTION", "").lower()
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the body's size shows at its end alone."""
+        return "TRANSFER_ENCODING" in self.fields
 
     @property
     def path(self) -> str:
@@ -443,7 +454,7 @@ class _Connection:
                 self._send_stream(request, status, fields, body)
         finally:
             details |= {"ms": round(1000 * (time.monotonic() - started), 1), "client": self._client, **request.notes}
-            self._server.log.answered(details, is_known=request.is_known)
+            self._server.log.answered(details, is_known=request.is_known, is_handshake=_is_handshake(request, status))
         if isinstance(body, bytes):
             self._send_answer(request, status, fields, body)
         if not request.is_complete:
@@ -520,16 +531,16 @@ class _Connection:
 
     def _receive_body(self, request: _Request) -> None:
         """Receive what belongs to the request, and drop what follows it: nobody asks again before the answer."""
-        server, size = self._server, int(request.fields.get("CONTENT_LENGTH", 0))
-        if not request.is_known and size > server.limits.max_body_without_token:
-            raise _without_token("a body of this size is read only with")
-        if size > server.max_body_bytes:
-            raise ProtocolError(413, f"the body is larger than {server.max_body_bytes} bytes")
+        size = int(request.fields.get("CONTENT_LENGTH", 0))
+        self._check_size(request, size)
         if "CONTENT_ENCODING" in request.fields:
             raise ProtocolError(415, "a body with a Content-Encoding is not read: send it as it is")
-        if len(self._buffer) < size and request.fields.get("EXPECT", "").lower() == "100-continue":
+        is_awaited = len(self._buffer) < max(size, request.is_chunked)
+        if is_awaited and request.fields.get("EXPECT", "").lower() == "100-continue":
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._begin_receiving(0)
+        if request.is_chunked:
+            size = self._unchunk(request)
         parts, missing = [self._buffer], size - len(self._buffer)
         while missing > 0:
             parts.append(self._receive())
@@ -542,10 +553,33 @@ class _Connection:
             request.digest = None  # nothing that was sent can be relied on: the answer is not signed
             raise self._wrong_signature()
 
+    def _check_size(self, request: _Request, size: int) -> None:
+        if not request.is_known and size > self._server.limits.max_body_without_token:
+            raise _without_token("a body of this size is read only with")
+        if size > self._server.max_body_bytes:
+            raise ProtocolError(413, f"the body is larger than {self._server.max_body_bytes} bytes")
+
+    def _unchunk(self, request: _Request) -> int:
+        """Put a body that comes in chunks into the buffer, in front of what follows it; its size."""
+        chunks, body = _Chunks(self._buffer, self._receive), bytearray()
+        while size := chunks.next_size():
+            self._check_size(request, len(body) + size)
+            body += chunks.take(size)
+            chunks.end_line()
+        chunks.end_line()
+        self._buffer = bytes(body) + chunks.rest
+        del request.fields["TRANSFER_ENCODING"]  # the application gets it as it would without
+        request.fields["CONTENT_LENGTH"] = str(len(body))
+        return len(body)
+
     # ---- answering --------------------------------------------------------------------------
 
     def _answer(self, request: _Request) -> Answer:
         """The application's answer, or 500: whatever happens in it, each request gets one."""
+        if request.method == "OPTIONS" and self._may_read(request):
+            wanted = request.fields.get("ACCESS_CONTROL_REQUEST_HEADERS", "")
+            allowed = {"Allow-Methods": "GET, POST", "Allow-Headers": wanted, "Max-Age": "600"}
+            return "204 No Content", [(f"Access-Control-{name}", value) for name, value in allowed.items()], b""
         if not request.is_known and not self._server.is_open(request.path):
             raise _without_token("authorization is needed: send")
         server, name = self._server, re.sub(r":\d*$", "", request.fields.get("HOST", "")).strip("[]")
@@ -553,6 +587,8 @@ class _Connection:
         if server.token is None and own is not None and own.is_loopback and name and _address(name) is None:
             # A page of another site may have a name that leads here ("DNS rebinding"), but none of these.
             raise ProtocolError(403, f"without a secret, localhost and addresses are answered, not {name[:100]}")
+        if not self._may_read(request):
+            _refuse_other_sites(request)
         answer: list[Any] = []
         try:
             # Strangers wait for each other, so that no crowd of them keeps the others waiting.
@@ -569,6 +605,11 @@ class _Connection:
         except BaseException as error:  # as a panic in a tokenizer's Rust code, or a user's sys.exit()
             logger.exception("the service failed while it worked on %s %s", request.method, request.path)
             return self._refusal(ProtocolError(500, f"the service failed: {type(error).__name__}: {error}"))
+
+    def _may_read(self, request: _Request) -> bool:
+        """Whether the request is of a page that may read answers."""
+        origin, allowed = request.fields.get("ORIGIN"), self._server.allowed_origins
+        return origin is not None and (origin in allowed or "*" in allowed)
 
     def _refusal(self, error: ProtocolError) -> tuple[str, list[tuple[str, str]], bytes]:
         status = f"{error.status} {http.HTTPStatus(error.status).phrase}"
@@ -625,6 +666,8 @@ class _Connection:
         self._send(self._head(request, status, fields) + body)
 
     def _head(self, request: _Request, status: str, fields: list[tuple[str, str]]) -> bytes:
+        if self._may_read(request):
+            fields += [("Access-Control-Allow-Origin", request.fields["ORIGIN"]), ("Vary", "Origin")]
         fields.append(("Date", email.utils.formatdate(usegmt=True)))
         fields.append(("Connection", "close" if request.is_last else "keep-alive"))
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
@@ -663,6 +706,47 @@ class _Connection:
             self._receive()
 
 
+class _Chunks:
+    """Takes apart a body of "Transfer-Encoding: chunked".
+
+    Args:
+        buffer: what of it has come.
+        receive: returns more of it.
+    """
+
+    def __init__(self, buffer: bytes, receive: Callable[[], bytes]) -> None:
+        self._buffer, self._at, self._receive = buffer, 0, receive
+
+    @property
+    def rest(self) -> bytes:
+        """What has come, and is not taken yet."""
+        return self._buffer[self._at :]
+
+    def take(self, size: int) -> bytes:
+        """The next bytes, as many as this."""
+        parts, missing = [self._buffer[self._at : self._at + size]], size - (len(self._buffer) - self._at)
+        self._at += size
+        while missing > 0:
+            self._buffer, self._at = self._receive(), missing
+            parts.append(self._buffer[:missing])
+            missing -= len(self._buffer)
+        return b"".join(parts)
+
+    def next_size(self) -> int:
+        """The size of the next chunk, from the line before it; 0 after the last. Raises `ProtocolError`."""
+        line = b""
+        while not line.endswith(b"\r\n") and len(line) < 10:
+            line += self.take(1)
+        if (size := _CHUNK_SIZE.fullmatch(line[:-2])) is None or not line.endswith(b"\r\n"):
+            raise ProtocolError(400, "the size of a chunk is not a hexadecimal number on a line of its own")
+        return int(size[0], 16)
+
+    def end_line(self) -> None:
+        """Take the end of a line. Raises `ProtocolError`."""
+        if self.take(2) != b"\r\n":
+            raise ProtocolError(400, "a chunk is not of the size that is said, or fields follow the last")
+
+
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address that a host is, or ``localhost``; None of names that anybody may give to a machine."""
     with contextlib.suppress(ValueError):
@@ -670,10 +754,35 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     return None
 
 
+def _refuse_other_sites(request: _Request) -> None:
+    """Raise `ProtocolError` for what a page of another site asks, for which browsers show their user's password, too.
+
+    Following a link is the user's doing. What asks for something to be done must also be of a type that such pages
+    cannot send unasked.
+    """
+    site, origin = request.fields.get("SEC_FETCH_SITE"), request.fields.get("ORIGIN")
+    is_link = request.method == "GET" and request.fields.get("SEC_FETCH_MODE") == "navigate" and origin is None
+    if site is None and origin is not None:  # of an older browser, or one that does not trust this address
+        site = "same-origin" if origin.partition("://")[2] == request.fields.get("HOST") else "cross-site"
+    if site not in (None, "none", "same-origin") and not is_link:
+        raise ProtocolError(403, f"pages of other sites are not answered, such as {(origin or site)[:100]}")
+    kind = request.fields.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
+    if request.method == "POST" and kind in _UNASKED_TYPES:
+        raise ProtocolError(
+            415, f"a body of the type {kind} is not read: send 'Content-Type: {JSON_TYPE}', or what it is"
+        )
+
+
 def _without_token(what: str) -> ProtocolError:
     message = f"{what} the header 'Authorization: Bearer <this server's secret or key>'"
     # The scheme for browsers alone: Chromium asks nobody for a password where another stands in the same field.
     return ProtocolError(401, message, {"WWW-Authenticate": 'Basic realm="nemo_style_aligner"'})
+
+
+def _is_handshake(request: _Request, status: str) -> bool:
+    """Whether a browser has learnt that there is a password to ask its user for."""
+    fields = request.fields
+    return status.startswith("401") and "AUTHORIZATION" not in fields and "text/html" in fields.get("ACCEPT", "")
 
 
 def _is_stream(request: _Request, answer: list[Any]) -> bool:
@@ -703,13 +812,13 @@ class PlaceTakenError(UserError, OSError):
         return str(self.strerror)
 
 
-def require_free(host: str, port: int, name: str) -> None:
+def require_free(host: str, port: int, name: str, section: str | None = None, port_key: str | None = None) -> None:
     """Find out whether a `WsgiServer` could listen there, before what takes long.
 
     Raises:
         PlaceTakenError: it could not.
     """
-    _bind(host, port, name, None, None).close()
+    _bind(host, port, name, section, port_key).close()
 
 
 def _bind(host: str, port: int, name: str, section: str | None, port_key: str | None) -> socket.socket:

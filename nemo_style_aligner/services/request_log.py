@@ -23,7 +23,7 @@ import time
 import uuid
 from typing import Any
 
-from nemo_style_aligner.telemetry.log_lines import with_fields
+from nemo_style_aligner.log_fields import with_fields
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,12 @@ class RequestLog:
         self._refused = 0  # strangers, since the last line about them
         self._next_line = -math.inf
 
-    def answered(self, details: dict[str, Any], *, is_known: bool) -> None:
-        """Log an answered request. ``is_known``: whether it has shown the token."""
-        level = _level(details["path"], details["status"])
+    def answered(self, details: dict[str, Any], *, is_known: bool, is_handshake: bool = False) -> None:
+        """Log an answered request.
+
+        ``is_known``: whether it has shown the token; ``is_handshake``: it had none to show yet, and will be sent again.
+        """
+        level = logging.DEBUG if is_handshake else _level(details["path"], details["status"])
         is_refused_stranger = not is_known and level > logging.DEBUG
         if is_refused_stranger:
             level = logging.DEBUG

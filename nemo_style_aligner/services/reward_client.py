@@ -47,6 +47,18 @@ class UnfitServiceError(UserError, ValueError):
     exit_status = 1
 
 
+class OtherSecretError(UnfitServiceError):
+    """A server has another secret than this job; another start of either would not change that."""
+
+    exit_status = 2
+
+
+_STARTED_BY = {
+    "remote_critic_rm.critic.port": "serve_ppo_critic.py",
+    "remote_critic_rm.reward_model.port": "serve_reward_model.py or serve_reward_function.py",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class SequencesToScore:
     """What a job will send, to be compared with what a server can take.
@@ -245,17 +257,19 @@ def wait_for_server(server: HttpClient, timeout_s: float, setting: str) -> None:
 
     Raises:
         ServerUnavailableError: after ``timeout_s``.
-        UnfitServiceError: it has another secret, or is no such service.
+        OtherSecretError: it has another secret.
+        UnfitServiceError: it is no such service.
     """
     started = time.monotonic()
-    logger.info("waiting for the server at %s (at most %g s)", server.base_url, timeout_s)
+    remedy = f"start {_STARTED_BY[setting]}, or correct {setting}" if setting in _STARTED_BY else f"see {setting}"
+    logger.info("waiting for the server at %s (at most %g s); %s", server.base_url, timeout_s, remedy)
     limits = dataclasses.replace(_READY_LIMITS, total_s=timeout_s)
     while True:
         try:
             server.request("GET", READY_PATH, limits=limits)
         except ServerUnavailableError as error:
             raise ServerUnavailableError(
-                f"the server at {server.base_url} was not ready within {timeout_s:g} s: {error}"
+                f"the server at {server.base_url} was not ready within {timeout_s:g} s: {remedy}. {error}"
             ) from None  # its message is in this one
         except RequestRefusedError as error:
             if error.status == 401:
@@ -305,10 +319,10 @@ def model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: f
     return metadata
 
 
-def _other_secret(server: HttpClient, error: RequestRefusedError) -> UnfitServiceError:
+def _other_secret(server: HttpClient, error: RequestRefusedError) -> OtherSecretError:
     if isinstance(error.__cause__, UnprovenServerError):  # its message says what to do
-        return UnfitServiceError(str(error))
-    return UnfitServiceError(
+        return OtherSecretError(str(error))
+    return OtherSecretError(
         f"the server at {server.base_url} does not accept this run's token ({error}). {HOW_TO_SHARE}"
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
+import codecs
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.data.tokenizer import PART_OF_A_CHARACTER, Tokenizer
 from nemo_style_aligner.engine.contract import FinishReason, SamplingParams, text_before_end
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, TokenScores
 from nemo_style_aligner.serving.bodies import Asked, Prompt
@@ -16,13 +17,12 @@ from nemo_style_aligner.serving.generation import Choice, Ticket
 from nemo_style_aligner.wording import common_start
 
 _CONTEXT_TOKENS = 8  # of the prompt: how a token is written depends on those before it
-_PART_OF_A_CHARACTER = "\ufffd"
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """A token as log-probs show it: ``token_id:N`` where it has no text of its own, as a part of a character."""
     text = tokenizer.token_text(token_id)
-    return text if text and _PART_OF_A_CHARACTER not in text else f"token_id:{token_id}"
+    return text if text and PART_OF_A_CHARACTER not in text else f"token_id:{token_id}"
 
 
 class ResponseText:
@@ -52,7 +52,7 @@ class ResponseText:
     def _decode(self) -> None:
         decode = self._tokenizer.ids_to_text
         before, now = decode(self._ids[self._window : self._known]), decode(self._ids[self._window :])
-        if len(now) > len(before) and not now.endswith(_PART_OF_A_CHARACTER):
+        if len(now) > len(before) and not now.endswith(PART_OF_A_CHARACTER):
             self._text += now[len(before) :]
             self._window, self._known = self._known, len(self._ids)
 
@@ -85,37 +85,78 @@ class _ChoiceAnswer(abc.ABC):
         self.num_told = 0  # tokens
         self.is_ended = False
 
-    def news(self) -> dict[str, Any] | None:
-        """What has become known since the last call; None: nothing that could be shown."""
+    def news(self) -> list[dict[str, Any]]:
+        """What has become known since the last call, if anything: in a stream, the end is said by itself."""
         (ready, reason), sequence, first = self._choice.ready, self._choice.sequence, self.num_told
         if sequence is None or self.is_ended or (ready == first and reason is None):
-            return None
+            return []
         text = self._text.add(sequence.token_ids[first:ready], reason)
         if self._asked.echoes_alone:
             text, ready = "", 0
-        is_wanted = text or reason is not None or self._asked.num_top is not None or self._asked.returns_ids
-        if not is_wanted and self.num_told:
-            self.num_told = ready
-            return None
         self.num_told, self.is_ended = ready, reason is not None
-        content = {"index": self._index, **self._told(sequence, text, first, ready), "finish_reason": reason}
-        content["weight_version"] = self._choice.weight_version
-        if self._asked.returns_ids:
-            content |= {} if first else {"prompt_token_ids": self._prompt.token_ids}
-            content["token_ids"] = sequence.token_ids[first:ready]
-            content["sampling_logprobs"] = sequence.logprobs[first:ready]
-        return content
+        is_wanted = self._asked.num_top is not None or self._asked.returns_ids
+        found = []
+        if not first or text or (is_wanted and ready > first):
+            found.append(self._named(self._told(sequence, text, first, ready)) | self._ids(sequence, first, ready))
+        if self.is_ended and self._asked.streams:
+            found.append(self._named(self._end()))
+        if self.is_ended:
+            found[-1]["finish_reason"] = reason
+        return found
+
+    def _named(self, told: dict[str, Any]) -> dict[str, Any]:
+        version = self._choice.weight_version
+        return {"index": self._index, **told, "finish_reason": None, "weight_version": version}
+
+    def _ids(self, sequence: ScheduledSequence, first: int, ready: int) -> dict[str, Any]:
+        if not self._asked.returns_ids:
+            return {}
+        prompt = {} if first else {"prompt_token_ids": self._prompt.token_ids}
+        ids, logprobs = sequence.token_ids[first:ready], sequence.logprobs[first:ready]
+        return {**prompt, "token_ids": ids, "sampling_logprobs": logprobs}
 
     def _token(self, token_id: int) -> str:
-        return token_text(self._tokenizer, token_id)
+        return f"token_id:{token_id}" if self._asked.spells_ids else token_text(self._tokenizer, token_id)
 
     @abc.abstractmethod
     def _told(self, sequence: ScheduledSequence, text: str, first: int, ready: int) -> dict[str, Any]:
         """The endpoint's own fields about the tokens from number ``first`` to ``ready``, and the text that is new."""
 
+    @abc.abstractmethod
+    def _end(self) -> dict[str, Any]:
+        """The endpoint's own fields where a stream ends, with nothing new."""
+
+
+class _Places:
+    """Where tokens begin in a text, in characters; one that is a part of a character, where that begins.
+
+    ``echoed`` is the text of the first of them, a prompt's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, echoed: str) -> None:
+        self._tokenizer, self._echoed = tokenizer, echoed.encode()
+        self._at = self._place = 0  # bytes, characters
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, token_id: int) -> int:
+        """The place of the next token."""
+        token = self._tokenizer.token_bytes(token_id)
+        if not self._echoed.startswith(token, self._at):  # BOS, a space in front of a prompt; or of a response
+            is_first = self._at == 0 and self._echoed
+            token = token.removeprefix(b" ") if is_first else token
+            token = b"" if token_id in self._tokenizer.special_ids else token
+        goes_on = token != b"" and 0x80 <= token[0] < 0xC0  # with the character before; else that remains a part
+        self._place += 0 if goes_on else len(self._decoder.decode(b"", final=True))
+        place = self._place
+        self._at += len(token)
+        self._place += len(self._decoder.decode(token))
+        return place
+
 
 class _CompletionChoice(_ChoiceAnswer):
-    _offset = 0  # in the text, of the next token
+    def __init__(self, choice: Choice, index: int, asked: Asked, tokenizer: Tokenizer) -> None:
+        super().__init__(choice, index, asked, tokenizer)
+        self._places = _Places(tokenizer, self._prompt.text if asked.echo else "")
 
     def _told(self, sequence: ScheduledSequence, text: str, first: int, ready: int) -> dict[str, Any]:
         ids, scores = sequence.token_ids[first:ready], list[TokenScores | None](sequence.scores[first:ready])
@@ -124,12 +165,11 @@ class _CompletionChoice(_ChoiceAnswer):
             scores = [None, *sequence.prompt_scores, *scores]  # nothing predicts the first token
         return {"text": text, "logprobs": None if self._asked.num_top is None else self._logprobs(ids, scores)}
 
+    def _end(self) -> dict[str, Any]:
+        return {"text": "", "logprobs": None}
+
     def _logprobs(self, ids: Sequence[int], scores: Sequence[TokenScores | None]) -> dict[str, Any]:
         tokens = [self._token(token_id) for token_id in ids]
-        offsets = []
-        for token_id, text in zip(ids, tokens, strict=True):
-            offsets.append(self._offset)
-            self._offset += 0 if token_id in self._tokenizer.special_ids else len(text)
         return {
             "tokens": tokens,
             "token_logprobs": [None if score is None else score.logprob for score in scores],
@@ -137,7 +177,7 @@ class _CompletionChoice(_ChoiceAnswer):
                 None if score is None else self._top(score) | {token: score.logprob}
                 for token, score in zip(tokens, scores, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": [self._places.next(token_id) for token_id in ids],
         }
 
     def _top(self, score: TokenScores) -> dict[str, float]:
@@ -154,12 +194,15 @@ class _ChatChoice(_ChoiceAnswer):
             logprobs = {"content": content, "refusal": None}
         return {"delta" if self._asked.streams else "message": message, "logprobs": logprobs}
 
+    def _end(self) -> dict[str, Any]:
+        return {"delta": {}, "logprobs": None}
+
     def _top(self, score: TokenScores) -> list[dict[str, Any]]:
         return [self._score(token_id, logprob) for token_id, logprob in score.top[: self._asked.num_top]]
 
     def _score(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._token(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        token, spelt = self._token(token_id), self._tokenizer.token_bytes(token_id)
+        return {"token": token, "logprob": logprob, "bytes": list(spelt)}
 
 
 class Answer:
@@ -168,7 +211,7 @@ class Answer:
     def __init__(self, asked: Asked, ticket: Ticket, model: str, tokenizer: Tokenizer, *, is_chat: bool) -> None:
         kind = _ChatChoice if is_chat else _CompletionChoice
         self._choices = [kind(choice, n, asked, tokenizer) for n, choice in enumerate(ticket.choices)]
-        self._asked = asked
+        self._asked, self._is_chat = asked, is_chat
         name = "text_completion"
         if is_chat:
             name = "chat.completion.chunk" if asked.streams else "chat.completion"
@@ -180,22 +223,23 @@ class Answer:
         """Whether `news` has told how all choices end."""
         return all(choice.is_ended for choice in self._choices)
 
-    def news(self) -> dict[str, Any] | None:
-        """What has become known since the last call: a chunk of a stream, or all; None: nothing that could be shown."""
-        found = [news for choice in self._choices if (news := choice.news()) is not None]
-        return self._object(found) if found else None
+    def news(self) -> list[dict[str, Any]]:
+        """What has become known since the last call: chunks of a stream, each of one choice."""
+        return [self._object([news]) for choice in self._choices for news in choice.news()]
 
     def whole(self) -> dict[str, Any]:
         """The answer, with its usage, once all choices are finished."""
-        found = [choice.news() for choice in self._choices]
+        found = [news for choice in self._choices for news in choice.news()]
         return self._object(found) | {"usage": self._usage()}
 
     def last_chunk(self) -> dict[str, Any]:
         """The chunk of a stream that tells its usage."""
         return self._object([]) | {"usage": self._usage()}
 
-    def _object(self, choices: Sequence[Any]) -> dict[str, Any]:
-        return self._head | {"choices": choices}
+    def _object(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        key = "prompt_token_ids"  # of a conversation, beside its choices, as vLLM has them
+        prompts = [choice.pop(key) for choice in choices if self._is_chat and key in choice]
+        return self._head | {"choices": choices} | ({key: prompts[0]} if prompts else {})
 
     def _usage(self) -> dict[str, int]:
         num_prompt = sum(len(prompt.token_ids) for prompt in self._asked.prompts)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any
 
 from flask import Flask, Response, request
@@ -20,12 +20,12 @@ from nemo_style_aligner.services.request_log import NOTES_KEY
 from nemo_style_aligner.serving.answers import Answer
 from nemo_style_aligner.serving.bodies import Asked, BodyReader, RequestError, error_body, error_object
 from nemo_style_aligner.serving.generation import Generation, Metrics, Ticket
+from nemo_style_aligner.wanted import CHECK_SECONDS, wanted
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_PATH = "/health"
 _MAX_BODY_BYTES = 2**25
-_POLL_SECONDS = 0.25  # how soon it is noticed that a client is gone
 
 
 class ServedModel:
@@ -37,6 +37,7 @@ class ServedModel:
         host, port: where to listen; port 0 is a free one.
         token: clients' API key; None: whoever reaches the port is answered.
         section: of the config that host and port are from, for errors.
+        allowed_origins: whose pages may ask, see `WsgiServer`.
         request_seconds: for a request to be answered whole.
         max_outstanding: responses that wait or are made.
 
@@ -54,6 +55,7 @@ class ServedModel:
         port: int,
         token: str | None,
         section: str | None = None,
+        allowed_origins: Collection[str] = (),
         request_seconds: float = 600.0,
         max_outstanding: int = 1024,
     ) -> None:
@@ -71,6 +73,7 @@ class ServedModel:
             section=section,
             token=token,
             is_open=lambda path: path == _HEALTH_PATH,
+            allowed_origins=allowed_origins,
             error_body=error_body,
         )
 
@@ -83,7 +86,9 @@ class ServedModel:
 
     def _app(self) -> Flask:
         app = service_app("nemo_style_aligner.serving", self._metrics.registry, error_body)
+        app.before_request(self._begin)
         app.after_request(self._count)
+        app.url_map.strict_slashes = False  # /v1/models/, too
         posts = {"/v1/completions": self._completion, "/v1/chat/completions": self._chat}
         for path, view in (posts | {"/tokenize": self._tokenize, "/detokenize": self._detokenize}).items():
             app.add_url_rule(path, view_func=view, methods=["POST"])
@@ -92,6 +97,18 @@ class ServedModel:
         app.add_url_rule("/tokenizer_info", view_func=self._tokenizer_info)
         app.add_url_rule(_HEALTH_PATH, view_func=lambda: Response(""), endpoint="health")
         return app
+
+    def _begin(self) -> None:
+        """Tell what takes long when it need not go on: the request's client is gone, or its time is over."""
+        arrived, client_is_there = time.monotonic(), request.environ[CLIENT_IS_THERE_KEY]
+
+        def check() -> None:
+            if not client_is_there():
+                raise RequestError(408, "the client is gone")
+            if time.monotonic() - arrived > self._request_seconds:
+                raise RequestError(504, f"no answer within {self._request_seconds:g} s", code="timeout")
+
+        wanted.set(check)
 
     # ---- completions ----------------------------------------------------------------------------
 
@@ -104,29 +121,26 @@ class ServedModel:
     def _answer(self, asked: Asked, *, is_chat: bool) -> ResponseReturnValue:
         ticket = self.generation.submit(asked)
         answer = Answer(asked, ticket, self._name, self._tokenizer, is_chat=is_chat)
-        news = self._news(ticket, request.environ[CLIENT_IS_THERE_KEY], request.environ[NOTES_KEY])
+        news = self._news(ticket, wanted.get(), request.environ[NOTES_KEY])
         next(news)  # an error that comes before the first token has a status of its own, in a stream, too
         if asked.streams:
             return Response(_events(asked, answer, news), content_type=EVENT_STREAM)
         news.close()
         return answer.whole()
 
-    def _news(self, ticket: Ticket, client_is_there: Any, notes: dict[str, Any]) -> Generator[None, None, None]:
+    def _news(self, ticket: Ticket, check: Callable[[], None], notes: dict[str, Any]) -> Generator[None, None, None]:
         """Yield when all responses are finished; in streams, whenever there is news of one. No end of its own.
 
         Whatever ends it, slots that are still in use are freed.
 
         Raises:
-            RequestError: the request's time is over, its client is gone, or generation has failed.
+            RequestError: generation has failed, or what ``check`` raises.
         """
         try:
             while True:
-                if ticket.wait(_POLL_SECONDS):
+                if ticket.wait(CHECK_SECONDS):
                     yield
-                elif not client_is_there():
-                    raise RequestError(408, "the client is gone")
-                if time.monotonic() - ticket.arrived > self._request_seconds:
-                    raise RequestError(504, f"no answer within {self._request_seconds:g} s", code="timeout")
+                check()
         finally:
             notes["responses"] = len(ticket.choices)
             self._metrics.request_seconds.observe(time.monotonic() - ticket.arrived)
@@ -177,8 +191,7 @@ def _events(asked: Asked, answer: Answer, news: Generator[None, None, None]) -> 
     with contextlib.closing(news):
         try:
             while True:
-                if (chunk := answer.news()) is not None:
-                    yield _event(chunk)
+                yield from map(_event, answer.news())
                 if answer.is_complete:
                     break
                 next(news)

@@ -7,34 +7,52 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer
-from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, read_turn
+from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, Turn, read_turn
 from nemo_style_aligner.data.jsonl import DataError, Record
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
 from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.services.protocol import ProtocolError
+from nemo_style_aligner.wanted import wanted
 
 MOST_ALTERNATIVES = 20  # that log-probs may be asked of, in the place of each token
 MOST_STOPS = 64
+LONGEST_STOP = 4096  # characters
+_SLICE = 4  # characters of a text, times the model's tokens, that are tokenized at once, while it may be too long
+_LEAST_PER_TOKEN = 32  # characters for which a token may stand, even if none is as long: spaces, and unknown ones
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 _LARGEST_SEED = 2**63 - 1
-# Fields of OpenAI's API, with the values that ask for nothing that is not built.
+_MOST_TOKENS = 2**31 - 1  # what the model has room for is another matter, with an error of its own
+# Fields of OpenAI's API and of vLLM's, with the values that ask for nothing that is not built.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "priority", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("length_penalty", "typical_p"), (1,)),
+    **dict.fromkeys(("logit_bias", "structured_outputs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("tools", "functions", "documents", "stop_token_ids", "bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("parallel_tool_calls", "spaces_between_special_tokens"), (True, False)),
+    **dict.fromkeys(("store", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "detokenize", "include_reasoning"), (True,)),
+    "echo": (False,),
+    "add_special_tokens": (False,),
     "suffix": ("",),
-    "tools": ([],),
+    "modalities": (["text"],),
     "response_format": ({"type": "text"},),
-    "use_beam_search": (False,),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
 }
+# Fields that have no effect on an answer: whom it is for, and what caches keep.
+_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt")
+# What a request's other fields say to a chat template.
+_NO_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+_NO_VARIABLES |= {"conversations", "chat_template", "return_assistant_tokens_mask"}
 _SEEN = {"tool_calls", "tool_call_id", *REASONING_KEYS}  # of messages: these are proved, or told by their order
 
 
@@ -58,6 +76,7 @@ def error_object(error: ProtocolError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(error.status)
     return {"message": error.message, "type": kind, "param": param, "code": code}
 
 
@@ -83,9 +102,13 @@ class Fields:
         return value
 
     def whole(self, name: str, default: Any, low: int, high: int) -> Any:
-        """A whole number from ``low`` to ``high``."""
-        meaning = f"a whole number from {low} to {high}"
-        return self.take(name, default, meaning, lambda value: type(value) is int and low <= value <= high)
+        """A whole number from ``low`` to ``high``; 2.0 is one."""
+
+        def is_right(value: Any) -> bool:
+            return (type(value) is int or (type(value) is float and value.is_integer())) and low <= value <= high
+
+        found = self.take(name, None, f"a whole number from {low} to {high}", is_right)
+        return default if found is None else int(found)
 
     def number(self, name: str, default: float) -> float:
         """A number."""
@@ -106,17 +129,22 @@ class Fields:
         def is_right(value: Any) -> bool:
             items = [value] if isinstance(value, str) else value
             is_short = isinstance(items, list) and len(items) <= MOST_STOPS  # each is looked for after each token
-            return is_short and all(isinstance(i, str) and i and is_text(i) for i in items)
+            return is_short and all(isinstance(i, str) and 0 < len(i) <= LONGEST_STOP and is_text(i) for i in items)
 
-        value = self.take(
-            name, [], f"a string that is not empty, or a list of at most {MOST_STOPS} such strings", is_right
-        )
+        meaning = f"a string of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} such strings"
+        value = self.take(name, [], meaning, is_right)
         return (value,) if isinstance(value, str) else tuple(value)
 
+    def drop(self, name: str, nothing: Any) -> None:
+        """Take a field as absent if it is this."""
+        if self._left.get(name) is nothing:
+            self._left.pop(name, None)
+
     def finish(self) -> None:
-        """Refuse what is left."""
-        self._left.pop("user", None)  # whom the request is from has no effect on the answer
+        """Refuse what is left, unless it asks for nothing."""
         for name, value in self._left.items():
+            if name in _WITHOUT_EFFECT:
+                continue
             if name not in _NEUTRAL:
                 raise RequestError(400, f"'{name}' is unknown, or not supported here", name, "unknown_parameter")
             if value not in _NEUTRAL[name] or isinstance(value, bool) != isinstance(_NEUTRAL[name][0], bool):
@@ -140,6 +168,7 @@ class Asked:
         seed: of the first response to each prompt.
         num_top: log-probs are wanted, with this many alternatives; None: they are not.
         returns_ids: token ids and the log-probs that they were sampled with are wanted.
+        spells_ids: log-probs show a token as ``token_id:N``.
     """
 
     prompts: list[Prompt]
@@ -152,6 +181,7 @@ class Asked:
     streams: bool = False
     includes_usage: bool = False
     returns_ids: bool = False
+    spells_ids: bool = False
 
 
 def is_text(text: str) -> bool:
@@ -177,13 +207,15 @@ class BodyReader:
         self._tokenizer = tokenizer
         self._name = name
         self._max_length, self._vocab_size, self._max_choices = max_length, vocab_size, max_choices
+        self._per_token = max(_LEAST_PER_TOKEN, tokenizer.longest_token)
         self._learnt_ends = tokenizer.end_strings(())
 
     def completion(self, body: bytes) -> Asked:
         """A request to /v1/completions."""
         fields = self._fields(body)
         prompts = self._prompts(fields)
-        max_tokens = fields.whole("max_tokens", _COMPLETION_TOKENS, 0, self._max_length)
+        max_tokens = fields.whole("max_tokens", _COMPLETION_TOKENS, 0, _MOST_TOKENS)
+        fields.drop("logprobs", False)
         num_top = fields.whole("logprobs", None, 0, MOST_ALTERNATIVES)
         return self._asked(fields, prompts, max_tokens, num_top, fields.flag("echo"))
 
@@ -191,8 +223,8 @@ class BodyReader:
         """A request to /v1/chat/completions."""
         fields = self._fields(body)
         prompt = self._conversation(fields)
-        old = fields.whole("max_tokens", None, 1, self._max_length)  # OpenAI's former name
-        max_tokens = fields.whole("max_completion_tokens", old, 1, self._max_length)
+        old = fields.whole("max_tokens", None, 1, _MOST_TOKENS)  # OpenAI's former name
+        max_tokens = fields.whole("max_completion_tokens", old, 1, _MOST_TOKENS)
         if old not in (None, max_tokens):
             raise RequestError(400, "'max_tokens' and 'max_completion_tokens' differ: leave one out", "max_tokens")
         has_logprobs = fields.flag("logprobs")
@@ -217,22 +249,22 @@ class BodyReader:
         fields.finish()
         if ids is None:
             raise RequestError(400, "'tokens' is missing", "tokens")
+        self._check_size(len(ids), "token ids", "tokens")
         return ids
 
     def _fields(self, body: bytes) -> Fields:
         fields = Fields(body)
         name = fields.text("model")
         if name not in (None, self._name):
-            message = f"the model '{name}' is not served here: it is '{self._name}'"
+            message = f"the model '{name[:100]}' is not served here: it is '{self._name}'"
             raise RequestError(404, message, "model", "model_not_found")
         return fields
 
     def _asked(self, fields: Fields, prompts: list[Prompt], max_tokens: int, num_top: int | None, echo: bool) -> Asked:
         num_choices = fields.whole("n", 1, 1, self._max_choices)
-        if len(prompts) * num_choices > self._max_choices:
-            raise RequestError(
-                400, f"{len(prompts)} prompts with n={num_choices} are more than {self._max_choices} responses", "n"
-            )
+        self._check_number(len(prompts), num_choices)
+        if fields.whole("best_of", num_choices, 1, self._max_choices) != num_choices:
+            raise RequestError(400, "'best_of' is supported as 'n' alone: leave it out", "best_of")
         if max_tokens == 0 and not echo:
             raise RequestError(400, "'max_tokens' may be 0 only with 'echo'", "max_tokens")
         for prompt in prompts:
@@ -240,6 +272,7 @@ class BodyReader:
         streams = fields.flag("stream")
         flags = "an object of true and false"
         options = fields.take("stream_options", {}, flags, lambda value: isinstance(value, dict) and _are_flags(value))
+        options = {name: value for name, value in options.items() if value}
         if options and (not streams or options.keys() - {"include_usage", "include_obfuscation"}):
             raise RequestError(400, "'stream_options' needs 'stream', and has 'include_usage' alone", "stream_options")
         asked = Asked(
@@ -253,23 +286,24 @@ class BodyReader:
             streams=streams,
             includes_usage=bool(options.get("include_usage")),
             returns_ids=fields.flag("return_token_ids"),
+            spells_ids=fields.flag("return_tokens_as_token_ids"),
         )
         fields.finish()
         return asked
 
     def _sampling(self, fields: Fields, max_tokens: int) -> SamplingParams:
-        temperature = fields.number("temperature", 1.0)
+        temperature, top_p = fields.number("temperature", 1.0), fields.number("top_p", 1.0)
         ignores_eos = fields.flag("ignore_eos")
         ends = fields.strings("stop")
         try:
             self._tokenizer.check_end_strings(ends)
             return SamplingParams(
                 max_new_tokens=max(1, max_tokens),
-                min_new_tokens=fields.whole("min_tokens", 0, 0, max(1, max_tokens)),
-                use_greedy=temperature == 0,
+                min_new_tokens=fields.whole("min_tokens", 0, 0, max_tokens),
+                use_greedy=0 in (temperature, top_p),
                 temperature=temperature or 1.0,
                 top_k=max(0, fields.whole("top_k", 0, -1, self._vocab_size)),
-                top_p=fields.number("top_p", 1.0),
+                top_p=top_p or 1.0,
                 repetition_penalty=fields.number("repetition_penalty", 1.0),
                 stop_strings=tuple(dict.fromkeys([*ends, *(() if ignores_eos else self._learnt_ends)])),
                 ignore_eos=ignores_eos,
@@ -280,11 +314,11 @@ class BodyReader:
             raise RequestError(400, str(error), str(error).split()[0]) from error
 
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:
-        if num_prompt + max(1, max_tokens) > self._max_length:
+        if num_prompt + max_tokens > self._max_length:
             raise RequestError(
-                400,
-                f"a prompt of {num_prompt} tokens and {max_tokens} of a response are more than the model's "
-                f"{self._max_length}: shorten the prompt or lower 'max_tokens'",
+                400,  # in words that OpenAI's clients look for, as LiteLLM does
+                f"this model's maximum context length is {self._max_length} tokens, fewer than a prompt of "
+                f"{num_prompt} and a response of {max_tokens}: shorten the prompt or lower 'max_tokens'",
                 "max_tokens" if num_prompt < self._max_length else "prompt",
                 "context_length_exceeded",
             )
@@ -303,12 +337,29 @@ class BodyReader:
         if given is None:
             raise RequestError(400, "'prompt' is missing", "prompt")
         adds_bos = fields.flag("add_special_tokens", True)
-        return [
-            Prompt(token_ids=self._text_to_ids(item, adds_bos), text=item)
-            if isinstance(item, str)
-            else Prompt(token_ids=item, text=self._tokenizer.ids_to_text(item, keep_special=True))
-            for item in items_of(given)
-        ]
+        items = items_of(given)
+        self._check_number(len(items), 1)
+        return [self._prompt(item, adds_bos) for item in items]
+
+    def _prompt(self, item: Any, adds_bos: bool) -> Prompt:
+        """A text, or token ids."""
+        if isinstance(item, str):
+            return Prompt(token_ids=self._text_to_ids(item, adds_bos), text=item)
+        self._check_size(len(item), "token ids", "prompt")
+        return Prompt(token_ids=item, text=self._tokenizer.ids_to_text(item, keep_special=True))
+
+    def _check_number(self, num_prompts: int, num_choices: int) -> None:
+        if num_prompts * num_choices > self._max_choices:
+            raise RequestError(
+                400, f"{num_prompts} prompts with n={num_choices} are more than {self._max_choices} responses", "n"
+            )
+
+    def _check_size(self, number: int, what: str, param: str, per_token: int = 1) -> None:
+        """Refuse what surely has too many tokens, before anything is made of it."""
+        if number > self._max_length * per_token:
+            most = f"this model's maximum context length is {self._max_length} tokens"
+            message = f"{most}, fewer than {number:,} {what} are: shorten the prompt"
+            raise RequestError(400, message, param, "context_length_exceeded")
 
     def _are_ids(self, value: Any) -> bool:
         """Whether it is a list of token ids, at least one."""
@@ -317,11 +368,25 @@ class BodyReader:
 
     def _text_to_ids(self, text: str, adds_bos: bool) -> list[int]:
         """As a job encodes a prompt; without BOS, the text alone."""
-        tokenizer, ids = self._tokenizer, self._tokenizer.text_to_ids(text)
+        tokenizer, ids = self._tokenizer, self._ids(text, "prompt")
         ids = tokenizer.with_bos(ids, tokenizer.begins_with_bos(None, "add_bos")) if adds_bos else ids
         if not ids:
             raise RequestError(400, "the prompt is empty, and no token of its own begins the model's texts", "prompt")
         return ids
+
+    def _ids(self, text: str, param: str) -> list[int]:
+        """Ids of a text. One that is long is measured by slices, so that what is too long costs little."""
+        self._check_size(len(text), "characters", param, self._per_token)
+        number, step = 0, _SLICE * self._max_length
+        try:
+            for start in range(0, len(text), step) if len(text) > step else ():
+                wanted.get()()
+                number += len(self._tokenizer.text_to_ids(text[start : start + step]))
+                self._check_size(number, "tokens", param, 2)  # the whole may have fewer: where it was cut, tokens were
+            wanted.get()()
+            return self._tokenizer.text_to_ids(text)
+        except TokenizerError as error:
+            raise RequestError(400, str(error), param) from error
 
     def _conversation(self, fields: Fields) -> Prompt:
         """``messages``, as a job renders a prompt; a `RequestError` if the chat template would leave out a part."""
@@ -330,20 +395,58 @@ class BodyReader:
         )
         if given is None:
             raise RequestError(400, "'messages' is missing", "messages")
-        renderer = ChatRenderer(self._tokenizer)
+        self._check_size(len(given), "messages", "messages")
+        renderer, variables = ChatRenderer(self._tokenizer), self._template_variables(fields)
         try:
             turns = [read_turn(_message(number, message)) for number, message in enumerate(given)]
+            size = len(json.dumps(variables)) + sum(map(_size, turns))
+            self._check_size(size, "characters", "messages", self._per_token)
             record = Record(Path("messages"), len(given) - 1, {})
-            text = renderer.prompt(record, Conversation(turns))
+            turns[-1], continues = _continued(fields, turns[-1])
+            render = renderer.continued if continues else renderer.prompt
+            text = render(record, Conversation(turns, variables=variables))
             for key in sorted({key for turn in turns for key, value in turn.extras.items() if value} - _SEEN):
                 others = [{name: value for name, value in turn.extras.items() if name != key} for turn in turns]
                 less = [dataclasses.replace(turn, extras=extras) for turn, extras in zip(turns, others, strict=True)]
-                if renderer.prompt(record, Conversation(less)) == text:
+                if render(record, Conversation(less, variables=variables)) == text:
                     record.fail(f"{key!r} of a message is nothing that the model's chat template shows: leave it out")
         except DataError as error:
             raise RequestError(400, str(error), "messages") from error
-        ids = self._tokenizer.text_to_ids(text)
-        return Prompt(token_ids=self._tokenizer.with_bos(ids, renderer.begins_with_bos(None)), text=text)
+        ids = self._tokenizer.with_bos(self._ids(text, "messages"), renderer.begins_with_bos(None))
+        return Prompt(token_ids=ids, text=text)
+
+    def _template_variables(self, fields: Fields) -> dict[str, Any]:
+        """``chat_template_kwargs``; a `RequestError` for what would have no effect, or is another field's."""
+        name, template = "chat_template_kwargs", self._tokenizer.chat_template or ""
+        variables: dict[str, Any] = fields.take(name, {}, "an object", lambda value: isinstance(value, dict))
+        if not is_text(json.dumps(variables, ensure_ascii=False)):
+            raise RequestError(400, f"'{name}' holds an unpaired surrogate, which is not a valid character", name)
+        for key, value in variables.items():
+            if key in _NO_VARIABLES or key in self._tokenizer.named_tokens:
+                raise RequestError(
+                    400, f"'{key}' is no variable that a request may set: leave it out of '{name}'", name
+                )
+            if value and not re.search(rf"\b{re.escape(key)}\b", template):
+                raise RequestError(400, f"'{key}' is nothing that the model's chat template reads: leave it out", name)
+        return variables
+
+
+def _size(turn: Turn) -> int:
+    """The characters of all that a template may show of it."""
+    return len(turn.role) + len(turn.content or "") + len(json.dumps(turn.extras, ensure_ascii=False))
+
+
+def _continued(fields: Fields, last: Turn) -> tuple[Turn, bool]:
+    """The last turn, and whether it is the beginning of the response: vLLM's fields and others' ``prefix`` say so."""
+    extras = dict(last.extras)
+    asked = fields.flag("continue_final_message") or extras.pop("prefix", None) is True
+    prompts = fields.flag("add_generation_prompt", True)
+    if asked and last.kind != "assistant":
+        raise RequestError(400, "the last message is not the assistant's, which alone is continued", "messages")
+    if not prompts and not asked:
+        message = "'add_generation_prompt' may be false only with 'continue_final_message'"
+        raise RequestError(400, message, "add_generation_prompt")
+    return dataclasses.replace(last, extras=extras), last.kind == "assistant"
 
 
 def _message(number: int, message: Any) -> Record:

@@ -66,7 +66,7 @@ def load_model(
     except ValueError as error:
         raise UserError(f"{path} cannot be served so: {error}") from error
     engine.build()
-    engine.refit(weights, 0)
+    engine.refit(_finite(path, weights), 0)
     return engine, tokenizer
 
 
@@ -97,6 +97,13 @@ def _open(path: Path, precision: str) -> tuple[ModelArchitecture, Tokenizer, Wei
         return source.architecture, tokenizer_of(path), _read_all(source)
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
+
+
+def _finite(path: Path, weights: WeightStream) -> WeightStream:
+    for name, tensor in weights:
+        if not tensor.isfinite().all():
+            raise UserError(f"{path}: {name} has values that are NaN or infinite: the weights are damaged")
+        yield name, tensor
 
 
 def _read_all(source: _Source) -> WeightStream:

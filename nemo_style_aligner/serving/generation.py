@@ -121,7 +121,8 @@ class Generation:
         for prompt in asked.prompts:
             for number in range(asked.num_choices):
                 seed = asked.seed if number == 0 else derive_seed(asked.seed, number)
-                request = GenerationRequest(next(self._numbers), prompt.token_ids, seed)
+                limit = 0 if asked.echoes_alone else None
+                request = GenerationRequest(next(self._numbers), prompt.token_ids, seed, limit)
                 scores_prompt = asked.echo and asked.num_top is not None
                 task = self._engine.task(request, asked.sampling, num_top=asked.num_top, scores_prompt=scores_prompt)
                 ticket.choices.append(Choice(task, ticket))

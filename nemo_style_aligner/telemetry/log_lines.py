@@ -6,19 +6,19 @@ import datetime
 import json
 import logging
 import sys
-from collections.abc import Mapping
 from typing import Any, get_args
 
 from nemo_style_aligner.config.kinds import LogFormat, LogLevel
 from nemo_style_aligner.config.section_names import translated
+from nemo_style_aligner.log_fields import FIELDS, OF_ALL_RANKS
+from nemo_style_aligner.masking import masked, masked_text
+from nemo_style_aligner.wording import spelt
 
 LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
 LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
 
 _TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
 _PACKAGE = __name__.split(".")[0]
-# Attributes of records, see `with_fields` and `warn_for_all_ranks`.
-_FIELDS, _OF_ALL_RANKS = "fields", "of_all_ranks"
 
 
 def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogFormat = "text") -> None:
@@ -30,7 +30,7 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     handler = logging.StreamHandler(sys.stderr)
     text = TextFormatter(_TEXT.format(rank=rank), datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(rank) if log_format == "json" else text)
-    handler.addFilter(lambda record: rank == 0 or not hasattr(record, _OF_ALL_RANKS))
+    handler.addFilter(lambda record: rank == 0 or not hasattr(record, OF_ALL_RANKS))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -43,22 +43,22 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
 
 
-def warn_for_all_ranks(logger: logging.Logger, message: str, *args: object) -> None:
-    """Log a warning that every rank would log alike: rank 0 does, once."""
-    logger.warning(message, *args, extra={_OF_ALL_RANKS: True})
-
-
-def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``extra`` argument that adds ``fields`` to a record's JSON line. Text lines do not show them."""
-    return {_FIELDS: dict(fields)}
+def warn_plainly() -> None:
+    """Send warnings to standard error, without time and rank: for commands."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 class TextFormatter(logging.Formatter):
-    """Records as text, without the package in its loggers' names: nearly every line would repeat it."""
+    """Records as text, without the package in its loggers' names: nearly every line would repeat it.
+
+    What they quote may be anybody's, so that control characters are spelt out.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its newline, and the traceback if there is one."""
-        return translated(super().format(record))
+        return spelt(masked_text(translated(super().format(record))))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line's first part, as `logging.Formatter`'s."""
@@ -85,8 +85,8 @@ class JsonFormatter(logging.Formatter):
             "rank": self._rank,
             "level": record.levelname,
             "logger": record.name,
-            "message": translated(record.getMessage()),
+            "message": masked_text(translated(record.getMessage())),
         }
         if record.exc_info:
-            line["exception"] = translated(self.formatException(record.exc_info))
-        return json.dumps({**getattr(record, _FIELDS, {}), **line}, default=str)
+            line["exception"] = masked_text(translated(self.formatException(record.exc_info)))
+        return json.dumps({**masked(getattr(record, FIELDS, {})), **line}, default=str)

@@ -11,6 +11,7 @@ repeats the steps since then: readers take the last line of a step (`read_metric
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -24,6 +25,7 @@ from nemo_style_aligner.config.section_names import given
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_files import (
     HYPERPARAMETERS_FILE,
+    LENGTH_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     TABLES_FILE,
@@ -130,6 +132,15 @@ class MetricsLogger:
             self._tensorboard.add_text("hyperparameters", f"```yaml\n{text}\n```")
         plain: Any = OmegaConf.to_container(container, resolve=True)
         self._tell(lambda service: service.config(plain, text))
+
+    def log_length(self, max_steps: int) -> None:
+        """Keep how many steps the run will have.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._enabled:
+            replace_text(self.log_dir / LENGTH_FILE, json.dumps({"max_steps": max_steps}) + "\n")
 
     def _tell(self, call: Callable[[Service], object]) -> None:
         for tracker in self._trackers:

@@ -9,16 +9,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jinja2
 from markupsafe import Markup
 
-from nemo_style_aligner.telemetry.log_files import METRICS_FILE
-from nemo_style_aligner.telemetry.run_view import QUESTIONS, NoRunError, RunView, number
+from nemo_style_aligner.telemetry.log_files import METRICS_FILE, NoRunError
+from nemo_style_aligner.telemetry.run_view import QUESTIONS, RunView, number
 from nemo_style_aligner.telemetry.samples import Section, Shown, compared, samples_of
 
 _PAGES = Path(__file__).with_name("pages")
+Table: TypeAlias = tuple[Sequence[str], Mapping[str, Sequence[Sequence[str]]]]
+"""Names of the columns, and a row's cells by its name: texts, the first of which matters most."""
 _ORDER = ("actor", "policy", "ppo", "grpo", "reinforce", "dpo", "sft", "reward_model", "critic", "base")
 """Names of runs in the order in which a reader wants them; others come last."""
 
@@ -49,10 +51,15 @@ def write_report(
     return _written(Path(output), render(title, views, summary, note, compared(compare) if compare else ()))
 
 
-def write_sheet(output: Path, title: str, summary: Sequence[tuple[str, Any]], sections: Sequence[Section]) -> Path:
-    """Write samples of no run: as a page, or where ``output`` ends with ``.jsonl``, a line each. Returns the path."""
+def write_sheet(
+    output: Path, title: str, facts: Sequence[tuple[str, Any]], table: Table, sections: Sequence[Section]
+) -> Path:
+    """Write samples of no run: as a page, or where ``output`` ends with ``.jsonl``, a line each. Returns the path.
+
+    ``facts`` and ``table`` are at the top of the page.
+    """
     if output.suffix != ".jsonl":
-        return _written(output, render(title, [], summary, sections=sections))
+        return _written(output, render(title, [], facts=facts, table=table, sections=sections))
     lines = [{"section": heading, **dataclasses.asdict(shown)} for heading, _, group in sections for shown in group]
     return _written(output, "".join(json.dumps(line) + "\n" for line in lines))
 
@@ -71,6 +78,8 @@ def render(
     note: str = "",
     comparison: Sequence[Shown] = (),
     live: bool = False,
+    facts: Sequence[tuple[str, Any]] = (),
+    table: Table = ((), {}),
     sections: Sequence[Section] = (),
 ) -> str:
     """The page. ``live``: it asks the server that it came from for what is new. ``sections``: samples of no run.
@@ -88,6 +97,8 @@ def render(
             summary=list(summary),
             note=note,
             comparison=comparison,
+            facts=facts,
+            table=table,
             sections=sections,
             questions=QUESTIONS,
             samples_of=samples_of,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
-import yaml
-
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE, METRICS_FILE, read_json_lines
+from nemo_style_aligner.parsing import parse_yaml, read_json
+from nemo_style_aligner.telemetry.log_files import (
+    HYPERPARAMETERS_FILE,
+    LENGTH_FILE,
+    METRICS_FILE,
+    NoRunError,
+    read_json_lines,
+)
 from nemo_style_aligner.telemetry.metric_table import (
     LEARNS,
     METRICS,
@@ -54,11 +60,8 @@ _OUTCOME = (  # rows of the metrics that sum up a run, in this order
 _MOST_POINTS = 600  # of a curve: more than a drawing shows
 _STEP = "timers/step"
 _LEAST_SHARE = 0.01  # of a step's time, for a phase to be shown by itself
+_LAST_STEPS = 11  # whose pace is that of the steps to come
 _LEAST_STEPS = 6  # before anything is said about progress
-
-
-class NoRunError(UserError):
-    """A folder holds nothing that a job has logged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,7 @@ class RunView:
         log_dir: of the run.
         curves: name -> [(step, value)].
         config: the job's config, resolved; empty where there is none.
+        max_steps: of the whole run; None where it is not known.
 
     Raises:
         NoRunError: nothing was logged there.
@@ -124,8 +128,14 @@ class RunView:
             raise NoRunError(f"{log_dir}: no job has logged anything there ({METRICS_FILE} is empty or missing)")
         config = log_dir / HYPERPARAMETERS_FILE
         self.config_text = config.read_text(encoding="utf-8") if config.exists() else ""
-        self.config: dict[str, Any] = yaml.safe_load(self.config_text) or {}
+        try:
+            self.config: dict[str, Any] = parse_yaml(self.config_text) or {}
+        except ValueError as error:
+            raise UserError(f"{config} cannot be read: {error}") from error
         self.times = [record["time"] for record in records if "time" in record]
+        self._times_of_steps = {record["step"]: record["time"] for record in records if "time" in record}
+        length = log_dir / LENGTH_FILE
+        self.max_steps: int | None = read_json(length)["max_steps"] if length.exists() else None
 
     # ---- what it is -------------------------------------------------------------------------
 
@@ -154,20 +164,30 @@ class RunView:
         """What was trained on what, for how long: label and text."""
         base = self.get("model.restore_from_path") or self.get("pretrained_checkpoint.restore_from_path")
         data = self.get("model.data.train_ds.file_path") or self.get("model.data.data_prefix.train")
-        limit = self.get(f"{self._section}.max_steps")
-        steps = f"{self.last_step}" + (f" of {limit}" if isinstance(limit, int) and limit >= self.last_step > 0 else "")
+        steps = f"{self.last_step}" + (f" of {self.max_steps}" if self.max_steps else "")
         ranks = (self.get("trainer.devices") or 1) * (self.get("trainer.num_nodes") or 1)
         known = {
             "Job": self.kind,
             "Trained from": base,
             "On": ", ".join(map(str, data)) if isinstance(data, list) else data,
-            "Steps": steps if self.last_step else None,
+            "Steps": steps if self.last_step or self.max_steps else None,
+            "Left": self._left(),
             "Ranks": ranks if self.config else None,
             "Precision": self.get("trainer.precision"),
             "Took": duration(self.times[-1] - self.times[0]) if self.times else None,
             "Last logged": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.times[-1])) if self.times else None,
         }
         return [(label, str(value)) for label, value in known.items() if value not in (None, "")]
+
+    def _left(self) -> str | None:
+        """How long the steps that are left will take, at the pace of the last ones; None if there are none."""
+        steps = [step for step in sorted(self._times_of_steps) if step <= self.last_step][-_LAST_STEPS:]
+        left = (self.max_steps or 0) - self.last_step
+        if left <= 0 or len(steps) < 2:
+            return None
+        times = [self._times_of_steps[step] for step in steps]
+        pairs = zip(itertools.pairwise(times), itertools.pairwise(steps), strict=True)
+        return f"about {duration(left * median((after - before) / (b - a) for (before, after), (a, b) in pairs))}"
 
     @property
     def last_step(self) -> int:

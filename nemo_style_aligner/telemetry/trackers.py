@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import importlib
 import logging
 import os
 import queue
@@ -10,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,17 +20,21 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config.loading import leaves_of
 from nemo_style_aligner.errors import UserError, excepthook_kept
-from nemo_style_aligner.telemetry.log_files import replace_text
+from nemo_style_aligner.masking import masked
+from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE, replace_text
 
 logger = logging.getLogger(__name__)
 
 _OF_LIGHTNING = {"save_dir": "dir", "version": "id"}  # its names of wandb's arguments
 _MOST_PARAMS = 100  # that MLflow takes at once
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)  # of MLflow's metrics
-_MLFLOW_DEFAULTS = {  # A job neither waits minutes for a server when it starts, nor reports to MLflow's makers.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+_START_SECONDS = 30.0  # for all that a tracker does when it starts
+_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+_MLFLOW_DEFAULTS = {  # A job neither waits minutes for a server, nor reports to MLflow's makers, nor shows passwords.
+    _RETRIES: "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 
 
@@ -41,18 +48,28 @@ class Tracker:
     """Tells a service what a job logs, in a thread of its own: training waits for no network, nor fails with it.
 
     Services may raise anything. The first call that fails ends the telling, with a warning.
+
+    Args:
+        kind: of the service.
+        start: makes it, in that thread.
+
+    Attributes:
+        started: done when the service has started, or has failed to.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._has_failed = False
+    def __init__(self, kind: type[Service], start: Callable[[], Service]) -> None:
+        self.kind = kind
+        self.started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._start, self._remedy = start, kind.remedy
+        self._is_over = False
         self._calls: queue.SimpleQueue[Callable[[Service], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._send, name=f"to {service.name}", daemon=True)
+        self._thread = threading.Thread(target=self._send, name=f"to {kind.name}", daemon=True)
         self._thread.start()
 
     def tell(self, call: Callable[[Service], object]) -> None:
         """Have ``call`` called with the service, after those before it."""
-        self._calls.put(call)
+        if not self._is_over:
+            self._calls.put(call)
 
     def finish(self) -> None:
         """Tell no more, and end the run there."""
@@ -63,32 +80,84 @@ class Tracker:
         """Wait for the end, until ``time.monotonic()`` is ``until``: services have no limit of their own."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            self._warn("takes too long, and is given up")
+            self.warn("takes too long, and is given up")
 
     def _send(self) -> None:
-        for call in iter(self._calls.get, None):
-            try:
-                if not self._has_failed:
-                    call(self._service)
-            except Exception as error:  # noqa: BLE001  # whatever it is: the log directory has everything
-                self._has_failed = True
-                self._warn(f"failed ({type(error).__name__}: {error}), and ends here")
+        try:
+            with excepthook_kept():
+                service = self._start()
+        except Exception as error:  # noqa: BLE001  # whatever it is: the log directory has everything
+            self._is_over = True
+            self.started.set_exception(error)
+            return
+        self._remedy = service.remedy
+        self.started.set_result(None)
+        try:
+            for call in iter(self._calls.get, None):
+                call(service)
+        except Exception as error:  # noqa: BLE001
+            self._is_over = True
+            self.warn(f"failed ({type(error).__name__}: {error}), and ends here")
 
-    def _warn(self, what: str) -> None:
-        logger.warning(
-            "sending to %s %s. The log directory has everything. %s", self._service.name, what, self._service.remedy
-        )
+    def warn(self, what: str) -> None:
+        """Say what has become of the sending."""
+        logger.warning("sending to %s %s. The log directory has everything. %s", self.kind.name, what, self._remedy)
 
 
 def start_trackers(exp_manager: DictConfig, log_dir: Path) -> list[Tracker]:
-    """Those that ``exp_manager`` asks for. Raises `TrackerError` if one does not start."""
-    services: list[Service] = []
+    """Those that ``exp_manager`` asks for.
+
+    When a run is started again, they start in the background, and one that does not is a warning: what is down by then
+    must not end a run that has begun.
+
+    Raises:
+        TrackerError: on the first start of a run, one does not start, or not within half a minute.
+    """
+    services: list[tuple[type[Service], Callable[[], Service]]] = []
     if exp_manager.create_wandb_logger:
-        services.append(Wandb(log_dir, _arguments(exp_manager.wandb_logger_kwargs)))
+        services.append((Wandb, partial(Wandb, log_dir, _arguments(exp_manager.wandb_logger_kwargs))))
     if exp_manager.create_mlflow_logger:
-        named = {"experiment_name": str(exp_manager.name)}
-        services.append(MLflow(log_dir, named | _arguments(exp_manager.mlflow_logger_kwargs)))
-    return [Tracker(service) for service in services]
+        named = {"experiment_name": str(exp_manager.name)} | _arguments(exp_manager.mlflow_logger_kwargs)
+        services.append((MLflow, partial(MLflow, log_dir, named)))
+    for kind, _ in services:
+        with excepthook_kept():
+            importlib.import_module(kind.package)  # takes seconds of its own, and is for the main thread
+    if (log_dir / HYPERPARAMETERS_FILE).exists():
+        trackers = [Tracker(kind, start) for kind, start in services]
+        for tracker in trackers:
+            tracker.started.add_done_callback(partial(_warn_unless_started, tracker))
+        return trackers
+    with _asking_once():
+        return [_started(Tracker(kind, start)) for kind, start in services]
+
+
+def _started(tracker: Tracker) -> Tracker:
+    kind = tracker.kind
+    try:
+        tracker.started.result(_START_SECONDS)
+    except Exception as error:
+        why = str(error) or f"no answer within {_START_SECONDS:.0f} s"
+        key = f"exp_manager.create_{kind.package}_logger"
+        raise TrackerError(
+            f"{kind.name} does not start. Do without it ({key}=False), or {kind.otherwise}. Its error: {why}"
+        ) from error
+    return tracker
+
+
+def _warn_unless_started(tracker: Tracker, started: concurrent.futures.Future[None]) -> None:
+    if (error := started.exception()) is not None:
+        tracker.warn(f"does not start ({type(error).__name__}: {error}), and this start of the run does without")
+
+
+@contextlib.contextmanager
+def _asking_once() -> Iterator[None]:
+    """Have MLflow's client say at once that nobody answers; later it asks again, for a network may fail for seconds."""
+    known = os.environ.get(_RETRIES)
+    os.environ.setdefault(_RETRIES, "0")
+    try:
+        yield
+    finally:
+        os.environ[_RETRIES] = known or _MLFLOW_DEFAULTS[_RETRIES]
 
 
 def _arguments(section: DictConfig | None) -> dict[str, Any]:
@@ -96,34 +165,21 @@ def _arguments(section: DictConfig | None) -> dict[str, Any]:
     return {key: value for key, value in container.items() if value is not None}
 
 
-@contextlib.contextmanager
-def _starting(name: str, package: str, otherwise: str) -> Iterator[None]:
-    """Say what to do if a service does not start. That its package is installed has been checked."""
-    key = f"exp_manager.create_{package}_logger"
-    try:
-        with excepthook_kept():
-            yield
-    except Exception as error:
-        raise TrackerError(
-            f"{name} does not start. Do without it ({key}=False), or {otherwise}. Its error: {error}"
-        ) from error
-
-
 class Wandb:
     """Weights & Biases; ``kwargs`` are arguments of ``wandb.init`` or of Lightning's ``WandbLogger``."""
 
-    name = "Weights & Biases"
+    name, package = "Weights & Biases", "wandb"
+    otherwise = "keep the run on disk for `wandb sync` (WANDB_MODE=offline in the environment)"
+    remedy = ""
 
     def __init__(self, log_dir: Path, kwargs: Mapping[str, Any]) -> None:
         settings = {"dir": str(log_dir), **_wandb_settings(kwargs)}
         known = _known_run(log_dir / "wandb_run_id")
         if known and not settings.keys() & {"id", "resume"}:
             settings |= {"id": known, "resume": "allow"}
-        on_disk = "keep the run on disk for `wandb sync` (WANDB_MODE=offline in the environment)"
-        with _starting(self.name, "wandb", on_disk):
-            import wandb
+        import wandb
 
-            self._run = wandb.init(**settings)
+        self._run = wandb.init(**settings)
         if self._run.id != known:
             replace_text(log_dir / "wandb_run_id", f"{self._run.id}\n")
         self._run.define_metric("*", step_metric="step")
@@ -165,7 +221,8 @@ class MLflow:
     ``kwargs`` are those of ``exp_manager.mlflow_logger_kwargs``, without nulls.
     """
 
-    name = "MLflow"
+    name, package = "MLflow", "mlflow"
+    otherwise = "log to a file (no tracking_uri in exp_manager.mlflow_logger_kwargs)"
     remedy = "MLflow keeps what it was sent until then."
 
     def __init__(self, log_dir: Path, kwargs: Mapping[str, Any]) -> None:
@@ -177,12 +234,11 @@ class MLflow:
             folder.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", str(folder / "mlflow_artifacts")
         known = _known_run(log_dir / "mlflow_run_id")
-        with _starting(self.name, "mlflow", "log to a file (no tracking_uri in exp_manager.mlflow_logger_kwargs)"):
-            import mlflow
+        import mlflow
 
-            self._client = mlflow.MlflowClient(uri)
-            self._id = str(kwargs.get("run_id", known)) or self._new_run(kwargs, artifacts)
-            self._client.update_run(self._id, status="RUNNING")
+        self._client = mlflow.MlflowClient(uri)
+        self._id = str(kwargs.get("run_id", known)) or self._new_run(kwargs, artifacts)
+        self._client.update_run(self._id, status="RUNNING")
         if self._id != known:
             replace_text(log_dir / "mlflow_run_id", f"{self._id}\n")
 
@@ -192,7 +248,7 @@ class MLflow:
         if experiment is None:
             location = kwargs.get("artifact_location", artifacts)
             experiment = self._client.create_experiment(kwargs["experiment_name"], location)
-        run = self._client.create_run(experiment, tags=kwargs.get("tags"), run_name=kwargs.get("run_name"))
+        run = self._client.create_run(experiment, tags=masked(kwargs.get("tags")), run_name=kwargs.get("run_name"))
         return str(run.info.run_id)
 
     def metrics(self, scalars: Mapping[str, float], step: int) -> None:

@@ -16,9 +16,9 @@ from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.launch.stop_signals import StopEarlyError
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.profiler import profiled
 from nemo_style_aligner.telemetry.progress import Progress
@@ -29,7 +29,7 @@ from nemo_style_aligner.wording import counted
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopSettings:
     """What every trainer's section says about its loop.
 
@@ -38,12 +38,14 @@ class LoopSettings:
         max_epochs: passes over the training data.
         step_limit: the section's ``max_steps``; see the function `step_limit`.
         val_check_interval, save_interval: steps between validations and checkpoints; 0 turns them off.
+        val_check_at_start: validate before the first step, too.
     """
 
     max_steps: int
     max_epochs: int
     step_limit: int
     val_check_interval: int
+    val_check_at_start: bool = False
     save_interval: int
 
 
@@ -111,14 +113,13 @@ class TrainingLoop(abc.ABC):
                 "exp_manager.explicit_log_dir; to continue this one raise max_epochs or max_steps",
                 self.step,
             )
+        self.metrics.log_length(total)
         progress = Progress(total, self.title, rank, initial=self.step)
         profile = profiled(self.profile, self.metrics.log_dir, rank, self.step)
         with self._telling_who_interrupts(), self.checkpoints.last_chance(), progress, profile as step_ends:
             try:
                 self.warm_up()
-                if self._is_validation_due:
-                    self.validate_if_due()
-                    self.save_if_due()
+                self.validate_before_steps()
                 while not self.is_finished:
                     self.checkpoints.poll()
                     self.run_control.check(ahead="step")
@@ -216,6 +217,16 @@ class TrainingLoop(abc.ABC):
         self._is_validation_due = self.is_due(self.settings.val_check_interval)
         self._is_saved = False
         self._last_metrics = self._ranking("train_", metrics)
+
+    def validate_before_steps(self) -> None:
+        """Validate if an earlier start of the run left that open, or if it is to be known what the run begins with."""
+        if self.step > 0:
+            if self._is_validation_due:
+                self.validate_if_due()
+                self.save_if_due()
+        elif self.settings.val_check_at_start and self.settings.val_check_interval > 0 and not self.is_finished:
+            self.validate()  # ranks no checkpoint: there is nothing to save yet
+            self.log_phases()
 
     def validate_if_due(self) -> None:
         """Validate if the last step, or an earlier start of the run, asked for it."""

@@ -26,7 +26,7 @@ from nemo_style_aligner.training.loop import LoopSettings, TrainingLoop, step_li
 from nemo_style_aligner.training.run_control import RunControl
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SupervisedSettings(LoopSettings):
     """`LoopSettings` and those of supervised jobs (config keys of ``trainer.sft``, ``trainer.rm`` and the like).
 
@@ -49,6 +49,7 @@ class SupervisedSettings(LoopSettings):
             max_epochs=max_epochs,
             step_limit=last_step,
             val_check_interval=_interval(section.val_check_interval, max_steps),
+            val_check_at_start=bool(section.get("val_check_at_start")),
             save_interval=_interval(section.save_interval, max_steps),
             limit_val_batches=min(int(limit), num_val_batches),
         )

@@ -6,8 +6,9 @@ import functools
 import itertools
 import json
 import logging
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 2 * 2**30
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # as transformers looks for them
 _DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
 
@@ -69,13 +71,14 @@ class HuggingFaceCheckpoint:
 
     Raises:
         FileNotFoundError: no safetensors, or a file the index names is not there.
-        ValueError: one of these, or the index, cannot be read.
+        ValueError: one of these, or the index, cannot be read; or there are weights beside them.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         index = self.directory / INDEX_NAME
         files = _indexed_files(index) if index.is_file() else ["model.safetensors"]
+        _refuse_others(self.directory, files, index)
         missing = [name for name in files if not (self.directory / name).is_file()]
         if missing:
             hint = " (pytorch_model.bin files must be converted to safetensors first)" if not index.is_file() else ""
@@ -132,6 +135,15 @@ def _indexed_files(index: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
     return names
+
+
+def _refuse_others(directory: Path, files: Sequence[str], index: Path) -> None:
+    """Refuse weights beside those that would be read: one of both is what is left of another model."""
+    if others := sorted(
+        p.name for p in directory.glob("*.safetensors") if _WEIGHTS.fullmatch(p.name) and p.name not in files
+    ):
+        read = f"{index.name} names {some_of(files)}" if index.is_file() else f"there is no {index.name} for them"
+        raise ValueError(f"{directory} has {some_of(others)}, but {read}: leave in it what belongs together")
 
 
 def _open_safetensors(file: Path) -> Any:

@@ -158,10 +158,12 @@ class EmbeddedEngine(GenerationEngine):
     ) -> Task:
         """A request for `serve`; for the arguments see `Task`. Any thread may call this.
 
+        A request for no token gets one, for which there need not be room.
+
         Raises:
             ValueError: this engine cannot serve it.
         """
-        self._check(request, sampling)
+        request.check(sampling, self.max_sequence_length, self.vocab_size, least=0)
         return Task(
             request=request,
             sampling=sampling,

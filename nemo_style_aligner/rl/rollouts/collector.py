@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import GenerationResult
 from nemo_style_aligner.launch.stop_signals import stops
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.packing import shares
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
@@ -46,7 +48,6 @@ from nemo_style_aligner.rl.scoring import ScoredBatch, Scorer, Scores
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_files import json_numbers
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 logger = logging.getLogger(__name__)
@@ -576,11 +577,12 @@ class GenerationSchedule:
         """The rollouts kept for ``step``, once complete: they cannot be made again, as their weights are gone."""
         if step not in self._rounds:
             return {"rollouts": None}
+        kept = self._rounds[step]
         with self._timer("rollout_wait"):
-            own = pack_results(self._rounds[step].wait()).decode()
+            own = pack_results(kept.wait()).decode()
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, own)
-        return {"rollouts": parts}
+        return {"rollouts": parts, "prompts": _digest(kept.prompts)}
 
     def load_state_dict(self, state: dict[str, Any], step: int, prompts: PromptSource, start: int) -> None:
         """Continue where `state_dict` was taken, with any number of ranks; for ``start`` see `generate`."""
@@ -595,7 +597,12 @@ class GenerationSchedule:
             return
         batch = prompts.batch(start)
         results = [result for part in state["rollouts"] for result in unpack_results(part)]
-        if len(results) != len(batch) or any(r.prompt_token_ids != batch[r.request_id].token_ids for r in results):
+        if len(results) != len(batch) or state["prompts"] != _digest(batch):
             warn_for_all_ranks(logger, "the rollouts kept for step %d are discarded: they answer other prompts", step)
             return
         self._rounds[step] = KeptRound(batch, results[dist.get_rank() :: dist.get_world_size()])
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """Equal where the prompts are: responses do not tell, since an environment may have asked something else."""
+    return hashlib.sha256(repr([prompt.token_ids for prompt in prompts]).encode()).hexdigest()

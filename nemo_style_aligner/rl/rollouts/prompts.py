@@ -15,8 +15,8 @@ from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.rl.sample import Prompt, Rollouts
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -34,12 +34,22 @@ function keys(names) {
   return box;
 }
 
-function format(value) {
+function format(value, digits = 4) {
   if (value === null) return "not finite";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(2).replace("-", "\u2212");
-  const text = size >= 1e4 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+  if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(digits - 2).replaceAll("-", "\u2212");
+  const places = Math.max(0, digits - 5);
+  const text = size >= 1e4 ? value.toLocaleString("en", { maximumFractionDigits: places }) : String(Number(value.toPrecision(digits)));
   return text.replace("-", "\u2212");
+}
+
+// The labels of an axis: as many digits as it takes to tell its marks apart.
+function labelsOf(marks) {
+  for (let digits = 4; digits < 16; digits++) {
+    const labels = marks.map(mark => format(mark, digits));
+    if (new Set(labels).size === labels.length) return labels;
+  }
+  return marks.map(String);
 }
 
 // A round distance of about `count` marks between low and high.
@@ -89,7 +99,7 @@ function draw(box, chart, width = box.clientWidth) {
   const shown = chart.kind === "stack" ? stacked(chart.series) : chart.series;
   const [low, high] = range(chart, shown);
   const steps = shown.flatMap(one => one[1]), first = Math.min(...steps), last = Math.max(...steps);
-  const marks = ticks(low, high, 4), labels = marks.map(format);
+  const marks = ticks(low, high, 4), labels = labelsOf(marks);
   const left = 12 + 7 * Math.max(...labels.map(label => label.length), 2), right = 14;
   const x = step => left + (last === first ? 0.5 : (step - first) / (last - first)) * (width - left - right);
   const y = value => TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM);
