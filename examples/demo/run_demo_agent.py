@@ -71,9 +71,10 @@ def main() -> None:
             results.append(f"right {report[f'accuracy_{name}']:.1%}, with the tool {report[f'tool_{name}']:.1%}")
     rows = [
         (f"{what}, {name.upper()}", f"{report[f'{key}_{name}']:.1%}")
-        for key, what in (("accuracy", "held-out accuracy"), ("tool", "episodes with the tool"))
+        for key, what in (("accuracy", "held-out accuracy"), ("tool", "episodes with the calculator"))
         for name in ("sft", "grpo")
     ]
+    rows.append(("accuracy of episodes without it, SFT", f"{report['alone_sft']:.1%}"))
     compare = {"SFT": "evaluation_sft.json", "GRPO": "evaluation_grpo.json"}
     write_results(
         demo, report, rows, "GRPO with a calculator", {"GRPO": "actor", "SFT": "sft", "Base model": "base"}, compare
@@ -138,15 +139,17 @@ def run_grpo(demo: Demo, args: argparse.Namespace, sft: Path) -> Path:
 
 
 def evaluate(demo: Demo, args: argparse.Namespace, name: str, model: Path) -> dict[str, float]:
-    """Shares of held-out sums that are right, and for which the model uses the tool."""
+    """Shares of held-out sums: right, with the tool, and of those without it, right."""
     output = demo.directory / f"evaluation_{name}.json"
     demo.run(
         output.stem, python("evaluate_gpt.py"), "--model", model, "--environment", ENVIRONMENT, "--prompts",
         demo.directory / "data" / "test_prompts.jsonl", "--output", output, "--precision", 32,
         "--max-length", RESPONSE_TOKENS, "--num-slots", 64, "--seed", args.seed,
     )  # fmt: skip
-    summary = json.loads(output.read_text())["summary"]
-    return {"accuracy": summary["accuracy"], "tool": summary["reward/tool"], "replies": summary["replies"]}
+    results = json.loads(output.read_text())
+    alone = [row["is_right"] for row in results["responses"] if row["replies"] == 1]
+    accuracy, tool = (results["summary"][key] for key in ("accuracy", "reward/tool"))
+    return {"accuracy": accuracy, "tool": tool, "alone": sum(alone) / max(1, len(alone))}
 
 
 if __name__ == "__main__":

@@ -491,7 +491,8 @@ def _changes(ours: Responses, theirs: Responses) -> Measures:
         if len(known := differences[~np.isnan(differences)]):
             result[name] = measures.mean(known)
     if "reward" in result:
-        rewards = [[[row.reward or 0.0 for row in rows] for rows in pair] for pair in pairs]
+        scored = [pair for pair in pairs if all(row.reward is not None for rows in pair for row in rows)]
+        rewards = [[[row.reward or 0.0 for row in rows] for rows in pair] for pair in scored]
         result["win_rate"] = measures.share([measures.win_rate(*pair) for pair in rewards])
     if any(row.kl is not None for row in ours.rows):
         kl = [sum(row.kl or 0.0 for row in rows) for rows, _ in pairs]
