@@ -6,7 +6,8 @@ An episode is so many replies of random lengths; behind each but the last its en
 --seconds) and inserts tokens. The single replies have the episodes' prompts, and each as many tokens as its episode has
 sampled. Both take turns in one engine with random weights, and lengths are forced. "busy": until fewer episodes are
 left than there are slots, from when on some stay empty whatever is done. "again": prompt tokens that were computed
-though they had been before, or had been sampled: a reply's end fills no page of KV memory.
+though they had been before, or had been sampled: a reply's end fills no page of KV memory. Where others use the
+machine, too, tokens per CPU second of this process ("computed") say more; what is waited for does not count in them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ from nemo_style_aligner.rl.episodes.policy import Policy
 from nemo_style_aligner.rl.episodes.runner import Environment, EpisodeLimits
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.weights.stream import export_weights
+
+PARTS = ("busy", "whole", "computed")
+Marks = dict[str, tuple[float, float, float]]
+"""Tokens, seconds and CPU seconds until fewer episodes are left than slots, and of all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +71,16 @@ def main() -> None:
         results = measure(args, tokenizer)
     names = {"single": "single replies", "episodes": "episodes"}
     rows = [
-        (name, *(f"{results[way][part]['tokens_per_second']:.0f}" for part in ("busy", "whole")))
-        for way, name in names.items()
+        (name, *(f"{results[way][part]['tokens_per_second']:.0f}" for part in PARTS)) for way, name in names.items()
     ]
     print(
         f"{args.model}: {args.episodes} episodes of {args.replies} replies, {args.slots} slots; medians of the rounds"
     )
-    print_table(("what", "tokens/s, busy", "tokens/s, whole"), rows)
-    print(f"episodes over single replies: busy {results['ratio_busy']:.1%}, whole {results['ratio_whole']:.1%}")
+    print_table(("what", "tokens/s, busy", "tokens/s, whole", "tokens/CPU second, busy"), rows)
+    for part in PARTS:
+        ratios = results[f"ratios_{part}"]
+        median = results[f"ratio_{part}"]
+        print(f"episodes over single replies, {part}: {median:.1%} ({min(ratios):.1%} to {max(ratios):.1%})")
     print(
         f"prompt tokens: {results['needed']} had to be computed, {results['again']} were again "
         f"({results['again_per_reply']:.1f} of each reply; its context has {results['context_per_reply']:.0f})"
@@ -118,24 +125,28 @@ class Contest:
         self.model = build_model(shape, {}, torch.float32, trainable=False)
         self.version, self.args, self.tokenizer = 0, args, tokenizer
 
-    def timed(self, run: Callable[[Callable[[GenerationResult], None]], object]) -> dict[str, tuple[float, float]]:
-        """Tokens and seconds until fewer episodes are left than slots, and of all; nothing is cached from before."""
+    def timed(self, run: Callable[[Callable[[GenerationResult], None]], object]) -> Marks:
+        """See `Marks`; nothing is cached from before."""
         self.version += 1
         self.engine.refit(export_weights(self.model), self.version)
-        done, marks = 0, dict[str, tuple[float, float]]()
+        done, marks = 0, Marks()
+
+        def mark() -> tuple[float, float, float]:
+            seconds = time.monotonic() - started
+            return self.engine.statistics.generated_tokens, seconds, time.process_time() - worked
 
         def take(_: GenerationResult) -> None:
             nonlocal done
             done += 1
             if done == max(1, self.args.episodes - self.args.slots):
-                marks["busy"] = self.engine.statistics.generated_tokens, time.monotonic() - started
+                marks["busy"] = mark()
 
-        started = time.monotonic()
+        started, worked = time.monotonic(), time.process_time()
         run(take)
-        marks["whole"] = self.engine.statistics.generated_tokens, time.monotonic() - started
+        marks["whole"] = mark()
         return marks
 
-    def episodes(self, plans: Sequence[Plan]) -> dict[str, tuple[float, float]]:
+    def episodes(self, plans: Sequence[Plan]) -> Marks:
         async def episode(policy: Policy, line: dict[str, Any]) -> float:
             plan = plans[line["n"]]
             await policy.sample(max_tokens=plan.replies[0])
@@ -153,7 +164,7 @@ class Contest:
             lambda take: environment.generate(self.engine, EngineGroup(), requests, sampling, prompts, take)
         )
 
-    def single(self, plans: Sequence[Plan]) -> dict[str, tuple[float, float]]:
+    def single(self, plans: Sequence[Plan]) -> Marks:
         sampling = SamplingParams(max_new_tokens=self.most, ignore_eos=True)
         requests = (GenerationRequest(n, plan.prompt, n, sum(plan.replies)) for n, plan in enumerate(plans))
 
@@ -166,14 +177,16 @@ class Contest:
 
 def measure(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     contest = Contest(args, tokenizer)
-    rates: dict[str, dict[str, list[float]]] = {way: {"busy": [], "whole": []} for way in ("single", "episodes")}
+    rates: dict[str, dict[str, list[float]]] = {way: {part: [] for part in PARTS} for way in ("single", "episodes")}
     needed = again = 0
     for number in range(args.rounds):
         chosen = plans(args, args.seed * 1000 + number)
         for way in rates:
             marks = getattr(contest, way)(chosen)
-            for part, (tokens, seconds) in marks.items():
+            for part, (tokens, seconds, _) in marks.items():
                 rates[way][part].append(tokens / seconds)
+            tokens, _, computed = marks["busy"]
+            rates[way]["computed"].append(tokens / computed)
         needed = sum(len(plan.prompt) + sum(map(len, plan.inserted)) for plan in chosen)
         # The last token of a reply has been sampled, but never put in: that of each but the last has to be.
         needed += args.episodes * (args.replies - 1)
@@ -182,7 +195,7 @@ def measure(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
         way: {part: {"tokens_per_second": statistics.median(values)} for part, values in parts.items()}
         for way, parts in rates.items()
     }
-    for part in ("busy", "whole"):
+    for part in PARTS:
         pairs = zip(rates["episodes"][part], rates["single"][part], strict=True)
         results[f"ratios_{part}"] = [ours / theirs for ours, theirs in pairs]
         results[f"ratio_{part}"] = statistics.median(results[f"ratios_{part}"])
