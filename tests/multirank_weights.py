@@ -23,6 +23,7 @@ from small_models import TensorSource
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.shard import TensorParallel
@@ -275,7 +276,7 @@ def engine_group_speaks(layout: ParallelLayout) -> None:
     """The leader's word reaches the ranks of its group and no others, over gloo, with a limit above a sidecar's."""
     cfg = load_defaults("gpt_ppo_actor")
     cfg.trainer.ppo.trt_llm.timeouts.start_seconds = 7200
-    group = training_group(cfg, layout)
+    group = training_group(PPOActor.read(cfg), layout)
     leader = dist.get_rank() - layout.tp_rank
     ranks = group.tensor_parallel
     check(group.control is not ranks.group and dist.get_backend(group.control) == "gloo", "the wrong group")

@@ -12,6 +12,7 @@ import numpy as np
 import requests
 import torch
 
+from nemo_style_aligner.config.schema import RemoteCritic
 from nemo_style_aligner.services.client import CriticClient
 from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
 from nemo_style_aligner.services.http_client import ClientLimits
@@ -127,16 +128,16 @@ def outputs(response) -> dict[str, np.ndarray]:
     return {o["name"]: np.reshape(o["data"], o["shape"]) for o in response.json()["outputs"]}
 
 
-def client_config(port: int, combined: bool = True, pad_to_length=None) -> dict:
-    return {
-        "pad_to_length": pad_to_length,
-        "combine_rm_and_critic_server": combined,
-        "critic": {
+def client_config(port: int, combined: bool = True, pad_to_length=None) -> RemoteCritic:
+    return RemoteCritic(
+        pad_to_length=pad_to_length,
+        combine_rm_and_critic_server=combined,
+        critic={
             "name": {"train": "critic_train", "infer": "critic_infer", "save": "critic_save"},
             "ip": "127.0.0.1",
             "port": port,
         },
-    }
+    )
 
 
 TEST_LIMITS = ClientLimits(total_s=20.0, read_s=20.0)

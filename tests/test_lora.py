@@ -18,7 +18,7 @@ import torch
 import transformers
 from conftest import Artefacts
 from job_processes import ROOT, run, script, stored_weights
-from multirank_lora import ALPHA, ARCHITECTURE, DROPPING, LAYOUTS, LR, OPTIM, PEFT, RANK, UPDATES, batch
+from multirank_lora import ADAM, ALPHA, ARCHITECTURE, DROPPING, LAYOUTS, LR, OPTIM, PEFT, RANK, UPDATES, batch
 from safetensors.torch import save_file
 from small_models import TensorSource
 from trained_models import ARCHITECTURES, logprobs, make_actor, policy_batch, tokens
@@ -146,7 +146,7 @@ def test_a_reward_model_beside_a_critic_with_adapters() -> None:
     model = build_model(ARCHITECTURE, {"optim": OPTIM, "peft": PEFT}, torch.bfloat16, head=head)
     frozen = FrozenWeights(model, "auto", lambda: model)
     critic = Critic(
-        model, Optimizer(model, OPTIM, Schedule(lr=LR, name="constant"), 1.0), head, training_batching=MicroBatching(2),
+        model, Optimizer(model, ADAM, Schedule(lr=LR, name="constant"), 1.0), head, training_batching=MicroBatching(2),
         global_batch_size=5, forward_batching=MicroBatching(2), loss_clip=0.0,
     )  # fmt: skip
     rewards, ids, lengths = RewardModel(frozen, head, MicroBatching(2)), tokens(), torch.full((5,), 12)

@@ -19,6 +19,7 @@ import pytest
 import requests
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.config.loading import for_log
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.services.dashboard import Dashboard
 from nemo_style_aligner.telemetry import activity, timeline
@@ -67,7 +68,9 @@ class Page(HTMLParser):
 def make_run(folder: Path, rewards: list[float], text: str = "4") -> Path:
     """A run as an actor job writes it."""
     logger = MetricsLogger(folder)
-    logger.log_hyperparameters(OmegaConf.create({"trainer": {"ppo": {"max_steps": 20}}, "model": {"ppo": {"x": text}}}))
+    logger.log_hyperparameters(
+        *for_log(OmegaConf.create({"trainer": {"ppo": {"max_steps": 20}}, "model": {"ppo": {"x": text}}}))
+    )
     logger.log_length(9)
     logger.log_metrics({"rewards": -3.0}, 0, "warm_up/train_rollouts/")
     for step, reward in enumerate(rewards):
@@ -368,7 +371,7 @@ def test_a_browser_draws_the_charts_and_runs_nothing_else(run: Path, chromium: s
 def test_a_report_says_how_much_of_the_run_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the loop's own length, whatever the config allows, and at the pace of the last steps."""
     logger = MetricsLogger(tmp_path)
-    logger.log_hyperparameters(OmegaConf.create({"trainer": {"sft": {"max_steps": -1}}}))
+    logger.log_hyperparameters(*for_log(OmegaConf.create({"trainer": {"sft": {"max_steps": -1}}})))
     logger.log_length(40)
     for step in range(21):
         monkeypatch.setattr(time, "time", lambda now=1e9 + 60 * step + 3600 * (step > 12): now)  # an hour off between

@@ -22,10 +22,11 @@ import pytest
 import torch
 from served_critic import CountingBackend, serve
 
+from nemo_style_aligner.config.schema import ListedReward
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.reward_config import build_reward_source
+from nemo_style_aligner.rl.reward_config import build_reward_source, reward_problems
 from nemo_style_aligner.rl.rewards import Reward, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.scoring import Scorer
@@ -124,7 +125,12 @@ def build() -> Iterator[Any]:
     def make(*sections: dict[str, Any], **options: Any) -> RewardSum:
         built.append(
             build_reward_source(
-                sections, service=no_source, reward_model=no_source, limits=LIMITS, token=None, **options
+                [ListedReward(**section) for section in sections],
+                service=no_source,
+                reward_model=no_source,
+                limits=LIMITS,
+                token=None,
+                **options,
             )
         )
         return built[-1]
@@ -342,9 +348,11 @@ def test_sources_are_chosen_by_the_line_and_lines_are_checked_at_the_start(build
 )
 def test_mistakes_in_the_config_are_told_at_once(sections: list[Any], messages: list[str], functions: str) -> None:
     listed = json.loads(json.dumps(sections).replace("FILE", functions))
-    with pytest.raises(UserError) as error:
-        build_reward_source(listed, service=no_source, reward_model=no_source, limits=LIMITS, token=None)
-    lines = str(error.value).splitlines()
+    if not (lines := [*reward_problems(listed)]):
+        with pytest.raises(UserError) as error:
+            rewards = [ListedReward(**section) for section in listed]
+            build_reward_source(rewards, service=no_source, reward_model=no_source, limits=LIMITS, token=None)
+        lines = str(error.value).splitlines()
     assert len(lines) == len(messages)
     for line, message in zip(lines, messages, strict=True):
         assert re.search(f"^trainer.ppo.rewards{message}", line), line

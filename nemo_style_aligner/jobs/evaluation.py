@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, require_reward_head
@@ -25,7 +24,7 @@ from nemo_style_aligner.data.jsonl import DataError, read_jsonl
 from nemo_style_aligner.data.preferences import ComparisonEncoder
 from nemo_style_aligner.data.texts import PlainEncoder, TextDataset
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams, text_before_end
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
@@ -37,12 +36,13 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, forward
 from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
-from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
+from nemo_style_aligner.models.restore import BaseModel, read_base_model, require_same_tokenizer
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rl.episodes.runner import Environment, Episode, EpisodeLimits, load_environment
 from nemo_style_aligner.rl.math_verifier import MathVerifier
 from nemo_style_aligner.rl.reward_functions import as_reward
 from nemo_style_aligner.rl.rollouts.collector import as_sample
+from nemo_style_aligner.rl.rollouts.setup import response_text
 from nemo_style_aligner.rl.sample import Prompt, Sample
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry.progress import Progress
@@ -268,7 +268,7 @@ def open_policy(path: Path, precision: str) -> BaseModel:
 
 
 def _open(path: Path, precision: str) -> BaseModel:
-    return open_base_model(str(path), OmegaConf.create({"model": {}, "trainer": {"precision": precision}}))
+    return read_base_model(str(path), {}, precision)
 
 
 def read_prompts(bases: Sequence[BaseModel], settings: EvaluationSettings) -> list[PromptItem]:
@@ -373,10 +373,7 @@ def generate(
     engine.build()
     engine.refit(export_weights(model), 0)
     made: dict[int, tuple[Sample, GenerationResult]] = {}
-
-    def decode(ids: Sequence[int]) -> str:
-        ids, ends = tokenizer.without_end(list(ids)), sampling.stop_strings
-        return text_before_end(ids, tokenizer.ids_to_text, ends, sampling.min_new_tokens)
+    decode = response_text(sampling, tokenizer)
 
     def take(result: GenerationResult) -> None:
         number = result.request_id

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.sharded_tensors import HEAD_PREFIX, Part, parameter_parts
+from nemo_style_aligner.config.schema import Optimizer
 from nemo_style_aligner.models.attention import LayerConfig
 from nemo_style_aligner.models.gpu_kernels import prepare_kernels
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
@@ -185,7 +186,7 @@ def transformer_config(
         recompute = {
             "recompute_granularity": "full",
             "recompute_method": model_cfg.get("activations_checkpoint_method") or "uniform",
-            "recompute_num_layers": int(model_cfg.get("activations_checkpoint_num_layers") or 1),
+            "recompute_num_layers": model_cfg.get("activations_checkpoint_num_layers") or 1,
         }
     elif granularity == "selective":
         # Our own layers recompute activations themselves, not through megatron-core: see `models.recompute`.
@@ -207,11 +208,11 @@ def transformer_config(
         add_qkv_bias=architecture.qkv_bias or architecture.bias,
         qk_layernorm=architecture.qk_layernorm,
         init_method_std=architecture.init_method_std,
-        hidden_dropout=float(model_cfg.get("hidden_dropout") or 0.0),
-        attention_dropout=float(model_cfg.get("attention_dropout") or 0.0),
+        hidden_dropout=model_cfg.get("hidden_dropout") or 0.0,
+        attention_dropout=model_cfg.get("attention_dropout") or 0.0,
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
-        sequence_parallel=bool(model_cfg.get("sequence_parallel", False)) and layout.tp_size > 1,
+        sequence_parallel=layout.tp_size > 1 and bool(model_cfg.get("sequence_parallel")),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -275,7 +276,7 @@ def build_model(
         "config": config,
         "transformer_layer_spec": block_spec(config, separate_norms=lora is not None),
         "vocab_size": padded_vocab_size(
-            architecture.vocab_size, int(model_cfg.get("make_vocab_size_divisible_by") or 1), layout.tp_size
+            architecture.vocab_size, model_cfg.get("make_vocab_size_divisible_by") or 1, layout.tp_size
         ),
         "max_sequence_length": architecture.max_position_embeddings,
         "pre_process": layout.is_first_stage,
@@ -317,10 +318,9 @@ def _embedded(out: torch.Tensor, multiplier: float) -> torch.Tensor:
     return out if multiplier == 1 else out * multiplier
 
 
-def uses_distributed_optimizer(model_cfg: Mapping[str, Any]) -> bool:
+def uses_distributed_optimizer(name: str) -> bool:
     """Whether ``model.optim.name`` asks for optimizer states sharded over data-parallel ranks."""
-    optim = model_cfg.get("optim") or {}
-    return str(optim.get("name", "distributed_fused_adam")).startswith(("distributed", "mcore_distributed"))
+    return name.startswith(("distributed", "mcore_distributed"))
 
 
 def _wrap_for_training(
@@ -330,11 +330,11 @@ def _wrap_for_training(
     model_cfg: Mapping[str, Any],
     layout: ParallelLayout,
 ) -> DistributedDataParallel:
-    optim = model_cfg.get("optim") or {}
+    optim = Optimizer.among(model_cfg.get("optim") or {})
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=bool(optim.get("overlap_grad_sync", False)) and layout.dp_size > 1,
-        use_distributed_optimizer=uses_distributed_optimizer(model_cfg),
+        overlap_grad_reduce=optim.overlap_grad_sync and layout.dp_size > 1,
+        use_distributed_optimizer=uses_distributed_optimizer(optim.name),
         check_for_nan_in_grad=False,
     )
     ddp = DistributedDataParallel(config, ddp_config, module)

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config.command_line import compose
-from nemo_style_aligner.config.fields import Given, Section, fields_of
+from nemo_style_aligner.config.fields import Given, Section, fields_of, of
+from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.loading import ConfigError, check_config
 from nemo_style_aligner.config.schema import JOBS, Count, fields_of_job
 from nemo_style_aligner.config.section_names import names_of
@@ -77,26 +78,16 @@ _QUEUE = "trainer.ppo.batch_iterator.port"  # of an actor, which nobody else nee
 _CONFIGS = {script[0]: name for name, job in JOBS.items() if (script := re.search(r"\w+\.py", job.title))}
 
 
-@dataclasses.dataclass(frozen=True)
 class PlannedJob(Section):
-    """One job of a plan; its fields are the keys of the file.
-
-    Attributes:
-        script: name of an entry script in ``examples/nlp/gpt``, or the path of another.
-        nodes, devices: its ranks are ``devices`` on each of so many nodes.
-        overrides: config keys and their values. In texts ``{NAME.host}`` and ``{NAME.port}`` are a service's address.
-        arguments: what else is on its command line, after them.
-        serves: the jobs that ask this one over HTTP. A job that serves is ended when they have ended.
-        env: environment variables of its ranks, beside those of the launcher.
-    """
-
-    script: Given[str]
-    nodes: Count = 1
-    devices: Count = 1
-    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-    arguments: list[str] = dataclasses.field(default_factory=list)
-    serves: list[str] = dataclasses.field(default_factory=list)
-    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    script: Given[str] = of(None)  # name of an entry script in examples/nlp/gpt, or the path of another
+    nodes: Count = 1  # machines
+    devices: Count = 1  # ranks on each of them
+    # Config keys and their values. In texts {NAME.host} and {NAME.port} are the address of the service NAME.
+    overrides: dict[str, Any] = of({})
+    arguments: list[str] = of([])  # what else is on its command line, after them
+    # Names of the jobs that ask this one over HTTP, or of one. A job that serves is ended when they have ended.
+    serves: list[str] = of([])
+    env: dict[str, str] = of({})  # environment variables of its ranks, beside those of the launcher
 
     @property
     def path(self) -> Path:
@@ -178,7 +169,7 @@ class Plan:
 
     def content(self) -> dict[str, Any]:
         """What `plan_of` makes this plan of: without defaults."""
-        fields = {name: dataclasses.asdict(job) for name, job in self.jobs.items()}
+        fields = {name: vars(job) for name, job in self.jobs.items()}
         jobs = {n: {key: value for key, value in job.items() if value not in ({}, [], 1)} for n, job in fields.items()}
         return {"results_dir": str(self.results_dir), "jobs": jobs}
 
@@ -233,7 +224,7 @@ def plan_of(content: Any) -> Plan:
         elif found := [*_unfit(keys, PlannedJob, f"jobs.{name}.")]:
             problems += found
         else:
-            jobs[name] = PlannedJob(**{**keys, "script": str(keys["script"])})
+            jobs[name] = PlannedJob(**keys)
     if not problems:
         plan = Plan(Path(str(content["results_dir"])).expanduser().absolute(), jobs)
         problems += _contradictions(plan)
@@ -294,7 +285,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     yield from _common_keys(plan)
 
 
-FindProblems = Callable[[str, DictConfig, int], list[str]]
+FindProblems = Callable[[str, JobConfig, int], list[str]]
 """(a config's name, a config, the job's number of ranks) -> the second round of a job's checks, a line for each."""
 
 
@@ -327,7 +318,7 @@ def _refused(config: str, arguments: Sequence[str], ranks: int, find_problems: F
         if (composed := compose(config, arguments=arguments)) is None:
             return [f"{' '.join(arguments)}: this command line starts no job"]
         check_config(composed.cfg, config)
-        found = [] if find_problems is None else find_problems(config, composed.cfg, ranks)
+        found = [] if find_problems is None else find_problems(config, JOBS[config].sections.read(composed.cfg), ranks)
     except ConfigError as error:
         found = [str(error)]
     return [line for text in found for line in names_of(config).translated(text).splitlines()]

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_style_aligner.config.schema import RemoteCritic
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
 from nemo_style_aligner.services.exactly_once.ledger import CriticPosition
 from nemo_style_aligner.services.exactly_once.session import (
@@ -78,7 +79,7 @@ class CriticClient:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: RemoteCritic,
         *,
         infer_limits: ClientLimits,
         train_limits: ClientLimits,
@@ -86,11 +87,11 @@ class CriticClient:
         max_parallel: int = 8,
         on_lost: Callable[[Exception], object] | None = None,
     ) -> None:
-        critic, names = config["critic"], config["critic"]["name"]
-        self._infer_model, self._train_model, self._save_model = names["infer"], names["train"], names["save"]
-        self._pad_to_length: int | None = config.get("pad_to_length")
-        self._critic = HttpClient(server_url(critic["ip"], critic["port"]), token=token)
-        self._outputs = ["values", "rewards"] if config["combine_rm_and_critic_server"] else ["values"]
+        critic, names = config.critic, config.critic.name
+        self._infer_model, self._train_model, self._save_model = names.infer, names.train, names.save
+        self._pad_to_length = config.pad_to_length
+        self._critic = HttpClient(server_url(critic.ip, critic.port), token=token)
+        self._outputs = ["values", "rewards"] if config.combine_rm_and_critic_server else ["values"]
         self._failure: str | None = None  # of training
         self._infer_limits = infer_limits
         self._train_limits = train_limits

@@ -87,7 +87,7 @@ class CriticService:
 
         Raises:
             OSError: a checkpoint or archive could not be written in the background.
-            NonFiniteError: `models.nonfinite.NonFinitePolicy` says to stop. The service ends; when started again it
+            NonFiniteError: ``on_nonfinite`` says to stop. The service ends; when started again it
                 goes on from its last checkpoint, which was written before this request.
         """
         self.checkpoints.poll()  # a finished save releases its pinned memory now, not only at the next save

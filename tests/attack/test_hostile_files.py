@@ -39,7 +39,8 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_tokenizer,
     save_nemo,
 )
-from nemo_style_aligner.config.loading import plain_config
+from nemo_style_aligner.config.job_config import plain_config
+from nemo_style_aligner.config.schema import Critic
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
@@ -116,11 +117,12 @@ def test_an_archives_interpolations_are_text_in_jobs(
     monkeypatch.setenv(VARIABLE, SECRET)
     hostile = {"note": READS_SECRET, "deep": [{"x": f"\\{READS_SECRET}"}], "regression": {"y": "${.z}", "z": "w"}}
     archive = with_config(model[0], tmp_path / "model.nemo", **hostile)
-    cfg = OmegaConf.create({"model": {"mine": "${trainer.precision}"}, "trainer": {"precision": 32}})
+    given = OmegaConf.create({"model": {"mine": "${trainer.precision}"}, "trainer": {"precision": 32}})
+    job = Critic.read(given)
     for _ in range(2):  # the second on top of what the first has merged
-        base = open_base_model(str(archive), cfg)
-        assert cfg.model.note == base.config.note == READS_SECRET and cfg.model.mine == 32
-        read = OmegaConf.to_container(cfg.model, resolve=True)
+        base, job = open_base_model(str(archive), job)
+        assert job.get("model.note") == base.config["note"] == READS_SECRET and base.config["mine"] == 32
+        read = job.model_given()
         assert isinstance(read, dict) and {key: read[key] for key in hostile} == hostile
 
 
