@@ -3,11 +3,11 @@
     python benchmarks/episodes.py [--model 30m] [--episodes 64] [--replies 4] [--slots 16] [--rounds 3] [--json FILE]
 
 An episode is so many replies of random lengths; behind each but the last its environment waits for a random time (0 to
---seconds) and inserts tokens. The single replies have the episodes' prompts, and each as many tokens as its episode has
-sampled. Both take turns in one engine with random weights, and lengths are forced. "busy": until fewer episodes are
-left than there are slots, from when on some stay empty whatever is done. "again": prompt tokens that were computed
-though they had been before, or had been sampled: a reply's end fills no page of KV memory. Where others use the
-machine, too, tokens per CPU second of this process ("computed") say more; what is waited for does not count in them.
+--seconds) and inserts tokens. A single reply has as many tokens as an episode has sampled; its prompt is the episode's
+and all that is inserted there. Both take turns in one engine with random weights, and lengths are forced. "busy": until
+the last one has begun, from when on slots stay empty whatever is done. "again": prompt tokens that were computed though
+they had been before, or had been sampled: a reply's end fills no page of KV memory. Where others use the machine, too,
+tokens per CPU second of this process ("computed") say more; what is waited for does not count in them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from nemo_style_aligner.weights.stream import export_weights
 
 PARTS = ("busy", "whole", "computed")
 Marks = dict[str, tuple[float, float, float]]
-"""Tokens, seconds and CPU seconds until fewer episodes are left than slots, and of all."""
+"""Tokens, seconds and CPU seconds until the last episode has begun, and of all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,25 +125,28 @@ class Contest:
         self.model = build_model(shape, {}, torch.float32, trainable=False)
         self.version, self.args, self.tokenizer = 0, args, tokenizer
 
-    def timed(self, run: Callable[[Callable[[GenerationResult], None]], object]) -> Marks:
+    def timed(
+        self,
+        requests: Sequence[GenerationRequest],
+        run: Callable[[Iterator[GenerationRequest], Callable[[GenerationResult], None]], object],
+    ) -> Marks:
         """See `Marks`; nothing is cached from before."""
         self.version += 1
         self.engine.refit(export_weights(self.model), self.version)
-        done, marks = 0, Marks()
+        marks, done = Marks(), list[GenerationResult]()
 
         def mark() -> tuple[float, float, float]:
             seconds = time.monotonic() - started
             return self.engine.statistics.generated_tokens, seconds, time.process_time() - worked
 
-        def take(_: GenerationResult) -> None:
-            nonlocal done
-            done += 1
-            if done == max(1, self.args.episodes - self.args.slots):
-                marks["busy"] = mark()
+        def supply() -> Iterator[GenerationRequest]:
+            yield from requests
+            marks["busy"] = mark()
 
         started, worked = time.monotonic(), time.process_time()
-        run(take)
+        run(supply(), done.append)
         marks["whole"] = mark()
+        assert len(done) == len(requests)
         return marks
 
     def episodes(self, plans: Sequence[Plan]) -> Marks:
@@ -159,20 +162,22 @@ class Contest:
         environment = Environment(episode, "episode", self.tokenizer, self.tokenizer.ids_to_text, limits)
         prompts = [Prompt(n, plan.prompt, line={"n": n}) for n, plan in enumerate(plans)]
         sampling = SamplingParams(max_new_tokens=self.most, ignore_eos=True)
-        requests = (GenerationRequest(n, plan.prompt, n) for n, plan in enumerate(plans))
         return self.timed(
-            lambda take: environment.generate(self.engine, EngineGroup(), requests, sampling, prompts, take)
+            [GenerationRequest(n, plan.prompt, n) for n, plan in enumerate(plans)],
+            lambda requests, take: environment.generate(self.engine, EngineGroup(), requests, sampling, prompts, take),
         )
 
     def single(self, plans: Sequence[Plan]) -> Marks:
         sampling = SamplingParams(max_new_tokens=self.most, ignore_eos=True)
-        requests = (GenerationRequest(n, plan.prompt, n, sum(plan.replies)) for n, plan in enumerate(plans))
 
-        def run(take: Callable[[GenerationResult], None]) -> None:
+        def run(requests: Iterator[GenerationRequest], take: Callable[[GenerationResult], None]) -> None:
             for result in self.engine.generate(requests, sampling):
                 take(result)
 
-        return self.timed(run)
+        prompts = [sum(plan.inserted, plan.prompt) for plan in plans]
+        lengths = [sum(plan.replies) for plan in plans]
+        both = enumerate(zip(prompts, lengths, strict=True))
+        return self.timed([GenerationRequest(n, prompt, n, length) for n, (prompt, length) in both], run)
 
 
 def measure(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
