@@ -50,7 +50,7 @@ from nemo_style_aligner.rl.sample import Rollouts, Sample
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.training.run_control import RunControl

@@ -34,7 +34,7 @@ from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
 from nemo_style_aligner.rl.rollouts.prompts import Prompt, build_prompt_sources
 from nemo_style_aligner.rl.rollouts.setup import build_generator, open_work_queue
 from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 
 NUM_SAMPLES, MAX_NEW_TOKENS, SEED = 14, 16, 77
 

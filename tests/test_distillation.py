@@ -27,7 +27,7 @@ from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

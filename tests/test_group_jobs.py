@@ -32,7 +32,7 @@ from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rl.estimators import ESTIMATORS
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
 from nemo_style_aligner.telemetry.log_files import read_json_lines
 from nemo_style_aligner.telemetry.metrics import read_metrics

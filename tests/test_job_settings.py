@@ -37,11 +37,11 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.supervised_losses import LabelledBatch
 from nemo_style_aligner.parallel.groups import current_layout
-from nemo_style_aligner.services.endpoints import rewards_spec
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.services.http_server import ConnectionLimits
 from nemo_style_aligner.services.model_server import DispatchSettings
 from nemo_style_aligner.services.routes import HttpSettings
+from nemo_style_aligner.services.scores import Score
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.training.run_control import RunControl
 
@@ -114,15 +114,17 @@ def test_a_service_listens_as_its_config_says(
     if is_critic:
         listen_as_critic(schema.Critic.read(cfg).trainer.ppo, run, base)
     else:
-        listen_as_frozen_model(schema.RewardService.read(cfg).inference, layout, base, rewards_spec(2))
+        section = schema.RewardService.read(cfg).inference
+        listen_as_frozen_model(section, layout, base, [Score("rewards", columns=2)])
     assert made.http == HttpSettings(
         port=1234, host="10.0.0.7", section=name, token="s3cret", known_as=("10.0.0.8:1234",), max_body_bytes=5000,
         max_outstanding_requests=7,
         infer_timeout_s=8.0, command_timeout_s=11.0 if is_critic else 3600.0,
         connections=ConnectionLimits(**CONNECTIONS),  # type: ignore[arg-type]
     )  # fmt: skip
-    assert made.dispatch == DispatchSettings(12, 9, 16, max_sequence_length=99)
+    assert made.dispatch == DispatchSettings(12, 9)
     first = made.endpoints[0]
+    assert first.length_multiple == 16
     assert first.name == ("critic_infer" if is_critic else "judge")
     assert {output: list(spec.dims) for output, spec in first.outputs.items()} == (
         {"values": [-1]} if is_critic else {"rewards": [2]}

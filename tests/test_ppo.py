@@ -388,7 +388,7 @@ def trainer(metrics: Any = None, **ppo: Any) -> RLTrainer:
     cfg.trainer.ppo.update(save_interval=0, **ppo)
     actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=Schedule(lr=1.0, max_steps=9)))
     prompts = PromptSource([PromptItem([i], {}) for i in range(100)], 40, 7, True)
-    collector: Any = SimpleNamespace(sample_table=lambda *_: [], scorer=SimpleNamespace(values=None, logprobs={}))
+    collector: Any = SimpleNamespace(sample_table=lambda *_: [], scorer=SimpleNamespace(values=None, columns=[]))
     nothing: Any = SimpleNamespace(
         start_training=lambda experience: None, poll=lambda: None, check=lambda ahead=None: None,
         section=lambda name: contextlib.nullcontext(),

@@ -30,10 +30,9 @@ from nemo_style_aligner.rl.reward_config import build_reward_source, reward_prob
 from nemo_style_aligner.rl.rewards import Reward, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.services.client import Scores
-from nemo_style_aligner.services.endpoints import ModelLimits, reward_endpoint
 from nemo_style_aligner.services.http_client import ClientLimits, ServerUnavailableError
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import Scores, SequencesToScore
+from nemo_style_aligner.services.scores import REWARDS, ScoreEndpoint
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -370,7 +369,7 @@ def test_a_service_is_a_source(build: Any, functions: str) -> None:
             return {"rewards": torch.where(rewards == 25, torch.nan, rewards)}
 
     sequences = SequencesToScore(10, 1000, "")
-    with serve(Backend(), endpoints=reward_endpoint(ModelLimits(), name="rm")) as server:
+    with serve(Backend(), endpoints=[ScoreEndpoint("rm", [REWARDS])]) as server:
         source = build({"source": f"{server.url}/rm", "weight": 0.5}, {"source": "exact_match"})
         source.wait_until_ready(10, sequences)
         right, failed = score(source, responses("2", "3"))
@@ -389,10 +388,10 @@ def test_a_critic_with_rewards_is_asked_once_whoever_gets_them() -> None:
     """Values and rewards come with one answer, also where only some of the rewards count, or each elsewhere."""
     asked: list[int] = []
 
-    def infer(tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
+    def infer(tokens: torch.Tensor, *_: object) -> concurrent.futures.Future[Scores]:
         asked.append(len(tokens))
         answer: concurrent.futures.Future[Scores] = concurrent.futures.Future()
-        answer.set_result(Scores(tokens[:, 1:].float(), 10.0 * tokens[:, 0]))
+        answer.set_result({"values": tokens[:, 1:].float(), "rewards": 10.0 * tokens[:, 0]})
         return answer
 
     client: Any = SimpleNamespace(infer_async=infer)

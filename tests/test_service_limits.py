@@ -24,7 +24,8 @@ import torch
 from served_critic import VOCAB, CountingBackend, critic_client, get, infer_body, outputs, post, serve, wait_for
 
 from nemo_style_aligner.services import http_server
-from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.services.endpoints import ModelLimits
 from nemo_style_aligner.services.http_server import ConnectionLimits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,7 +191,7 @@ def test_large_requests_and_answers() -> None:
         critic_client(server.number) as client,
     ):
         tokens = torch.ones(rows, width, dtype=torch.int64)
-        assert client.infer_async(tokens, torch.full((rows,), width)).result(60).values.shape == (rows, width - 1)
+        assert client.infer_async(tokens, torch.full((rows,), width)).result(60)["values"].shape == (rows, width - 1)
         long = {**ONE, "id": "x" * 2**25}  # the answer repeats it
         assert len(post(server, "critic_infer", long).content) > 2**25
 
@@ -290,14 +291,14 @@ SERVICE = """
     import sys, time
     sys.path.insert(0, sys.argv[1])
     from served_critic import CountingBackend, DispatchSettings, HttpSettings, ModelLimits, ModelServer
-    from nemo_style_aligner.services.endpoints import critic_endpoints
+    from nemo_style_aligner.services.critic_endpoints import critic_endpoints
 
     class Slow(CountingBackend):
         def infer(self, tokens, lengths):
             time.sleep(0.05)
             return super().infer(tokens, lengths)
 
-    server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings(2))
+    server = ModelServer(critic_endpoints(combined=True), HttpSettings(port=0), DispatchSettings(2))
     print(f"port {server.port}", flush=True)
     server.run(Slow())
 """
@@ -380,7 +381,7 @@ def test_a_server_that_breaks_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> N
     """It would keep its port, and answer nobody. With the work queue's it is the same."""
     errors: list[BaseException] = []
 
-    monkeypatch.setattr(http_server, "fail_job", errors.append)
+    monkeypatch.setattr(http_server, "end_process", errors.append)
     server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, max_body_bytes=1000, name="test")
     monkeypatch.setattr(server, "_has_room", lambda: 1 / 0)
     wait_for(lambda: bool(errors))

@@ -378,7 +378,7 @@ def test_addresses_of_ipv6() -> None:
     config = client_config(5555)
     config = config.replaced(critic=config.critic.replaced(ip="fd00::5"))
     critic = CriticClient(config, infer_limits=TEST_LIMITS, train_limits=TEST_LIMITS)
-    assert critic._critic.base_url == "http://[fd00::5]:5555"
+    assert critic.base_url == "http://[fd00::5]:5555"
     try:
         server = WorkQueueServer(host="::1")
     except OSError:

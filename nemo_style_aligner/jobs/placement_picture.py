@@ -39,9 +39,10 @@ from nemo_style_aligner.parallel.groups import current_layout, device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.rl.remote_scores import RemoteScores
 from nemo_style_aligner.rl.reward_config import REWARDS, reward_specs
 from nemo_style_aligner.rl.reward_models import ModelRewards
-from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource, RewardSum
+from nemo_style_aligner.rl.rewards import RewardSource, RewardSum
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.wording import counted, size_of
@@ -211,10 +212,10 @@ def _reward(name: str, source: RewardSource, itemsize: int, here: _Place) -> Rol
         architecture = source.base.architecture
         swaps = _swaps(source.placement, architecture, itemsize, here)
         return _frozen(name, architecture, itemsize, here, swaps=swaps)
-    if isinstance(source, RemoteRewards):
-        return Role(name, note=f"at {source.url}")
     if isinstance(source, RemoteCritic):
         return Role(name, note="with the critic")
+    if isinstance(source, RemoteScores):
+        return Role(name, note=f"at {source.client.base_url}")
     return Role(name, here.ranks, here.copies, note="a function")
 
 

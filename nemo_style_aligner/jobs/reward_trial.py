@@ -19,7 +19,7 @@ from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.rl.reward_config import reward_problems
 from nemo_style_aligner.rl.rewards import Reward, RewardSource
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 
 _READY_SECONDS = 10.0  # for services
 

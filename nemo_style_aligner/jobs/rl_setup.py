@@ -45,7 +45,7 @@ from nemo_style_aligner.rl.rollouts.setup import (
     shared_token,
 )
 from nemo_style_aligner.rl.settings import RLSettings
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 from nemo_style_aligner.serving.policy import PolicyServer
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter

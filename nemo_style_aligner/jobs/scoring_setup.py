@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch.distributed as dist
 
@@ -33,16 +32,18 @@ from nemo_style_aligner.models.restore import BaseModel, open_base_model, requir
 from nemo_style_aligner.rl.estimators import Estimator
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.remote_logprobs import RemoteLogprobs
+from nemo_style_aligner.rl.remote_scores import RemoteScores
 from nemo_style_aligner.rl.reward_config import build_reward_source, kind_of
 from nemo_style_aligner.rl.reward_models import ModelRewards
-from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource, RewardSum
+from nemo_style_aligner.rl.rewards import RewardSource, RewardSum
 from nemo_style_aligner.rl.rollouts.setup import shared_token
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.services.client import CriticClient
+from nemo_style_aligner.services.critic_service import LogprobService
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
 from nemo_style_aligner.services.http_client import ClientLimits, server_url
-from nemo_style_aligner.services.reward_client import RewardClient, SequencesToScore
+from nemo_style_aligner.services.score_client import ScoreClient, SequencesToScore
+from nemo_style_aligner.services.scores import REWARDS, Score
 
 _INTERNAL_ERRORS = 3  # that are borne: a service that lost a rank answers 500 before it ends, and may be restarted
 
@@ -79,7 +80,7 @@ def build_scorer(
 
     def reward_model(spec: ListedReward, entry: str) -> RewardSource:
         if spec.devices:
-            return RemoteRewards(_client(config, entry, "rewards"))
+            return _apart(config, entry, [REWARDS])
         models.append(_reward_model(config, policy, sequences, spec.source, f"{entry}.source"))
         return models[-1]
 
@@ -87,21 +88,21 @@ def build_scorer(
     silence = 2 * (remote.timeouts.total_seconds + remote.timeouts.restart_seconds)
     others = {frozen_spec(config, role).name: role for role in (REFERENCE, TEACHER) if role in roles.ranks_apart(ppo)}
     asked = ("critic", *others, "rewards") if isinstance(critic, RemoteCritic) else (*others, "rewards")
-    logprobs = {f"{name}_logprobs": RemoteLogprobs(_client(config, role, "logprobs")) for name, role in others.items()}
-    return Scorer(rewards, critic, silence, " and ".join(f"the {name}" for name in asked), models, logprobs)
+    apart = {name: _apart(config, role, LogprobService.scores) for name, role in others.items()}
+    return Scorer(rewards, critic, silence, " and ".join(f"the {name}" for name in asked), models, apart)
 
 
-def _client(config: PPOActor, role: str, output: Literal["rewards", "logprobs"]) -> RewardClient:
-    """Of a frozen model on ranks of its own."""
-    limits = _limits(config.remote_critic_rm.timeouts)
-    return RewardClient(
+def _apart(config: PPOActor, role: str, scores: Sequence[Score]) -> RemoteScores:
+    """What a frozen model on ranks of its own gives."""
+    client = ScoreClient(
         server_url(*_address(role)),
         frozen_spec(config, role).name,
-        limits=limits,
+        scores,
+        limits=_limits(config.remote_critic_rm.timeouts),
         token=shared_token(config.remote_critic_rm),
         setting=roles.devices_key(role),
-        output=output,
     )
+    return RemoteScores(client)
 
 
 def build_listed_rewards(
@@ -189,14 +190,14 @@ def build_local_critic(
 def _reward_service(remote: RemoteCriticKeys) -> RewardSource:
     """The reward model's service, where the critic's job does not have it."""
     section = remote.reward_model
-    client = RewardClient(
+    client = ScoreClient(
         server_url(section.ip, section.port),
         section.name,
         limits=_limits(remote.timeouts),
         token=shared_token(remote),
         pad_to_length=remote.pad_to_length,
     )
-    return RemoteRewards(client)
+    return RemoteScores(client)
 
 
 def build_remote_critic(remote: RemoteCriticKeys, run: Run) -> RemoteCritic:

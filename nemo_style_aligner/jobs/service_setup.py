@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -35,19 +36,14 @@ from nemo_style_aligner.parallel.detection import LOOPBACK
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
 from nemo_style_aligner.rl.rollouts.setup import sampling_params
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
 from nemo_style_aligner.services.critic_service import CriticService, LogprobService, RewardService
-from nemo_style_aligner.services.endpoints import (
-    LOGPROBS,
-    InferEndpoint,
-    ModelLimits,
-    TensorSpec,
-    critic_endpoints,
-    rewards_spec,
-)
+from nemo_style_aligner.services.endpoints import ModelLimits
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.services.http_server import ConnectionLimits
-from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer, ScoringBackend
+from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.routes import HttpSettings
+from nemo_style_aligner.services.scores import REWARDS, Score, ScoreEndpoint, ScoringBackend
 from nemo_style_aligner.services.secret import resolve_token
 from nemo_style_aligner.training.run_control import RunControl, parse_duration
 
@@ -88,10 +84,10 @@ def run_frozen_model(
     watchdog = start_service_watchdog(config.exp_manager)
     base, config = open_base_model(config.rm_model_file, config, key="rm_model_file")
     if temperature is None:
-        output = rewards_spec(RewardHeadConfig.from_model_config(base.config).num_rewards)
+        scores = [Score(REWARDS.name, columns=RewardHeadConfig.from_model_config(base.config).num_rewards)]
     else:
-        output = LOGPROBS
-    server = listen_as_frozen_model(config.inference, layout, base, output)
+        scores = [*LogprobService.scores]
+    server = listen_as_frozen_model(config.inference, layout, base, scores)
 
     def build() -> ScoringBackend:
         if temperature is None:
@@ -119,20 +115,18 @@ def serve_in_job(config: schema.PPOActor, channel: Channel) -> int:
 
 def listen_as_critic(ppo: schema.CriticLoop, run: Run, base: BaseModel) -> ModelServer:
     """Open the critic's port: the service is alive from now on, and ready once `serve` runs the backend."""
-    limits, combined = _limits(base), ppo.combine_rm_and_critic_server
-    endpoints = critic_endpoints(limits, combined=combined, tokenize=base.tokenizer.text_as_trained)
+    combined = ppo.combine_rm_and_critic_server
+    endpoints = critic_endpoints(_limits(base), combined=combined, **_scoring(ppo, base))
     http = _http_settings(ppo, "trainer.ppo", ppo.command_timeout_seconds)
-    return ModelServer(endpoints, http, _dispatch(ppo, run.layout, limits))
+    return ModelServer(endpoints, http, _dispatch(ppo, run.layout))
 
 
 def listen_as_frozen_model(
-    section: schema.RewardServer, layout: ParallelLayout, base: BaseModel, output: TensorSpec
+    section: schema.RewardServer, layout: ParallelLayout, base: BaseModel, scores: Sequence[Score]
 ) -> ModelServer:
-    """Open the port of a model that is never trained and gives ``output``; see `listen_as_critic`."""
-    limits = _limits(base)
-    endpoint = InferEndpoint(section.model_name, [output], limits, base.tokenizer.text_as_trained)
-    http = _http_settings(section, "inference")
-    return ModelServer([endpoint], http, _dispatch(section, layout, limits))
+    """Open the port of a model that is never trained and gives ``scores``; see `listen_as_critic`."""
+    endpoint = ScoreEndpoint(section.model_name, scores, _limits(base), **_scoring(section, base))
+    return ModelServer([endpoint], _http_settings(section, "inference"), _dispatch(section, layout))
 
 
 def build_critic_service(config: schema.Critic, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:
@@ -216,13 +210,17 @@ def _limits(base: BaseModel) -> ModelLimits:
     )
 
 
-def _dispatch(section: schema.Service, layout: ParallelLayout, limits: ModelLimits) -> DispatchSettings:
+def _scoring(section: schema.Service, base: BaseModel) -> dict[str, Any]:
+    """How requests for scores become batches, as a `ScoreEndpoint` takes it."""
+    multiple = section.strip_sequence_length_to_multiple or 1
+    return {"tokenize": base.tokenizer.text_as_trained, "length_multiple": multiple}
+
+
+def _dispatch(section: schema.Service, layout: ParallelLayout) -> DispatchSettings:
     sizes = section.inference_micro_batch_size  # NeMo-Aligner's configs may list several
     return DispatchSettings(
         max_batch_rows=(sizes if isinstance(sizes, int) else max(sizes)) * layout.dp_size,
         max_queue_delay_microseconds=section.max_queue_delay_microseconds,
-        strip_sequence_length_to_multiple=section.strip_sequence_length_to_multiple,
-        max_sequence_length=limits.max_sequence_length,
     )
 
 

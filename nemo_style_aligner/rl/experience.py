@@ -142,7 +142,7 @@ def leave_out_nonfinite(
     Raises:
         NonFiniteError: there are such samples, and the policy is ``stop`` or no other samples are left.
     """
-    of_tokens = {_CALLED[name]: column for name, column in columns.items()}
+    of_tokens = {_CALLED.get(name, name): column for name, column in columns.items()}
     if columns.get("old_logprobs") is not rollouts.engine_logprobs:
         of_tokens["the engine's log-probs"] = rollouts.engine_logprobs
     bad = {"reward": ~scores.rewards.isfinite()}

@@ -134,7 +134,7 @@ class RLTrainer(TrainingLoop):
             columns = self.logprobs(rollouts, is_trained=stream == TRAINING)
             with self.timer("critic_wait"):
                 scores = collected.wait_for_rewards()
-            columns |= {name: collected.column(name, rollouts) for name in self.collector.scorer.logprobs}
+            columns |= {name: collected.column(name, rollouts) for name in self.collector.scorer.columns}
             columns |= self.values(collected, rollouts)
         self.run_control.check(ahead="training")
         self.train_prompts.observe(rollouts)  # changes the state, so after the last point that can abandon the step

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from nemo_style_aligner.config.schema import ListedReward
+from nemo_style_aligner.rl.remote_scores import RemoteScores
 from nemo_style_aligner.rl.reward_functions import (
     DEFAULT_SECONDS,
     EnvironmentRewards,
@@ -15,9 +16,9 @@ from nemo_style_aligner.rl.reward_functions import (
     MathRewards,
     load_reward_function,
 )
-from nemo_style_aligner.rl.rewards import ExactMatch, RemoteRewards, RewardSource, RewardSum, WeightedSource
+from nemo_style_aligner.rl.rewards import ExactMatch, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.services.http_client import ClientLimits
-from nemo_style_aligner.services.reward_client import RewardClient
+from nemo_style_aligner.services.score_client import ScoreClient
 
 REWARDS = "trainer.ppo.rewards"
 
@@ -84,7 +85,7 @@ def build_reward_source(
             return service()
         if kind == "url":
             url, _, model = spec.source.rpartition("/")
-            return RemoteRewards(RewardClient(url, model, limits=limits, token=token, setting=key))
+            return RemoteScores(ScoreClient(url, model, limits=limits, token=token, setting=key))
         if kind == "function":
             function = load_reward_function(spec.source, key)
             return FunctionRewards(function, spec.source, seconds=seconds, max_parallel=threads)
