@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
@@ -53,7 +54,7 @@ async def episode(policy: Policy, line: dict[str, Any]) -> dict[str, float]:
 
 def build_actor(architecture: ModelArchitecture) -> Actor:
     policy = build_model(architecture, {}, torch.float32)
-    optimizer = Optimizer(policy, {}, Schedule(lr=2e-3, name="constant"), clip_grad=1.0)
+    optimizer = Optimizer(policy, schema.Optimizer(weight_decay=0.0), Schedule(lr=2e-3, name="constant"), clip_grad=1.0)
     # PPO's clipped loss. The entropy bonus keeps the policy trying until it knows.
     loss = LossSettings(policy_loss="ppo", clip_low=0.2, clip_high=0.2, entropy_bonus=0.06)
     batching = MicroBatching(num_rows=512)
