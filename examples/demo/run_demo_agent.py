@@ -39,7 +39,7 @@ TEMPLATE = (
 ENVIRONMENT = f"{Path(__file__).with_name('calculator.py')}:episode"
 SUMS = ["--min-operand", 300, "--max-operand", 599, "--test-questions", 300, "--wrong-per-question", 1]
 USED = 8000  # of the training questions
-RESPONSE_TOKENS, SEQUENCE_LENGTH = 36, "model.encoder_seq_length=64"  # of an episode: calls, what is told, an answer
+RESPONSE_TOKENS, SEQUENCE_LENGTH = 44, "model.encoder_seq_length=64"  # of an episode: calls, what is told, an answer
 
 
 def main() -> None:
