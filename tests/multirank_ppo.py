@@ -387,7 +387,7 @@ def ppo_step(folder: Path, layout: Layout) -> None:
     rollouts = _dealt(trainer, batch, group=1)
     columns = trainer.logprobs(rollouts, is_trained=True)
     columns["values"] = values[rollouts.own][batch.responses(rollouts.own)]
-    scores = Scores(rewards.double(), {}, [])
+    scores = Scores(rewards.double(), {}, {})
     experience, metrics = make_experience(rollouts, scores, columns, trainer.settings.advantages, version=0)
     with _counting_passes(trainer.actor.model, service.critic.model) as passes:
         trainer.train_policy(experience)
@@ -426,7 +426,7 @@ def group_step(folder: Path, layout: Layout) -> None:
     rollouts = _dealt(trainer, sequences(base.architecture.vocab_size), GROUP)
     rewards = torch.randn(NUM_SAMPLES, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     rewards[5] = torch.nan
-    scores = Scores(rewards, {}, ["sample 5 has no reward"])
+    scores = Scores(rewards, {}, {5: "it has no reward"})
     columns = trainer.logprobs(rollouts, is_trained=True)
     rollouts, columns = leave_out_nonfinite(
         rollouts, scores, columns, Updates(on_nonfinite="skip", max_consecutive_skips=10)

@@ -64,6 +64,7 @@ ARGUMENTS = {
         *("--cases", "packed", "selective", "full", "padded"),
     ],
     "scaling.py": ["--parts", "queue"],
+    "episodes.py": ["--model", "tiny", "--episodes", "8", "--slots", "2", "--seconds", "0.05", "--rounds", "1"],
     "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],
     "growth.py": [
         *("--model", "tiny", "--models", "tiny", "--rollouts", "4", "8", "--lengths", "4", "--ranks", "1", "2"),
@@ -232,6 +233,13 @@ def test_work_queue(reports: dict[str, Report]) -> None:
     for row in report["batches"].values():
         assert row["ids_per_second"].keys() == SPREAD and row["ids_per_second"]["min"] > 0
         assert 0 < row["latency_seconds"]["p50"]["median"] <= row["latency_seconds"]["p99"]["median"]
+
+
+def test_episodes(reports: dict[str, Report]) -> None:
+    output, report = reports["episodes.py"]
+    assert report["needed"] == 8 * (64 + 3 * 16 + 3), output  # and the last token of each reply but the last
+    assert 0 <= report["again_per_reply"] < 16 < report["context_per_reply"]
+    assert report["ratio_busy"] > 0 and "episodes over single replies, whole: " in output
 
 
 @with_jobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pwd
 import re
 import shutil
@@ -13,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from job_processes import ROOT, Job
+from job_processes import ROOT, Job, run
 from stages import Demo, StageFailed, data_prefix, mpirun
 
 
@@ -68,6 +69,29 @@ def test_a_model_learns_on_one_page() -> None:
     assert rewards[-1] > 0.05 > 4 * rewards[0]
     assert rewards == sorted(rewards)
     assert re.search(r"^right: \d+ of 55$", shown, re.MULTILINE)
+
+
+def test_an_agent_learns_on_one_page() -> None:
+    page = ROOT / "examples" / "agent_on_one_page.py"
+    assert page.read_text().count("\n") <= 150
+    command = [sys.executable, str(page), "--steps", "30"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    steps = re.findall(r"^step +\d+  right ([\d.]+)  looked ([\d.]+)$", shown, re.MULTILINE)
+    (first, looked_first), *_, (last, looked_last) = [tuple(map(float, step)) for step in steps]
+    assert len(steps) == 4 and last > 2 * first and looked_last > 1.5 * looked_first
+    assert len(re.findall(r"^'=.*'$", shown, re.MULTILINE)) == 5
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_model_learns_to_use_a_calculator(tmp_path: Path) -> None:
+    demo = ROOT / "examples" / "demo" / "run_demo_agent.py"
+    run([sys.executable, str(demo), "--output", str(tmp_path / "demo")], tmp_path / "demo.log", 1700)
+    report = json.loads((tmp_path / "demo" / "report.json").read_text())
+    assert report["accuracy_sft"] < 0.3 < 0.8 < report["accuracy_grpo"]
+    assert report["tool_sft"] < 0.4 < 0.8 < report["tool_grpo"]
+    assert report["alone_sft"] < 0.1  # it cannot do the sums itself
+    assert 'class="told"' in (tmp_path / "demo" / "report.html").read_text()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

@@ -186,6 +186,22 @@ def test_a_reply_costs_its_new_tokens(trial: Trial) -> None:
     )
 
 
+def test_episodes_that_wait_keep_their_pages(trial: Trial) -> None:
+    """More of them than slots, as long as there is memory."""
+    replied: list[int] = []
+
+    async def together(policy: Policy, line: dict[str, Any]) -> None:
+        await policy.reply(max_tokens=40)
+        replied.append(line["n"])
+        while len(replied) < 8:
+            await asyncio.sleep(0.001)
+        await policy.reply({"role": "tool", "content": "on"}, max_tokens=20)
+
+    done, _ = trial.run(together, range(30, 38))
+    new = sum(len(e.prompt_token_ids) + len(e.token_ids) - len(e.logprobs) for e in done.values())
+    assert trial.engine.statistics.prefill_tokens <= new + 8 * 16
+
+
 def test_one_reply_is_the_response_without_an_environment(trial: Trial) -> None:
     async def once(policy: Policy, line: dict[str, Any]) -> None:
         await policy.reply()
@@ -388,6 +404,46 @@ def test_a_job_learns_from_episodes_and_goes_on_where_it_was_killed(
     metrics = read_metrics(whole / "log")
     assert [value for _, value in metrics["generation/replies"]] == [2.0] * 3
     assert metrics["generation/inserted_tokens"][0][1] == pytest.approx(2.0)
+
+
+OWN_PROMPT = """
+import numpy as np
+
+async def episode(policy, line):
+    first = await policy.sample("A: ", max_tokens=4)
+    last = await policy.sample(" B ", max_tokens=4)
+    return {"length": np.float32(len(first.text)), "same": np.bool_(first.text == last.text)}
+"""
+BESIDE = {
+    "dynamic sampling": ("trainer.ppo.dynamic_sampling.enable=True",),
+    "validation": ("trainer.ppo.val_check_interval=1", "model.ppo.num_val_samples=4"),
+    "a step ahead": ("trainer.devices=2", "trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1"),
+    "adapters": ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=8", "model.optim.lr=1e-2"),
+    "a teacher": ("trainer.ppo.teacher.restore_from_path=SFT", "trainer.ppo.teacher.weight=0.5"),
+    "several engines": ("trainer.devices=2", "trainer.ppo.trt_llm.unload_engine_train=True"),
+    "a limit": ("trainer.ppo.episodes.max_replies=1", "trainer.ppo.on_nonfinite=skip"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("beside", BESIDE)
+def test_episodes_work_beside(job: Callable[..., list[str]], tmp_path: Path, artefacts: Artefacts, beside: str) -> None:
+    """What an environment returns may be a number of numpy's; the job is stopped in between, and goes on."""
+    options = [option.replace("SFT", str(artefacts.sft)) for option in BESIDE[beside]]
+    command = job(tmp_path / "run", *options)
+    (tmp_path / "run" / "env.py").write_text(OWN_PROMPT)
+    first = [word.replace("max_steps=3", "max_steps=2") for word in command]
+    status = Job(script("train_gpt_ppo_actor.py", *first), tmp_path / "run" / "first.txt").wait(TIMEOUT)
+    if beside == "a limit":
+        assert status == 1 and "max_replies" in (tmp_path / "run" / "first.txt").read_text()
+        return
+    assert status == 0, (tmp_path / "run" / "first.txt").read_text()
+    run(script("train_gpt_ppo_actor.py", *command), tmp_path / "run" / "out.txt", TIMEOUT)
+    assert "are discarded" not in (tmp_path / "run" / "out.txt").read_text()
+    samples = read_json_lines(tmp_path / "run" / "log" / "samples.jsonl")
+    assert len(samples) >= 3 * 16 and {sample["step"] for sample in samples} == {1, 2, 3}
+    assert all(set(s["rewards"]) == {"environment", "environment/length", "environment/same"} for s in samples)
+    assert all(sum(s["sampled"]) < len(s["tokens"]) and s["sampled"][0] == 0 for s in samples)
 
 
 @pytest.mark.long

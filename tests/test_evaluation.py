@@ -182,6 +182,50 @@ def test_a_policy_beside_what_it_began_as(models: Models, tmp_path: Path) -> Non
     ]
 
 
+ENVIRONMENT = """
+async def episode(policy, line):
+    first = await policy.reply()
+    if line["answer"] == "1800":
+        raise LookupError("no such tool")
+    last = await policy.sample("\\n" + line["text"])
+    return {"reward": len(last.text), "same": float(first.text == last.text)}
+"""
+
+
+def test_episodes_are_measured_and_shown(models: Models, tmp_path: Path) -> None:
+    """By `nsa eval` and, one after another, by `nsa data show`."""
+    (file := tmp_path / "env.py").write_text(ENVIRONMENT)
+    output, sheet, named = tmp_path / "results.json", tmp_path / "sheet.html", f"{file}:episode"
+    which = ("--prompts", models.prompts, "--environment", named, "--max-length", 60, "--output", output)
+    out = said(models.path("policy"), *which, "--sheet", sheet, "--against", models.path("base"))
+    results = json.loads(output.read_text())
+    rows, summary = results["responses"], results["summary"]
+    *rest, failed = rows
+    assert "no such tool" in failed["problem"] and "reward" not in failed and failed["replies"] == 1
+    for row in rest:
+        (_, first), (who, told), (_, last) = row["turns"]
+        assert who == "environment" and told == "\n" + row["prompt"] and row["replies"] == 2
+        assert last.removesuffix("<|endoftext|>") == row["response"]
+        assert row["reward"] == len(row["response"]) and row["parts"] == {"same": float(first == last)}
+        assert row["num_response_tokens"] == len(models.tokenizer.text_to_ids(row["response"])) + 1 + len(
+            models.tokenizer.text_to_ids(first.removesuffix("<|endoftext|>"))
+        ) + first.endswith("<|endoftext|>") - (not last.endswith("<|endoftext|>"))
+    assert summary["failed"] == pytest.approx(1 / len(rows)) and summary["replies"] == 2 - 1 / len(rows)
+    assert summary["reward/same"] == pytest.approx(np.mean([row["parts"]["same"] for row in rest]))
+    assert "reward/same" in out and "kl_per_token" not in out
+    page = sheet.read_text()
+    assert '<span class="told"' in page and "no such tool" in page
+
+    arguments = ["data", "show", models.prompts, "--model", models.path("policy"), "--environment", named]
+    arguments += ["--line", len(rows) - 1, "--count", 2, "--tokens", "model.ppo.length_params.max_length=60"]
+    shown = CliRunner(catch_exceptions=False).invoke(nsa, list(map(str, arguments)))
+    assert shown.exit_code == 0, shown.output
+    told = re.escape(rest[-1]["prompt"])
+    assert re.search(rf"episode, 2 replies, \d+ tokens sampled, \d+ inserted.*\n{told}⟦[^⟧]*⟧\n{told}⟦", shown.output)
+    assert re.search(r"the last reply ended; returned: \{'reward': \d+.0, 'same': [01].0\}", shown.output)
+    assert "episode, 1 reply, " in shown.output and "raised LookupError: no such tool" in shown.output
+
+
 @pytest.mark.parametrize(
     ("paths", "names"),
     [

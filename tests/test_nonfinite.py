@@ -77,7 +77,7 @@ class Step:
             engine_logprobs=flat(one_by_one.engine_logprobs, one_by_one.sampled_lengths),
         )
         columns = {name: flat(column, one_by_one.sampled_lengths) for name, column in self.columns.items()}
-        return Step(rollouts, Scores(self.scores.rewards[keep], {}, []), columns)
+        return Step(rollouts, Scores(self.scores.rewards[keep], {}, {}), columns)
 
     def screened(self, policy: Updates) -> Step:
         rollouts, columns = leave_out_nonfinite(self.rollouts, self.scores, self.columns, policy)
@@ -110,7 +110,7 @@ def step() -> Step:
         sampled=after_prompts(lengths, prompt_lengths),
         engine_logprobs=numbers(),
     )
-    scores = Scores(torch.randn(N, generator=generator).double(), {}, [])
+    scores = Scores(torch.randn(N, generator=generator).double(), {}, {})
     columns = {"old_logprobs": numbers(), "reference_logprobs": numbers(), "values": 2 * numbers() + 1}
     return Step(rollouts, scores, columns)
 
@@ -179,7 +179,7 @@ def test_a_missing_reward_is_never_dropped_in_silence(caplog: pytest.LogCaptureF
     assert not caplog.messages  # it is among those that are trained on, and will be left out there
     report_missing_rewards(whole.scores, prompt_ids, dropped, SKIP)
     assert "reward of samples [1] (prompts [41]): these samples are left out" in caplog.text
-    scores = dataclasses.replace(whole.scores, rewards=torch.full((1000,), math.nan), problems=["sample 0: why"])
+    scores = dataclasses.replace(whole.scores, rewards=torch.full((1000,), math.nan), problems={0: "why"})
     with pytest.raises(NonFiniteError, match=r"7 and 992 more.*sample 0: why") as error:
         report_missing_rewards(scores, torch.arange(1000) // 4, torch.ones(1000, dtype=torch.bool), STOP)
     assert len(str(error.value)) < 500, "the reason is lost behind numbers"

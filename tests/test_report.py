@@ -160,6 +160,22 @@ def test_samples_are_shown_token_by_token(run: Path, tmp_path: Path, per_prompt:
     assert 'class="a+ k+" style="--a:35%;--k:18%">1</i>' in text and "advantage \N{MINUS SIGN}1, KL" in text
 
 
+def test_what_a_policy_was_told_is_no_token_of_its_own(run: Path, tmp_path: Path) -> None:
+    log_dir = shutil.copytree(run, tmp_path / "actor")
+    logger = MetricsLogger(log_dir)
+    record = {
+        "step": 9, "sample": 0, "group": 0, "prompt": "p", "response": "4", "ended": True, "reward": 1.5,
+        "pieces": ["calc", "\n", "<b>4", "So 4"], "sampled": [1, 0, 0, 1], "old_logprobs": [-1.0, None, None, -2.0],
+        "advantages": [1.0, None, None, 1.0], "rewards": {"environment": 1.5, "environment/tool": 0.5},
+    }  # fmt: skip
+    failed = {"sample": 1, "group": 1, "reward": "nan", "rewards": {}, "problem": "raised <KeyError>"}
+    logger.log_samples([record, {**record, **failed}])
+    logger.close()
+    text = write_report(tmp_path / "r.html", "Demo", {"PPO": log_dir}).read_text()
+    assert 'told the policy">\n&lt;b&gt;4</span><i ' in text and ">So 4</i>" in text and ">calc</i>" in text
+    assert "environment 1.5, environment/tool 0.5" in text and "raised &lt;KeyError&gt;" in text
+
+
 def test_every_rollout_is_found_page_by_page(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path)
     of_token = {"pieces": ["a", "b"], "old_logprobs": [-1.0, -2.0], "advantages": [1.0, -1.0]}

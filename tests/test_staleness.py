@@ -22,9 +22,12 @@ from nemo_style_aligner.engine.contract import GenerationResult
 from nemo_style_aligner.launch import roles
 from nemo_style_aligner.launch.roles import Channel, Wait
 from nemo_style_aligner.launch.stop_signals import StopEarlyError
+from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.rl.episodes.runner import Episode
 from nemo_style_aligner.rl.rollouts import disaggregated
 from nemo_style_aligner.rl.rollouts.collector import GenerationSchedule
 from nemo_style_aligner.rl.rollouts.disaggregated import (
+    KeptRound,
     RemoteGenerator,
     RemoteRound,
     pack_request,
@@ -216,6 +219,25 @@ def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() 
     assert len(set(seeds)) == 18 and trained == [True, True, False, False, True, True] * 3  # validations are not
     schedule.start_ahead(prompts, 0, step=1, version=0)
     assert seeds[18] == seeds[6]
+
+
+def test_kept_episodes_are_those_of_their_prompts_whatever_was_asked_first() -> None:
+    """An environment may put a prompt of its own into the line's place."""
+    asked = {"line": [1, 2], "edited": [1, 3]}
+    facts = {"prompt_token_ids": [9, 9], "token_ids": [4], "logprobs": [-1.0], "finish_reason": "stop"}
+    episode = Episode(request_id=0, weight_version=3, mask=[True], outcome={"won": 1.0}, **facts)
+    nothing: Any = None
+
+    def schedule() -> GenerationSchedule:
+        return GenerationSchedule(nothing, nothing, ScopedTimer(), 7, staleness=1, unload_engine=False)
+
+    with single_process():
+        (old := schedule())._rounds[5] = KeptRound([Prompt(0, asked["line"])], [episode])
+        state = json.loads(json.dumps(old.state_dict(5)))
+        for name, ids in asked.items():
+            batch: Any = SimpleNamespace(batch=lambda _, ids=ids: [Prompt(0, ids)])
+            (new := schedule()).load_state_dict(state, 5, batch, 0)
+            assert [round_.wait() for round_ in new._rounds.values()] == ([[episode]] if name == "line" else [])
 
 
 def _last_state(log_dir: Path) -> dict[str, Any]:

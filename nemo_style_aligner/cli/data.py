@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from nemo_style_aligner.data.text_format import TextFormat
     from nemo_style_aligner.data.texts import TextDataset
     from nemo_style_aligner.data.tokenizer import Tokenizer
-
+    from nemo_style_aligner.engine.contract import GenerationResult
+    from nemo_style_aligner.rl.sample import Sample
 
 _JOBS = {  # the config of each, and what its lines are
     "sft": ("gpt_sft", "examples for fine-tuning"),
@@ -43,6 +45,7 @@ Examples:
   nsa data show train_sft.jsonl --model ~/models/Qwen3-0.6B --tokens model.data.train_ds.add_eos=False
   nsa data show comparisons.jsonl --model sft.nemo --job rm model.data.append_eod=True
   nsa data show prompts.jsonl --model sft.nemo | less
+  nsa data show prompts.jsonl --model sft.nemo --environment my_env.py:episode
   nsa data show prompts.jsonl --model sft.nemo --count 8 --rewards "[{source: my_rewards.py:polite}]"
   nsa data show prompts.jsonl --model sft.nemo --rewards "[{source: exact_match}]" --response "It is 42."
 """
@@ -65,6 +68,7 @@ def command() -> None:
 @click.option("--job", type=click.Choice(tuple(_JOBS)), help="Which job reads the file.  [default: by its first line]")
 @click.option("--line", type=click.IntRange(min=1), default=1, help="The first line to show.")
 @click.option("--count", type=click.IntRange(min=1), default=1, help="How many examples to show.")
+@click.option("--environment", metavar="FILE.py:NAME", help="Run an episode of PPO's; MODEL is a .nemo archive.")
 @click.option("--rewards", metavar="LIST", help="Try trainer.ppo.rewards on these lines: each response's reward.")
 @click.option("--response", "responses", multiple=True, help="To try them on.  [default: one that MODEL generates]")
 @click.option("--tokens", is_flag=True, help="Also each token, on a line of its own.")
@@ -76,6 +80,7 @@ def show(
     job: str | None,
     line: int,
     count: int,
+    environment: str | None,
     rewards: str | None,
     responses: tuple[str, ...],
     tokens: bool,
@@ -86,9 +91,14 @@ def show(
     FILE goes through the code of the job that would read it, with that job's config and any of its keys (KEY=VALUE).
     What is learnt stands in ⟦brackets⟧; special tokens have a colour. Below each example stands what of its line is
     not in the text or is in it twice. What the code cuts off or reads as something else is logged, as in the job.
+
+    With --environment, MODEL and the function of that name have an episode about each of the lines: what the policy has
+    sampled stands in brackets, beside what it was told, and below it why it ended and what it is worth.
     """
     if rewards is None and responses:
         raise click.UsageError("--response needs --rewards")
+    if rewards is not None and environment is not None:
+        raise click.UsageError("--environment shows what its function returns: leave out --rewards")
     if rewards is not None:
         if job not in (None, "ppo"):
             raise click.UsageError(f"--rewards is of reinforcement learning: leave out --job {job}")
@@ -101,7 +111,10 @@ def show(
     if color is not None or "NO_COLOR" in os.environ:  # else click looks whether it writes to a terminal
         click.get_current_context().color = bool(color)
     first_line = parse_line(file, *next(read_lines(file)))
-    first, job = first_line.fields, job or _job_of(first_line)
+    first = first_line.fields
+    job = job or ("ppo" if environment is not None else _job_of(first_line))
+    if environment is not None and job != "ppo":
+        raise click.UsageError("--environment needs prompts: --job ppo")
     on_one_line = job not in ("rm", "dpo") or _HAS_BOTH & first.keys() or "label" in first
     lines_of_example = 1 if on_one_line else 2
     chosen = _lines(file, line, count, lines_of_example)
@@ -110,6 +123,9 @@ def show(
     tokenizer.format = tokenizer.format.with_special_tokens(config.get("model.special_tokens_as_text"))
     dataset, written = _dataset(job, config, tokenizer)
     click.echo(f"{file}: read as {_JOBS[job][1]} (--job {job})")
+    if environment is not None:
+        _show_episodes(chosen, dataset, model, config, environment, tokens)
+        return
     for lines in chosen:
         _show_lines(lines, dataset, tokenizer, tokens)
     if rewards is not None:
@@ -249,6 +265,53 @@ def _show_tokens(text: Example, tokenizer: Tokenizer) -> None:
         kind = special.get(token, "special" if is_special else "")
         piece = _paint(Piece(token_text, is_learnt, is_special))
         click.echo(f"{place:6} {token:8} {'learnt' if is_learnt else '':6} {kind:7} {piece}")
+
+
+# ---- episodes ----------------------------------------------------------------------------------
+
+
+def _show_episodes(
+    chosen: Sequence[Lines], dataset: TextDataset[Any], model: Path, config: Any, named: str, with_tokens: bool
+) -> None:
+    """Print an episode about each of the lines."""
+    from nemo_style_aligner.data.jsonl import DataError
+    from nemo_style_aligner.jobs.evaluation import generate, open_policy
+    from nemo_style_aligner.parallel.groups import single_process
+    from nemo_style_aligner.rl.episodes.runner import EpisodeLimits
+    from nemo_style_aligner.rl.rollouts.setup import sampling_params
+
+    items = [item for lines in chosen for item in dataset.of_lines(lines)[0]]
+    if not items:
+        raise DataError(f"none of these lines of {chosen[0].path} is a prompt that the job would use")
+    with single_process(config.model.seed):
+        base, sampling = open_policy(model, "32"), sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed)
+        room = base.architecture.max_position_embeddings - max(len(item.token_ids) for item in items)
+        sampling = dataclasses.replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, room)))
+        environment = named, EpisodeLimits(**vars(config.trainer.ppo.episodes))
+        policy = base.load(trainable=False)
+        made = generate(base, policy, items, sampling, num_slots=len(items), environment=environment)
+    for sample, episode in made:
+        _show_episode(sample, episode, base.tokenizer, with_tokens)
+
+
+def _show_episode(sample: Sample, result: GenerationResult, tokenizer: Tokenizer, with_tokens: bool) -> None:
+    from nemo_style_aligner.data.examples import Example, shown, spelt
+    from nemo_style_aligner.rl.episodes.runner import Episode
+
+    assert isinstance(result, Episode)
+    learnt = [False] * sample.prompt_length + result.mask
+    text = Example("episode", sample.token_ids, learnt)
+    told = len(result.mask) - sum(result.mask)
+    replies = f"{result.num_replies} {'reply' if result.num_replies == 1 else 'replies'}"
+    sizes = f"{replies}, {sum(result.mask)} tokens sampled, {told} inserted"
+    click.secho(f"--- {sample.place}: episode, {sizes}, {result.seconds:.2g} s in the environment", bold=True)
+    click.echo(shown(text, tokenizer, _paint))
+    if with_tokens:
+        _show_tokens(text, tokenizer)
+    if result.problem is not None:
+        click.secho(f"failed: {spelt(result.problem)}", fg="red")
+        return
+    click.echo(f"the last reply {'ended' if sample.ended else 'was cut off'}; returned: {spelt(repr(result.outcome))}")
 
 
 def _show_rewards(

@@ -27,6 +27,7 @@ Examples:
   nsa eval policy.nemo --prompts test_prompts.jsonl --samples 16 -k 1 -k 8 --temperature 0.7
   nsa eval policy.nemo --against sft.nemo --prompts test_prompts.jsonl --reward-model rm.nemo \\
       --output results.json --sheet sheet.html
+  nsa eval policy.nemo --prompts test_prompts.jsonl --environment my_env.py:episode
   nsa eval policy.nemo --against base.nemo --texts wiki.jsonl
   nsa eval rm.nemo --comparisons test_comparisons.jsonl --category subset
 """
@@ -53,6 +54,7 @@ _count = click.IntRange(min=1)
 @click.option("--comparisons", type=_data, help="Pairs of texts; MODEL is a reward model.")
 @click.option("--category", metavar="KEY", help="Of a pair's line: accuracy also for each value of it.")
 @click.option("--reward-model", type=_path, callback=_model, help="Scores the responses; with --against, who wins.")
+@click.option("--environment", metavar="FILE.py:NAME", help="Tells the policy what its tools say; gives the reward.")
 @click.option("--samples", type=_count, default=1, help="Responses to each prompt.")
 @click.option("-k", type=_count, multiple=True, help="pass@K; may be given again.  [default: --samples]")
 @click.option("--math", is_flag=True, help="An answer is also right if math-verify says so.")
@@ -115,7 +117,7 @@ def _check(**given: Any) -> None:
     """Refuse options that contradict each other, or would have no effect."""
     if not any(given[name] for name in ("prompts", "texts", "comparisons")):
         raise click.UsageError("say what to measure by: --prompts, --texts or --comparisons")
-    needs = {"category": "comparisons", "reward_model": "prompts", "k": "prompts", "math": "prompts"}
+    needs = {"category": "comparisons"} | dict.fromkeys(("reward_model", "environment", "k", "math"), "prompts")
     for option, other in needs.items():
         if given[option] and not given[other]:
             raise click.UsageError(f"--{option.replace('_', '-')} needs --{other}".replace("--k ", "-k "))
@@ -127,6 +129,8 @@ def _check(**given: Any) -> None:
         raise click.UsageError("--sheet needs --prompts or --comparisons")
     if max(given["k"], default=1) > given["samples"]:
         raise click.UsageError(f"-k {max(given['k'])} needs at least as many --samples, not {given['samples']}")
+    if given["environment"] and given["reward_model"]:
+        raise click.UsageError("--environment gives the rewards of its episodes: leave out --reward-model")
     if given["greedy"] and given["samples"] > 1:
         raise click.UsageError("--greedy gives the same response each time: leave out --samples")
 

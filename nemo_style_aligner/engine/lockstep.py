@@ -43,7 +43,7 @@ class Lockstep:
         The other ranks run `follow` meanwhile, which ends when this does.
         """
         if self._group.control is None:
-            yield from self._engine.serve(pull)
+            yield from self._engine.serve(pull, keeps_idle=True)
             return
         asked: dict[int, Task] = {}  # in the engine, by the request's id
         told = set[int]()  # of these, those that the others know to be abandoned
@@ -83,7 +83,8 @@ class Lockstep:
     def _passes(self, next_change: Callable[[], _Change]) -> Generator[list[ScheduledSequence], None, None]:
         waiting, tasks = collections.deque[Task](), dict[int, Task]()
         change = next_change()
-        with contextlib.closing(self._engine.serve(lambda: waiting.popleft() if waiting else None)) as passes:
+        pull = lambda: waiting.popleft() if waiting else None  # noqa: E731
+        with contextlib.closing(self._engine.serve(pull, keeps_idle=True)) as passes:
             while not change.is_over:
                 for request, sampling, options in change.tasks:
                     tasks[request.request_id] = self._engine.task(request, sampling, **options)

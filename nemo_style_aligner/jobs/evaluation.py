@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +23,10 @@ from nemo_style_aligner.data.datasets import PromptDataset, PromptItem, lengths_
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl
 from nemo_style_aligner.data.preferences import ComparisonEncoder
 from nemo_style_aligner.data.texts import PlainEncoder, TextDataset
-from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams, text_before_end
+from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.errors import NonFiniteError, UserError
 from nemo_style_aligner.jobs import evaluation_measures as measures
@@ -34,7 +38,12 @@ from nemo_style_aligner.models.pipeline import Scoring, forward
 from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
 from nemo_style_aligner.models.restore import BaseModel, read_base_model, require_same_tokenizer
 from nemo_style_aligner.parallel.groups import device
+from nemo_style_aligner.rl.episodes.runner import Environment, Episode, EpisodeLimits, load_environment
 from nemo_style_aligner.rl.math_verifier import MathVerifier
+from nemo_style_aligner.rl.reward_functions import as_reward
+from nemo_style_aligner.rl.rollouts.collector import as_sample
+from nemo_style_aligner.rl.rollouts.setup import response_text
+from nemo_style_aligner.rl.sample import Prompt, Sample
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry.progress import Progress
 from nemo_style_aligner.weights.stream import export_weights
@@ -64,6 +73,7 @@ class EvaluationSettings:
     comparisons: Path | None = None
     category: str | None = None
     reward_model: Path | None = None
+    environment: str | None = None
     samples: int = 1
     k: tuple[int, ...] = ()
     math: bool = False
@@ -104,6 +114,10 @@ class EvaluatedResponse:
         number: the prompt's.
         is_right, reward: None: not known.
         kl: its log-prob under the model that gave it less that under the other one, in nats; None: not known.
+        parts: of an environment's reward, by name.
+        replies: of the policy in an episode; None: it is none.
+        problem: why an episode has failed.
+        turns: of an episode: who has said what after the prompt ("policy" or "environment").
     """
 
     prompt: str
@@ -116,6 +130,15 @@ class EvaluatedResponse:
     is_right: bool | None = None
     reward: float | None = None
     kl: float | None = None
+    parts: Mapping[str, float] | None = None
+    replies: int | None = None
+    problem: str | None = None
+    turns: Sequence[tuple[str, str]] | None = None
+
+    @property
+    def has_failed(self) -> bool | None:
+        """Whether an episode has; None: it is none."""
+        return None if self.replies is None else self.problem is not None
 
     def to_json(self) -> dict[str, Any]:
         """What is known, without token ids."""
@@ -125,12 +148,19 @@ class EvaluatedResponse:
         return record
 
 
-_OF_RESPONSES: dict[str, tuple[Callable[[EvaluatedResponse], float | None], Callable[[Any], measures.Measure]]] = {
+_Measured: TypeAlias = tuple[Callable[[EvaluatedResponse], float | None], Callable[[Any], measures.Measure]]
+_OF_RESPONSES: dict[str, _Measured] = {
     "accuracy": (lambda row: row.is_right, measures.share),
     "reward": (lambda row: row.reward, measures.mean),
     "length": (lambda row: row.num_response_tokens, measures.mean),
     "ended": (lambda row: row.ended, measures.share),
+    "replies": (lambda row: row.replies, measures.mean),
+    "failed": (lambda row: row.has_failed, measures.share),
 }
+
+
+def _part(name: str, row: EvaluatedResponse) -> float | None:
+    return (row.parts or {}).get(name)
 
 
 @dataclasses.dataclass
@@ -146,15 +176,21 @@ class Responses:
             groups.setdefault(row.number, []).append(row)
         return list(groups.values())
 
+    @property
+    def measured(self) -> Mapping[str, _Measured]:
+        """What may be measured of a response, and what over them."""
+        parts = sorted({part for row in self.rows for part in row.parts or ()})
+        return _OF_RESPONSES | {f"reward/{part}": (functools.partial(_part, part), measures.mean) for part in parts}
+
     def values(self, name: str) -> NDArray[Any]:
-        """Of ``accuracy``, ``reward``, ``length`` or ``ended`` the mean of each prompt's responses, NaN if unknown."""
-        of = _OF_RESPONSES[name][0]
+        """Of what is `measured` the mean of each prompt's responses, NaN where it is not known."""
+        of = self.measured[name][0]
         return np.array([np.mean(np.array([of(row) for row in rows], np.float64)) for rows in self.by_prompt()])
 
     def summary(self, k: Sequence[int]) -> Measures:
         """Counts, means over prompts of what `values` knows, and ``pass@K`` of prompts that have an answer."""
         result: Measures = {"num_prompts": len(self.by_prompt()), "num_responses": len(self.rows)}
-        for name, (_, measure) in _OF_RESPONSES.items():
+        for name, (_, measure) in self.measured.items():
             values = self.values(name)
             if len(known := values[~np.isnan(values)]):
                 result[name] = measure(known)
@@ -200,6 +236,8 @@ def evaluate_policies(settings: EvaluationSettings, tell: Callable[[Results], No
     s = settings
     if s.prompts is not None:
         s.sampling()  # refuses what is out of range
+    if s.environment is not None:
+        load_environment(s.environment, "--environment")
     bases = [open_policy(path, s.precision) for path in (s.model, s.against) if path is not None]
     for path, what in ((s.against, "a model"), (s.reward_model, "a reward model")):
         if path is not None:
@@ -286,35 +324,64 @@ def _measure(
 ) -> _Policy:
     """Load a model and ask it all that is wanted of it. ``first``: the first model's responses, unless this is it.
 
-    Greedy responses are no samples of the model's distribution: they say nothing of a KL.
+    Greedy responses are no samples of the model's distribution: they say nothing of a KL. Of episodes it is not taken.
     """
     model = base.load(trainable=False)
-    responses = generate(base, model, prompts, settings) if prompts else Responses([])
-    rows = (first or responses).rows if settings.against is not None and not settings.greedy else []
+    responses = Responses(_responses(base, model, prompts, settings) if prompts else [])
+    takes_kl = not settings.greedy and settings.environment is None
+    rows = (first or responses).rows if settings.against is not None and takes_kl else []
     of_first = [(row.tokens, len(row.tokens) - row.num_response_tokens) for row in rows]
     return _Policy(responses, _logprobs(model, of_first, settings.temperature), _logprobs(model, texts, 1.0))
 
 
-def generate(
+def _responses(
     base: BaseModel, model: MegatronModel, items: Sequence[PromptItem], settings: EvaluationSettings
-) -> Responses:
-    """``settings.samples`` responses per prompt, with the embedded engine on this process.
+) -> list[EvaluatedResponse]:
+    environment = None if settings.environment is None else (settings.environment, EpisodeLimits())
+    how = {"samples": settings.samples, "num_slots": settings.num_slots}
+    made = generate(base, model, items, settings.sampling(), environment=environment, **how)
+    return [_evaluated(sample, result, base.tokenizer) for sample, result in made]
+
+
+def generate(
+    base: BaseModel,
+    model: MegatronModel,
+    items: Sequence[PromptItem],
+    sampling: SamplingParams,
+    *,
+    samples: int = 1,
+    num_slots: int = 1,
+    environment: tuple[str, EpisodeLimits] | None = None,
+) -> list[tuple[Sample, GenerationResult]]:
+    """Responses, or episodes, with the embedded engine on this process; ``samples`` to each prompt, one after another.
 
     They also end as those that the model has learnt (`Tokenizer.format`).
+
+    Args:
+        environment: ``FILE.py:NAME``; None: a response is one reply.
     """
-    tokenizer, samples, sampling = base.tokenizer, settings.samples, settings.sampling()
+    tokenizer = base.tokenizer
     sampling = dataclasses.replace(sampling, stop_strings=tokenizer.end_strings(sampling.stop_strings))
     engine = EmbeddedEngine(
         base.architecture,
         dtype=base.dtype,
-        num_slots=min(settings.num_slots, len(items) * samples),
+        num_slots=min(num_slots, len(items) * samples),
         max_sequence_length=max(len(item.token_ids) for item in items) + sampling.max_new_tokens,
         **vocabulary_options(base.architecture, tokenizer),
         device=device(),
     )
     engine.build()
     engine.refit(export_weights(model), 0)
-    rows: dict[int, EvaluatedResponse] = {}
+    made: dict[int, tuple[Sample, GenerationResult]] = {}
+    decode = response_text(sampling, tokenizer)
+
+    def take(result: GenerationResult) -> None:
+        number = result.request_id
+        made[number] = as_sample(result, prompts[number], number // samples, decode), result
+        seconds = max(time.monotonic() - started, 1e-9)
+        progress.update(1, {"tokens/s": engine.statistics.generated_tokens / seconds})
+
+    prompts = [Prompt(i, x.token_ids, line=x.line, place=x.place) for i, x in enumerate(items) for _ in range(samples)]
     requests = (
         GenerationRequest(i * samples + n, item.token_ids, seed=derive_seed(i, n) if n else i)
         for i, item in enumerate(items)
@@ -322,26 +389,37 @@ def generate(
     )
     started = time.monotonic()
     with Progress(len(items) * samples, "Generating") as progress:
-        for result in engine.generate(requests, sampling):
-            number = result.request_id // samples
-            text = text_before_end(
-                tokenizer.without_end(result.token_ids),
-                tokenizer.ids_to_text,
-                sampling.stop_strings,
-                sampling.min_new_tokens,
-            )
-            rows[result.request_id] = EvaluatedResponse(
-                prompt=items[number].line["text"],
-                response=text,
-                tokens=result.prompt_token_ids + result.token_ids,
-                num_response_tokens=len(result.token_ids),
-                ended=result.finish_reason == "stop",
-                line=items[number].line,
-                number=number,
-            )
-            made, seconds = engine.statistics.generated_tokens, time.monotonic() - started
-            progress.update(1, {"tokens/s": made / max(seconds, 1e-9)})
-    return Responses([rows[i] for i in sorted(rows)])
+        if environment is None:
+            for result in engine.generate(requests, sampling):
+                take(result)
+        else:
+            name, limits = environment
+            episodes = Environment(load_environment(name, "--environment"), name, tokenizer, decode, limits)
+            episodes.generate(engine, EngineGroup(), requests, sampling, prompts, take)
+    return [made[number] for number in sorted(made)]
+
+
+def _evaluated(sample: Sample, result: GenerationResult, tokenizer: Tokenizer) -> EvaluatedResponse:
+    row = EvaluatedResponse(
+        prompt=sample.prompt,
+        response=sample.response,
+        tokens=sample.token_ids,
+        num_response_tokens=len(result.logprobs),
+        ended=sample.ended,
+        line=sample.line,
+        number=sample.group,
+    )
+    if isinstance(result, Episode):
+        row.turns = [
+            ("policy" if is_sampled else "environment", tokenizer.ids_to_text([t for t, _ in run], keep_special=True))
+            for is_sampled, run in itertools.groupby(zip(result.token_ids, result.mask, strict=True), lambda of: of[1])
+        ]
+        row.replies, row.problem = result.num_replies, result.problem
+        if result.outcome is not None:
+            reward = as_reward(result.outcome, "the environment", sample)
+            row.problem, row.parts = reward.problem, reward.parts
+            row.reward = reward.value if reward.problem is None else None
+    return row
 
 
 def _logprobs(model: MegatronModel, texts: Sequence[Text], temperature: float) -> list[float]:
@@ -405,12 +483,13 @@ def _changes(ours: Responses, theirs: Responses) -> Measures:
     """From their responses to ours, prompt by prompt: differences of what both have, win rate, KL."""
     result: Measures = {}
     pairs = list(zip(ours.by_prompt(), theirs.by_prompt(), strict=True))
-    for name in _OF_RESPONSES:
+    for name in (name for name in ours.measured if name in theirs.measured):
         differences = ours.values(name) - theirs.values(name)
         if len(known := differences[~np.isnan(differences)]):
             result[name] = measures.mean(known)
     if "reward" in result:
-        rewards = [[[row.reward or 0.0 for row in rows] for rows in pair] for pair in pairs]
+        scored = [pair for pair in pairs if all(row.reward is not None for rows in pair for row in rows)]
+        rewards = [[[row.reward or 0.0 for row in rows] for rows in pair] for pair in scored]
         result["win_rate"] = measures.share([measures.win_rate(*pair) for pair in rewards])
     if any(row.kl is not None for row in ours.rows):
         kl = [sum(row.kl or 0.0 for row in rows) for rows, _ in pairs]

@@ -80,8 +80,8 @@ def _generated(config: PPOActor, prompts: Sequence[PromptItem], model: Path) -> 
     how = EvaluationSettings(model=model, max_length=config.model.ppo.length_params.max_length, precision="32")
     with single_process(how.seed):
         base = open_policy(model, how.precision)
-        rows = generate(base, base.load(trainable=False), prompts, how).rows
-    return [_sample(row.number, prompts[row.number], row.tokens, row.response) for row in rows]
+        made = generate(base, base.load(trainable=False), prompts, how.sampling(), num_slots=len(prompts))
+    return [sample for sample, _ in made]
 
 
 def _sample(number: int, prompt: PromptItem, token_ids: list[int], response: str) -> Sample:

@@ -54,6 +54,9 @@ def kl_estimator(ppo: ActorLoop) -> KLEstimator:
     return ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1")
 
 
+_TOLD = 3  # failed rewards of a step whose reasons are told
+
+
 @dataclasses.dataclass
 class Experience:
     """Scored rollouts, ready to train on. Flat tensors [R] have one number per sampled token of this rank's share.
@@ -181,7 +184,8 @@ def _named(what: str, rows: torch.Tensor, prompt_ids: torch.Tensor) -> str:
 
 
 def _report(troubles: str, scores: Scores, policy: Updates) -> None:
-    trouble = "; ".join([f"NaN or Inf in {troubles}", *scores.problems])
+    told = [f"sample {sample}: {problem}" for sample, problem in scores.problems.items()][:_TOLD]
+    trouble = "; ".join([f"NaN or Inf in {troubles}", *told])
     if policy.on_nonfinite == "stop":
         raise NonFiniteError(
             f"{trouble}. These samples were not trained on. Check their prompts, the critic and the rewards, or "

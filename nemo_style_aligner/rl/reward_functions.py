@@ -160,7 +160,7 @@ class EnvironmentRewards(RewardSource):
 def as_reward(returned: Any, who: str, response: Sample) -> Reward:
     """What a function of the user's has returned as a reward: a number, or named parts; failed if it is neither."""
     parts = returned if isinstance(returned, Mapping) else {"reward": returned}
-    known = {part: n for part, v in parts.items() if isinstance(part, str) and (n := _as_number(v)) is not None}
+    known = {part: n for part, v in parts.items() if isinstance(part, str) and (n := as_number(v)) is not None}
     if known and len(known) == len(parts):  # all are named numbers
         value = known.pop("reward") if "reward" in known else math.fsum(known.values())
         if fits_fp32(value):
@@ -231,7 +231,7 @@ def _is_coroutine_function(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _as_number(reward: Any) -> float | None:
+def as_number(reward: Any) -> float | None:
     """A reward as a finite float within fp32's range, else None; numbers of numpy and torch count, strings do not."""
     if isinstance(reward, str | bytes):
         return None

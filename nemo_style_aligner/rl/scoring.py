@@ -21,8 +21,6 @@ from nemo_style_aligner.services.score_client import SequencesToScore
 
 T = TypeVar("T")
 
-_TOLD = 3  # failed rewards of a step whose reasons are passed on
-
 
 @dataclasses.dataclass(frozen=True)
 class ScoredBatch:
@@ -142,12 +140,12 @@ class Scores:
     Attributes:
         rewards: fp64 [N]; NaN where a source failed.
         parts: of each reward, by name, fp64 [N]; NaN in samples that have no such part.
-        problems: why the first rewards that are NaN are, as far as that is known.
+        problems: why rewards that are NaN are, by sample, as far as that is known.
     """
 
     rewards: torch.Tensor
     parts: dict[str, torch.Tensor]
-    problems: list[str]
+    problems: Mapping[int, str]
 
     @classmethod
     def gathered(cls, num_samples: int, own: Sequence[tuple[int, Reward]]) -> Scores:
@@ -160,12 +158,11 @@ class Scores:
         table = all_gather_rows(table.to(device())).cpu()
         columns = torch.full((num_samples, 1 + len(part_names)), math.nan, dtype=torch.float64)
         columns[table[:, 0].long()] = table[:, 1:]
-        problems = sorted((place, reward.problem) for place, reward in own if reward.problem is not None)
-        problems = sorted(_everyones(problems[:_TOLD]))[:_TOLD]
+        problems = [(place, reward.problem) for place, reward in own if reward.problem is not None]
         return cls(
             columns[:, 0],
             dict(zip(part_names, columns[:, 1:].unbind(1), strict=True)),
-            [f"sample {place}: {problem}" for place, problem in problems],
+            dict(sorted(_everyones(problems))),
         )
 
 

@@ -194,6 +194,8 @@ METRICS = (
     Metric("*/refit", "Refit", "s", "New weights into the generation engine.", TIME),
     Metric("*/unload", "Freeing the engine", "s", "The engine's memory for training.", TIME),
     Metric("*/generate", "Generation", "s", "Responses, and their scoring meanwhile.", TIME),
+    Metric("*/rollout_wait", "Waiting for rollouts", "s", "Those that were begun a step ahead, from ranks set apart.",
+           TIME),
     Metric("*/logprobs", "Log-probs", "s", "Of the policy, by the trainer.", TIME),
     Metric("*/teacher_logprobs", "Log-probs, teacher", "s", "For on-policy distillation.", TIME),
     Metric("*/init_logprobs", "Log-probs, initial policy", "s", "For the KL penalty.", TIME),

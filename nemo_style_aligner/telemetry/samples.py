@@ -38,14 +38,31 @@ class Token:
 
 
 @dataclasses.dataclass(frozen=True)
+class Turn:
+    """What the policy has said without a break, or (``is_told``) what an environment has told it."""
+
+    is_told: bool
+    tokens: Sequence[Token]
+
+
+@dataclasses.dataclass(frozen=True)
 class Answer:
-    """A response: who gave it, its text or tokens, and what is known of it."""
+    """A response: who gave it, its text, or its turns, and what is known of it.
+
+    Attributes:
+        parts: of the reward, by name.
+        problem: why there is no reward.
+        has_colours: the turns' tokens have numbers.
+    """
 
     label: str
     text: str
     note: str = ""
     reward: float | None = None
-    tokens: Sequence[Token] = ()
+    turns: Sequence[Turn] = ()
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    problem: str | None = None
+    has_colours: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +162,9 @@ def _worth(response: Mapping[str, Any]) -> float:
 def _evaluated(name: str, response: Mapping[str, Any]) -> Answer:
     is_right = response.get("is_right")
     note = "" if is_right is None else "right" if is_right else "wrong"
-    return Answer(name, response["response"], note, response.get("reward"))
+    turns = [Turn(who != "policy", [Token(text, 0.0, 0.0, "")]) for who, text in response.get("turns") or ()]
+    parts, problem = response.get("parts") or {}, response.get("problem")
+    return Answer(name, response["response"], note, response.get("reward"), turns, parts, problem)
 
 
 def validated(tables: Sequence[Mapping[str, Any]]) -> list[Shown]:
@@ -205,8 +224,19 @@ def _recorded(record: Mapping[str, Any]) -> Answer:
         Token(piece, a / scales[0], k / scales[1], f"advantage {number(a)}, KL {number(k)}, log-prob {number(p)}")
         for piece, a, k, p in zip(record["pieces"], advantages, kls, logprobs, strict=True)
     ]
-    note = "" if record["ended"] else "cut off"
-    return Answer(f"step {record['step']}", record["response"], note, _number(record["reward"]), tokens)
+    sampled = record.get("sampled") or [1] * len(tokens)  # files of earlier versions have none
+    runs = itertools.groupby(zip(sampled, tokens, strict=True), lambda of: of[0])
+    parts = {name: part for name, value in record.get("rewards", {}).items() if (part := _number(value)) is not None}
+    return Answer(
+        f"step {record['step']}",
+        record["response"],
+        "" if record["ended"] else "cut off",
+        _number(record["reward"]),
+        [Turn(not is_sampled, [token for _, token in run]) for is_sampled, run in runs],
+        parts if len(parts) > 1 else {},  # one is the reward itself
+        record.get("problem"),
+        has_colours=True,
+    )
 
 
 def _numbers(values: Sequence[Any]) -> list[float]:

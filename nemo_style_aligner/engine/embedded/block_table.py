@@ -24,10 +24,12 @@ class BlockTable:
     Attributes:
         table: int32 [num_slots, pages_per_sequence]: page of each 16 positions of a slot. Unused entries repeat the
             slot's first page, so that a step which reads and masks them sees no other sequence's numbers.
+        keeps_idle: idle pages will be asked for: they are evicted only where no page is free.
     """
 
     def __init__(self, num_slots: int, pages_per_sequence: int, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.keeps_idle = False
         self.table = np.zeros((num_slots, pages_per_sequence), dtype=np.int32)
         self.reset()
 
@@ -150,11 +152,13 @@ class BlockTable:
     def _take(self) -> int:
         """A page without owner or content; there must be one.
 
-        Pages that were never touched are taken only while no more pages are idle than ever had an owner at once;
-        beyond that an idle page is evicted. Otherwise new prompts would touch all memory before any is evicted.
+        Unless idle ones are kept, pages that were never touched are taken only while no more pages are idle than ever
+        had an owner at once; beyond that an idle page is evicted. Otherwise new prompts would touch all memory before
+        any is evicted.
         """
         self._most_in_use = max(self._most_in_use, self.in_use)
-        if self._free and (self._free[0] < self._touched or len(self._idle) <= self._most_in_use):
+        may_touch = self.keeps_idle or len(self._idle) <= self._most_in_use
+        if self._free and (self._free[0] < self._touched or may_touch):
             page = heapq.heappop(self._free)
             self._touched = max(self._touched, page + 1)
             return page

@@ -172,11 +172,14 @@ class EmbeddedEngine(GenerationEngine):
             scores_prompt=scores_prompt,
         )
 
-    def serve(self, pull: Callable[[], Task | None]) -> Generator[list[ScheduledSequence], None, None]:
+    def serve(
+        self, pull: Callable[[], Task | None], keeps_idle: bool = False
+    ) -> Generator[list[ScheduledSequence], None, None]:
         """Generate responses to tasks that come while others are generated, each sampled in its own way.
 
         Args:
             pull: returns the next task, or None if there is none at the moment; called whenever a slot is free.
+            keeps_idle: later prompts begin with earlier prompts and responses; see `BlockTable`.
 
         Yields:
             After each forward pass, the sequences that got a token from it; those not ``is_in_slot`` have left.
@@ -184,7 +187,7 @@ class EmbeddedEngine(GenerationEngine):
 
         For the errors see `generate`.
         """
-        return self._run(lambda: self._passes(pull))
+        return self._run(lambda: self._passes(pull, keeps_idle))
 
     def _generate(
         self, requests: Iterator[GenerationRequest], sampling: SamplingParams, stop: StopCondition
@@ -207,8 +210,11 @@ class EmbeddedEngine(GenerationEngine):
                         weight_version=self._weight_version,
                     )
 
-    def _passes(self, pull: Callable[[], Task | None]) -> Generator[list[ScheduledSequence], None, None]:
+    def _passes(
+        self, pull: Callable[[], Task | None], keeps_idle: bool = False
+    ) -> Generator[list[ScheduledSequence], None, None]:
         """The generation loop: refill slots, plan, compute, sample, free the slots of what is finished."""
+        self._blocks.keeps_idle = keeps_idle
         sampler = SlotSampler(self._step, self._shape, self._vocab_limit, self._device)
         scheduler = Scheduler(
             pull,

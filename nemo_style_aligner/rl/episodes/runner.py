@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -30,6 +30,7 @@ from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.rl.episodes.policy import EpisodeLimitError, Policy
 from nemo_style_aligner.rl.episodes.turns import Turns
+from nemo_style_aligner.rl.reward_functions import as_number
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry import activity
@@ -89,9 +90,9 @@ class EpisodeLimits:
         blocked_seconds: for which a coroutine may hold the event loop.
     """
 
-    max_replies: int
-    seconds: float
-    blocked_seconds: float
+    max_replies: int = 16
+    seconds: float = 300.0
+    blocked_seconds: float = 60.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -192,7 +193,7 @@ class Environment:
             return None, f"{of_line} raised {describe(error)}"
         if not running.policy.transcript.num_replies:
             return None, f"{of_line}: it ended before the policy had replied"
-        return returned, None
+        return _plain(returned), None
 
     def episode(self, running: _Running, outcome: Any, problem: str | None, version: int) -> Episode:
         """The finished episode. One without a reply gets an end, since a sample has a token: it counts nowhere."""
@@ -404,6 +405,16 @@ class _Round:
         running.is_late = True
         if running.task is not None:
             running.task.cancel()
+
+
+def _plain(returned: Any) -> Any:
+    """What an environment has returned as JSON has it, for other ranks and checkpoints: what is no number as text."""
+    if returned is None:
+        return None
+    if isinstance(returned, Mapping) and all(isinstance(part, str) for part in returned):
+        return {part: _plain(value) for part, value in returned.items()}
+    number = as_number(returned)
+    return repr(returned) if number is None else number
 
 
 def _give(future: asyncio.Future[ScheduledSequence], sequence: ScheduledSequence) -> None:

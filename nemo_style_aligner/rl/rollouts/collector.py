@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,6 +70,27 @@ class WeightFollower(Protocol):
 
 Minibatches = Sequence[Sequence[int]]
 """The samples of each update, in order."""
+
+
+def as_sample(
+    result: GenerationResult, prompt: Prompt, group: int, decode: Callable[[Sequence[int]], str], step: int = 0
+) -> Sample:
+    """A response as reward and value sources get it; see `Sample`."""
+    of_episode: dict[str, Any] = {}
+    if isinstance(result, Episode):
+        of_episode = {"sampled": result.mask, "outcome": result.outcome, "problem": result.problem}
+    return Sample(
+        sample_id=result.request_id,
+        group=group,
+        line=prompt.line,
+        place=prompt.place,
+        token_ids=result.prompt_token_ids + result.token_ids,
+        prompt_length=len(result.prompt_token_ids),
+        ended=result.finish_reason == "stop",
+        decode=decode,
+        **of_episode,
+        step=step,
+    )
 
 
 class ScoredResponses:
@@ -377,21 +399,8 @@ class RolloutCollector:
         """
 
         def sample(result: GenerationResult) -> Sample:
-            of_episode: dict[str, Any] = {}
-            if isinstance(result, Episode):
-                of_episode = {"sampled": result.mask, "outcome": result.outcome, "problem": result.problem}
-            return Sample(
-                sample_id=result.request_id,
-                group=result.request_id // group_size,
-                line=prompts[result.request_id].line,
-                place=prompts[result.request_id].place,
-                token_ids=result.prompt_token_ids + result.token_ids,
-                prompt_length=len(result.prompt_token_ids),
-                ended=result.finish_reason == "stop",
-                decode=self.decode,
-                **of_episode,
-                step=step,
-            )
+            number = result.request_id
+            return as_sample(result, prompts[number], number // group_size, self.decode, step)
 
         responses = ScoredResponses(self.scorer, self.scoring_batch_size, sample, are_trained=are_trained)
         metrics = generate(responses.add)
@@ -416,6 +425,8 @@ class RolloutCollector:
         self, rollouts: Rollouts, scores: Scores, columns: Mapping[str, torch.Tensor]
     ) -> list[dict[str, Any]]:
         """Everything about every sample, as ``samples.jsonl`` has it, on rank 0; empty elsewhere. Collective.
+
+        One whose reward is missing has the key ``problem``, if it is known why.
 
         Args:
             columns: fp32 [R] each, by name; lists with a number for each token of the response, null where it was
@@ -447,6 +458,7 @@ class RolloutCollector:
                 "sampled": [*map(int, is_sampled)],
                 "pieces": [self.tokenizer.token_text(token) for token in response],
                 **{n: [next(of) if own else None for own in is_sampled] for n, of in numbers.items()},
+                **({"problem": scores.problems[sample]} if sample in scores.problems else {}),
             })  # fmt: skip
         return records
 
@@ -565,11 +577,12 @@ class GenerationSchedule:
         """The rollouts kept for ``step``, once complete: they cannot be made again, as their weights are gone."""
         if step not in self._rounds:
             return {"rollouts": None}
+        kept = self._rounds[step]
         with self._timer("rollout_wait"):
-            own = pack_results(self._rounds[step].wait()).decode()
+            own = pack_results(kept.wait()).decode()
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, own)
-        return {"rollouts": parts}
+        return {"rollouts": parts, "prompts": _digest(kept.prompts)}
 
     def load_state_dict(self, state: dict[str, Any], step: int, prompts: PromptSource, start: int) -> None:
         """Continue where `state_dict` was taken, with any number of ranks; for ``start`` see `generate`."""
@@ -584,7 +597,12 @@ class GenerationSchedule:
             return
         batch = prompts.batch(start)
         results = [result for part in state["rollouts"] for result in unpack_results(part)]
-        if len(results) != len(batch) or any(r.prompt_token_ids != batch[r.request_id].token_ids for r in results):
+        if len(results) != len(batch) or state["prompts"] != _digest(batch):
             warn_for_all_ranks(logger, "the rollouts kept for step %d are discarded: they answer other prompts", step)
             return
         self._rounds[step] = KeptRound(batch, results[dist.get_rank() :: dist.get_world_size()])
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """Equal where the prompts are: responses do not tell, since an environment may have asked something else."""
+    return hashlib.sha256(repr([prompt.token_ids for prompt in prompts]).encode()).hexdigest()
