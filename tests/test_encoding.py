@@ -61,7 +61,7 @@ def rows_of(kind: str, count: int = LINES, length: int = 30) -> list[dict[str, A
     rows: list[dict[str, Any]] = []
     for i in range(count):
         if kind == "sft":
-            pair = {"subject": "add", "input": f"{i}+1" + "y" * length, "output": str(i + 1)}
+            pair = {"context": "add", "input": f"{i}+1" + "y" * length, "output": str(i + 1)}
             rows.append(pair if i % 50 == 7 else {"messages": chat(i, length, good)})
         elif kind == "comparisons":
             rows.append({"chosen": chat(i, length, good), "rejected": chat(i, length, bad if i % 9 else good)})
@@ -109,7 +109,7 @@ def test_two_processes_make_what_one_makes(
     assert alone == together
     assert "'human' as 'user', 'gpt' as 'assistant'" in "".join(alone[2])
     expected = {
-        "sft": "data.jsonl: lines have 'subject' (11 of them)",
+        "sft": "data.jsonl: lines have 'context' (11 of them)",
         "comparisons": "dropped 58 of 520 pairs: of two texts that are the same",
         "labelled": "dropped 58 of 520 texts: without any label",
         "prompts": "dropped 58 of 520 prompts: longer than 400",

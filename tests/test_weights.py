@@ -633,7 +633,7 @@ def test_a_tokenizers_files_are_copied_whole(tmp_path: Path) -> None:
     ("name", "content", "complaint"),
     [
         ("tokenizer.json", None, r"DIR: transformers cannot load this tokenizer"),
-        ("tokenizer.json", "version of git-lfs", r"DIR: transformers cannot load this tokenizer"),
+        ("tokenizer.json", "version of git-lfs", r"DIR/tokenizer\.json cannot be used"),
         ("tokenizer_config.json", "[]", r"DIR/tokenizer_config\.json cannot be read"),
         ("generation_config.json", "{", r"generation_config\.json cannot be read"),
     ],
