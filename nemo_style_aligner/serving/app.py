@@ -17,7 +17,7 @@ from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.services.flask_app import service_app
 from nemo_style_aligner.services.http_server import CLIENT_IS_THERE_KEY, EVENT_STREAM, WsgiServer
 from nemo_style_aligner.services.request_log import NOTES_KEY
-from nemo_style_aligner.serving.answers import Answer
+from nemo_style_aligner.serving.answers import Answer, Endpoint
 from nemo_style_aligner.serving.bodies import Asked, BodyReader, RequestError, error_body, error_object
 from nemo_style_aligner.serving.generation import Generation, Metrics, Ticket
 
@@ -89,6 +89,7 @@ class ServedModel:
         app.after_request(self._count)
         app.url_map.strict_slashes = False  # /v1/models/, too
         posts = {"/v1/completions": self._completion, "/v1/chat/completions": self._chat}
+        posts["/inference/v1/generate"] = self._generate
         for path, view in (posts | {"/tokenize": self._tokenize, "/detokenize": self._detokenize}).items():
             app.add_url_rule(path, view_func=view, methods=["POST"])
         app.add_url_rule("/v1/models", view_func=self._models)
@@ -100,14 +101,17 @@ class ServedModel:
     # ---- completions ----------------------------------------------------------------------------
 
     def _completion(self) -> ResponseReturnValue:
-        return self._answer(self._bodies.completion(_body()), is_chat=False)
+        return self._answer(self._bodies.completion(_body()), Endpoint.COMPLETIONS)
 
     def _chat(self) -> ResponseReturnValue:
-        return self._answer(self._bodies.chat(_body()), is_chat=True)
+        return self._answer(self._bodies.chat(_body()), Endpoint.CHAT)
 
-    def _answer(self, asked: Asked, *, is_chat: bool) -> ResponseReturnValue:
+    def _generate(self) -> ResponseReturnValue:
+        return self._answer(self._bodies.generate(_body()), Endpoint.GENERATE)
+
+    def _answer(self, asked: Asked, endpoint: Endpoint) -> ResponseReturnValue:
         ticket = self.generation.submit(asked)
-        answer = Answer(asked, ticket, self._name, self._tokenizer, is_chat=is_chat)
+        answer = Answer(asked, ticket, self._name, self._tokenizer, endpoint)
         news = self._news(ticket, request.environ[CLIENT_IS_THERE_KEY], request.environ[NOTES_KEY])
         next(news)  # an error that comes before the first token has a status of its own, in a stream, too
         if asked.streams:
