@@ -274,7 +274,7 @@ def test_a_prompt_of_all_the_context_can_be_scored(folder: Path, client: openai.
 
 
 NOTHING: dict[str, Any] = {
-    **dict.fromkeys(("store", "use_beam_search", "echo", "logprobs", "stream", "include_stop_str_in_output"), False),
+    **dict.fromkeys(("use_beam_search", "echo", "logprobs", "stream", "include_stop_str_in_output"), False),
     **{key: {} for key in ("logit_bias", "stream_options", "metadata", "structured_outputs")},
     **{key: [] for key in ("tools", "functions", "stop", "stop_token_ids", "bad_words", "documents")},
     "tool_choice": "none",
@@ -290,6 +290,7 @@ NOTHING: dict[str, Any] = {
     "priority": 0,
     "top_p": 0,
     "user": "me",
+    "store": True,
     "cache_salt": "x",
     "skip_special_tokens": True,
     "return_token_ids": False,
@@ -320,7 +321,7 @@ def test_fields_that_ask_for_nothing_are_accepted(server: str) -> None:
             assert reply.status_code == 200 and reply.json()["choices"] == plain, (name, value, reply.text)
         two = session.post(f"{server}/v1/{path}", json=body | {"n": 2, "best_of": 2}, timeout=30)
         assert len(two.json()["choices"]) == 2
-        for name, value in (("store", True), ("tool_choice", "required"), ("priority", 1), ("n", 1.5), ("best_of", 2)):
+        for name, value in (("suffix", "b"), ("tool_choice", "required"), ("priority", 1), ("n", 1.5), ("best_of", 2)):
             reply = session.post(f"{server}/v1/{path}", json=body | {name: value}, timeout=30)
             assert reply.status_code == 400 and reply.json()["error"]["param"] == name, reply.text
 
@@ -851,6 +852,51 @@ def test_lm_eval_gets_the_numbers_of_transformers(folder: Path, server: str, tmp
             assert re.sub(r"[-\d.]+e?[-\d]*", "", str(one["resps"])) == re.sub(
                 r"[-\d.]+e?[-\d]*", "", str(other["resps"])
             )
+
+
+VERIFIERS_TASKS = """import verifiers.v1 as vf
+
+
+class LineTask(vf.Task[vf.TaskData]):
+    @vf.reward(weight=1.0)
+    async def reward(self, trace: vf.Trace) -> float:
+        return 0.5
+
+
+class LineTaskset(vf.Taskset[LineTask, vf.TasksetConfig]):
+    def load(self) -> list[LineTask]:
+        return [LineTask(vf.TaskData(prompt=f"What is 12 times {i}?"), self.config.task) for i in range(4)]
+
+
+__all__ = ["LineTaskset"]
+"""
+
+
+def test_episodes_of_verifiers_have_ids_masks_and_log_probs(folder: Path, server: str, tmp_path: Path) -> None:
+    """`vf-eval --client.type train`, which asks /inference/v1/generate."""
+    program = os.environ.get("VF_EVAL") or shutil.which("vf-eval")
+    if program is None:
+        pytest.skip("NOT TESTED: pip install verifiers uv, in an environment of its own, and VF_EVAL=.../bin/vf-eval")
+    (tmp_path / "lines_v1").mkdir()
+    (tmp_path / "lines_v1" / "__init__.py").write_text(VERIFIERS_TASKS)
+    agent = ["--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess", "-o", str(tmp_path / "runs")]
+    client = ["--client.type", "train", "--client.base-url", f"{server}/v1", "--client.api-key-var", "KEY_OF_TEST"]
+    client += ["-m", "tiny", "--client.renderer-model-name", str(folder), "--sampling.max-tokens", "24"]
+    path = os.pathsep.join([str(Path(program).parent), os.environ["PATH"]])
+    added = {"KEY_OF_TEST": KEY, "PYTHONPATH": str(tmp_path), "PATH": path, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [program, "lines-v1", "--no-push", "--no-rich", *agent, *client],
+        env={**environment(), **added},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    (traces,) = (tmp_path / "runs").glob("*/traces.jsonl")
+    episodes = list(map(json.loads, traces.open()))
+    assert len(episodes) == 4 and all(episode["ok"] for episode in episodes), done.stdout[-3000:]
+    for node in (node for episode in episodes for node in episode["traces"][0]["nodes"] if node["sampled"]):
+        assert len(node["token_ids"]) == len(node["mask"]) and sum(node["mask"]) == len(node["logprobs"]) > 0
 
 
 def _numbers(responses: Any) -> list[float]:

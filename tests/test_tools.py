@@ -32,6 +32,8 @@ Tools: {% for tool in tools %}{{ tool | tojson }}
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+# Which tools there are, without their schemas, which each client writes in its own way; turns end as the model's do.
+SERVED = QWEN.replace("<|im_end|>", "<|endoftext|>").replace("{{ tool | tojson }}", "{{ tool.function.name }}")
 LLAMA = """{%- if tools %}{{ tools | tojson }}{% endif %}{%- for m in messages %}<|im_start|>{{ m.role }}
 
 {% if m.tool_calls %}{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ "" }}
@@ -77,8 +79,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for text, name, arguments, result in STEPS:
         messages += [called(text, name, arguments), {"role": "tool", "content": result}]
     messages.append({"role": "assistant", "content": ANSWER})
-    train_bpe_tokenizer([QWEN, json.dumps(TOOLS)], 300, path)
-    (path / "chat_template.jinja").write_text(QWEN.replace("<|im_end|>", "<|endoftext|>"))
+    train_bpe_tokenizer([SERVED, json.dumps(TOOLS)], 300, path)
+    (path / "chat_template.jinja").write_text(SERVED)
     ids = load_tokenizer(path).text_to_ids(
         AutoTokenizer.from_pretrained(path).apply_chat_template(messages, tools=TOOLS, tokenize=False)
     )

@@ -36,7 +36,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tools", "functions", "documents", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("parallel_tool_calls", "spaces_between_special_tokens"), (True, False)),
-    **dict.fromkeys(("store", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("detokenize", "include_reasoning"), (True,)),
     "echo": (False,),
     "add_special_tokens": (False,),
@@ -46,8 +46,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
 }
-# Fields that have no effect on an answer: whom it is for, and what caches keep.
-_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt")
+# Fields that have no effect on an answer: whom it is for, and what is kept of it elsewhere.
+_WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "cache_salt"),
+)
 # Those of /inference/v1/generate besides, whose answers have no text.
 _WITHOUT_EFFECT_ON_IDS = (
     *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"),
@@ -460,9 +463,7 @@ class BodyReader:
                 if render(record, Conversation(less, tools, variables)) == text:
                     record.fail(f"{key!r} of a message is nothing that the model's chat template shows: leave it out")
         except DataError as error:
-            raise RequestError(
-                400, str(error), "tools" if "leaves out 'tools'" in str(error) else "messages"
-            ) from error
+            raise RequestError(400, str(error), "tools" if "'tools'" in str(error) else "messages") from error
         ids = self._tokenizer.text_to_ids(text)
         return Prompt(token_ids=self._tokenizer.with_bos(ids, renderer.begins_with_bos(None)), text=text)
 

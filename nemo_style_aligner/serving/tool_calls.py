@@ -1,4 +1,8 @@
-"""Calls of tools, in the forms in which families of models write them into their responses."""
+"""Calls of tools, in the forms in which families of models write them into their responses.
+
+The library `renderers` has more forms, but renders conversations itself instead of by the model's chat template, and
+reads whole responses: streams would need these readers all the same.
+"""
 
 from __future__ import annotations
 
