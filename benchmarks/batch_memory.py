@@ -24,6 +24,7 @@ from common import Bounds, json_path, long_tailed, next_answer, positive_int, pr
 from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.config.schema import ActorLoop
 from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.models.ragged import after_prompts
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
@@ -137,22 +138,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(getattr(value, field.name))
 
 
-SETTINGS = AdvantageSettings(
-    estimator=ESTIMATORS["gae"],
-    kl_coef=0.01,
-    kl_estimator="k1",
-    kl_clamp=None,
-    discount_factor=1.0,
-    gae_lambda=0.95,
-    normalize_advantages=True,
-    advantage_whitening_unbiased=False,
-    mask_truncated=True,
-    importance_weight_cap=None,
-    importance_sequence_bounds=None,
-    max_length=0,
-    overlong_buffer=0,
-    overlong_penalty=0.0,
-)
+SETTINGS = AdvantageSettings(ActorLoop(kl_estimator="k1"), ESTIMATORS["gae"], max_length=0)
 
 
 if __name__ == "__main__":

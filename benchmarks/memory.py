@@ -28,7 +28,7 @@ from common import (
     print_table,
     write_json,
 )
-from training_pass import OPTIM, Workload, add_batching_arguments, add_workload_arguments, make_workload, padded
+from training_pass import ADAM, OPTIM, Workload, add_batching_arguments, add_workload_arguments, make_workload, padded
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
@@ -46,8 +46,8 @@ from nemo_style_aligner.models.packing import MicroBatching, micro_batches
 from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
 from nemo_style_aligner.models.policy_losses import LossSettings
 from nemo_style_aligner.models.products import own_kernels
+from nemo_style_aligner.models.sizes import Layout, Sizes
 from nemo_style_aligner.parallel.groups import device, single_process
-from nemo_style_aligner.placement.costs import Layout, Sizes
 from nemo_style_aligner.telemetry.timers import peak_meter
 
 CASES = ("packed", "selective", "full", "lora", "padded")
@@ -163,7 +163,7 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
     config = {"optim": OPTIM, "activations_checkpoint_granularity": granularity}
     config |= {"peft": LORA} if case == "lora" else {}
     model = build_model(model_of_memory.architecture, config, model_of_memory.dtype)
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-6, name="constant"), 1.0)
+    optimizer = Optimizer(model, ADAM, Schedule(lr=1e-6, name="constant"), 1.0)
     batching = MicroBatching(args.padded_rows, None if is_padded else args.max_tokens)
     actor = Actor(
         *(model, optimizer, None),

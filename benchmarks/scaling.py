@@ -21,8 +21,9 @@ import cpu_only  # noqa: F401 (nothing here needs a GPU)
 from common import json_path, print_table, write_json
 
 from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.models.sizes import Layout
 from nemo_style_aligner.placement.candidates import Candidate, Cluster, Fit, Run, Savings, predicted, simulated_job
-from nemo_style_aligner.placement.costs import Layout, Model, Sample
+from nemo_style_aligner.placement.costs import Model, Sample
 from nemo_style_aligner.placement.planner import plans
 from nemo_style_aligner.placement.rates import DEVICES
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate

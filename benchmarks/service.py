@@ -46,7 +46,8 @@ from nemo_style_aligner.models.gpt import build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.services.endpoints import ModelLimits
 from nemo_style_aligner.services.http_client import ClientLimits, HttpClient, server_url
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.protocol import encode_infer_request

@@ -40,6 +40,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.models import layer_kernels
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model, parse_precision
@@ -55,6 +56,7 @@ from nemo_style_aligner.parallel.groups import device, single_process
 from nemo_style_aligner.weights.huggingface_config import hf_config
 
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-6, "weight_decay": 0.1, "betas": [0.9, 0.98]}
+ADAM = schema.Optimizer(**OPTIM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ def main() -> None:
     architecture = SHAPES[args.shape]
     with single_process():
         model = build_model(architecture, {"optim": OPTIM}, dtype)
-        optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-6, name="constant"), 1.0, STOP)
+        optimizer = Optimizer(model, ADAM, Schedule(lr=1e-6, name="constant"), 1.0, STOP)
         batching = MicroBatching(args.padded_rows, args.max_tokens)
         actor = Actor(
             model,

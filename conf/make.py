@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_style_aligner.config.fields import Field, Section, hints_of, section_of
+from nemo_style_aligner.config.fields import Field, Section, fields_of, hints_of, section_of
 from nemo_style_aligner.config.schema import JOBS, fields_of_job
 from nemo_style_aligner.config.section_names import names_of
+from nemo_style_aligner.placement.plan import PlannedJob
 
 REFERENCE = """# Config keys
 
@@ -24,6 +25,8 @@ differ. {names}
 
 Made from `nemo_style_aligner/config/schema.py` by `python conf/make.py`.
 """
+
+HEADER = "| key | value | default | what |\n| --- | --- | --- | --- |"
 
 HEAD = """# {title}
 #
@@ -76,10 +79,13 @@ def reference() -> str:
     for prefix, keys in sections.items():
         if keys:
             rows = (_row(key, jobs_of[prefix]) for key in keys.values())
-            header = "| key | value | default | what |\n| --- | --- | --- | --- |"
             head = f"## {prefix or 'Top level'}\n\nIn {_named(jobs_of[prefix])}.\n"
-            text.append("\n".join([head, header, *rows, ""]))
-    return "\n".join(text)
+            text.append("\n".join([head, HEADER, *rows, ""]))
+    of_plan = [*_keys(PlannedJob, fields_of(PlannedJob))]
+    rows = (_row(Key(name, field, comment, {"": _written(field.default)}), [""]) for _, name, field, comment in of_plan)
+    return "\n".join(
+        [*text, f"## A job of a plan\n\nOf the file that `nsa launch` reads (launching.md).\n\n{HEADER}", *rows, ""]
+    )
 
 
 def _keys(
@@ -95,6 +101,10 @@ def _keys(
         yield prefix.rstrip("."), name, field, comment
         if (nested := section_of(hint)) is not None:
             yield from _keys(nested, fields, f"{prefix}{name}.")
+        elif field.element is not None and issubclass(field.element, Section):
+            place = f"{prefix}{name}[*]."
+            listed = {f"{place}{key}": of_element for key, of_element in fields_of(field.element).items()}
+            yield from _keys(field.element, listed, place)
 
 
 def _named(jobs: Iterable[str]) -> str:
@@ -159,6 +169,8 @@ def _comments(section: type[Section]) -> Mapping[str, tuple[list[str], str]]:
 def _written(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value)
+    if value == {}:
+        return "{}"
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
     if isinstance(value, str):

@@ -13,6 +13,7 @@ import random
 import torch
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.models.actor import Actor
@@ -60,7 +61,7 @@ ARCHITECTURE = ModelArchitecture(
 
 def build_actor() -> Actor:
     policy = build_model(ARCHITECTURE, {}, torch.float32)
-    optimizer = Optimizer(policy, {}, Schedule(lr=1e-3, name="constant"), clip_grad=1.0)
+    optimizer = Optimizer(policy, schema.Optimizer(weight_decay=0.0), Schedule(lr=1e-3, name="constant"), clip_grad=1.0)
     # PPO's clipped loss. The entropy bonus keeps the policy guessing until it knows.
     loss = LossSettings(policy_loss="ppo", clip_low=0.2, clip_high=0.2, entropy_bonus=0.01)
     batching = MicroBatching(num_rows=512)

@@ -9,16 +9,19 @@ written down once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nemo_style_aligner.rope import RopeScaling, inverse_frequencies
 
 if TYPE_CHECKING:
     import torch
 
-Normalization = Literal["rmsnorm", "layernorm", "layernorm1p"]
+# Those with 1p store their weights less one.
+Normalization = Literal["rmsnorm", "rmsnorm1p", "layernorm", "layernorm1p"]
+NormPlaces = Literal["before", "after", "both"]
 Activation = Literal["silu", "gelu", "gelu-tanh", "squared-relu"]  # gelu-tanh: its approximation by tanh
 
 # NeMo's `activation` strings -> (activation, gated). "fast-" variants name fused kernels of old
@@ -37,9 +40,10 @@ LARGEST_LENGTH = 1 << 24
 
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads", "num_query_groups")
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # 1: none
+_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _POSITIVE = (
     *("layernorm_epsilon", "rotary_base", "rotary_percentage", "init_method_std", "softmax_scale"),
-    *MULTIPLIERS,
+    *(*MULTIPLIERS, *_SOFTCAPS),
 )
 
 # Fields that are keys of NeMo's config; and its names of others.
@@ -73,13 +77,71 @@ NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "apply_embedding_scaling": _OFF,  # Gemma
     "mcore_customization_config": (None, {}),  # Gemma 2
     "drop_layers": (None, []),
-    _ZERO_CENTERED: _OFF,  # except with LayerNorm, which it turns into layernorm1p
 }
 """Keys of NeMo that change what a model computes, and the values with which it can be built here."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerFeatures:
+    """What layers compute, beside their sizes. The defaults are Llama's."""
+
+    layer_norms: NormPlaces = "before"  # of inputs of attention and MLP, of what these add (OLMo 2), of both (Gemma 2)
+    normalization: Normalization = "rmsnorm"
+    activation: Activation = "silu"
+    gated: bool = True  # SwiGLU when activation is silu
+    bias: bool = False  # biases on all linear layers (and LayerNorm has its own always)
+    qkv_bias: bool = False  # biases on the q, k and v projections only (Qwen2)
+    qk_layernorm: bool = False  # RMSNorm over each head of q and k (Qwen3)
+    qk_norm_over_heads: bool = False  # over all of a token's heads together instead (OLMo 2)
+    softmax_scale: float | None = None  # factor of attention scores; None: 1 / sqrt(kv_channels)
+    attn_logit_softcapping: float | None = None  # c: scores are c tanh(score / c) (Gemma 2); None: as they are
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream (Granite)
+
+    @property
+    def norm_has_bias(self) -> bool:
+        """Whether norms are LayerNorms."""
+        return self.normalization.startswith("layernorm")
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the stored weights of norms."""
+        return 1.0 if self.normalization.endswith("1p") else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer(LayerFeatures):
+    """What one layer computes: what all have in common, and what differs from layer to layer.
+
+    Everything that computes layers reads this. What does not know all of it names what it knows (`unknown`), so that it
+    steps aside for a field that is added later.
+    """
+
+    no_rope: bool = False  # no rotary embedding (SmolLM3)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are rotated."""
+        return not self.no_rope
+
+    def unknown(self, known: Collection[str]) -> list[str]:
+        """Fields in which the layer differs from Llama's, but for those that are ``known``."""
+        names = (field.name for field in dataclasses.fields(self) if field.name not in known)
+        return [name for name in names if getattr(self, name) != getattr(_PLAIN, name)]
+
+
+_PLAIN = Layer()
+ENDS = ("embedding_multiplier", "logits_scaling", "final_logit_softcapping")
+"""Features of a model before and behind its layers."""
+
+EVERY_FEATURE = frozenset(
+    ("layer_norms", "normalization", "activation", "gated", "bias", "qkv_bias", "qk_layernorm", "qk_norm_over_heads")
+    + ("softmax_scale", "attn_logit_softcapping", "residual_multiplier", "no_rope")
+)
+"""All that there is today, spelled out: who knows it does not know what is added to `Layer` tomorrow."""
+
+
 @dataclasses.dataclass(frozen=True)
-class ModelArchitecture:
+class ModelArchitecture(LayerFeatures):
     """Shape of a decoder-only transformer. All sizes are global (not per rank).
 
     ``vocab_size`` is the number of rows of the embedding in the Hugging Face sense: without the
@@ -94,22 +156,15 @@ class ModelArchitecture:
     vocab_size: int
     kv_channels: int = 0  # size of one head; 0 means hidden_size / num_attention_heads
     max_position_embeddings: int = 4096
-    normalization: Normalization = "rmsnorm"
     layernorm_epsilon: float = 1e-5
-    activation: Activation = "silu"
-    gated: bool = True  # SwiGLU when activation is silu
-    bias: bool = False  # biases on all linear layers (and LayerNorm has its own always)
-    qkv_bias: bool = False  # biases on the q, k and v projections only (Qwen2)
-    qk_layernorm: bool = False  # RMSNorm over each head of q and k (Qwen3)
     tied_embeddings: bool = False
     rotary_base: float = 10000.0
     rotary_percentage: float = 1.0
     rope_scaling: RopeScaling | None = None
     no_rope_layers: tuple[int, ...] = ()  # layers (0-based) that do not rotate (SmolLM3)
-    softmax_scale: float | None = None  # factor of attention scores; None: 1 / sqrt(kv_channels)
-    embedding_multiplier: float = 1.0  # of embeddings (this and the next two: Granite)
-    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
-    logits_scaling: float = 1.0  # what logits are divided by
+    embedding_multiplier: float = 1.0  # of embeddings (Granite; Gemma 2: the root of hidden_size)
+    logits_scaling: float = 1.0  # what logits are divided by (Granite)
+    final_logit_softcapping: float | None = None  # c: logits are c tanh(logit / c) (Gemma 2)
     init_method_std: float = 0.02
     family: str = "llama"  # the Hugging Face `model_type` written on export
 
@@ -147,10 +202,14 @@ class ModelArchitecture:
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_query_groups {self.num_query_groups}"
             )
-        if self.qk_layernorm and self.normalization != "rmsnorm":
+        if self.qk_layernorm and self.norm_has_bias:
             raise ValueError(
                 f"qk_layernorm with normalization={self.normalization!r}: only RMSNorm can normalise queries and keys"
             )
+        if self.qk_norm_over_heads and not self.qk_layernorm:
+            raise ValueError("qk_norm_over_heads says which norm of queries and keys: set qk_layernorm, too")
+        if self.layer_norms not in get_args(NormPlaces):
+            raise ValueError(f"layer_norms={self.layer_norms!r} is not one of {', '.join(get_args(NormPlaces))}")
 
     def _check_scaling(self, scaling: RopeScaling) -> None:
         if scaling.limit is not None and self.max_position_embeddings > scaling.limit:
@@ -194,10 +253,9 @@ class ModelArchitecture:
         normalization: Any = said.lower() if isinstance(said, str) else said  # megatron writes RMSNorm
         if normalization not in ("rmsnorm", "layernorm", "layernorm1p"):
             raise ValueError(f"model.normalization={said!r} is not rmsnorm, layernorm or layernorm1p")
+        if _flag(cfg, _ZERO_CENTERED):
+            normalization = normalization.removesuffix("1p") + "1p"
         foreign = {key: cfg[key] for key, plain in NEMO_FEATURES_NOT_BUILT.items() if cfg.get(key) not in plain}
-        if _ZERO_CENTERED in foreign and normalization != "rmsnorm":
-            normalization = "layernorm1p"
-            del foreign[_ZERO_CENTERED]
         if foreign:
             named = ", ".join(f"model.{key}={value}" for key, value in foreign.items())
             raise ValueError(f"models with {named} are not supported: their results would be wrong")
@@ -219,6 +277,8 @@ class ModelArchitecture:
             bias=_flag(cfg, "bias"),
             qkv_bias=_flag(cfg, qkv_bias),
             qk_layernorm=_flag(cfg, "qk_layernorm"),
+            qk_norm_over_heads=_flag(cfg, "qk_norm_over_heads"),
+            layer_norms=cfg.get("layer_norms") or "before",
             tied_embeddings=_flag(cfg, _TIED),
             rope_scaling=RopeScaling.from_nemo_config(_rope_keys(cfg)),
             no_rope_layers=_no_rope_layers(cfg.get("no_rope_freq"), sizes["num_layers"]),
@@ -240,10 +300,28 @@ class ModelArchitecture:
             config |= self.rope_scaling.to_nemo_config()
         if self.no_rope_layers:
             config["no_rope_freq"] = [int(layer in self.no_rope_layers) for layer in range(self.num_layers)]
-        config |= {key: getattr(self, key) for key in MULTIPLIERS if getattr(self, key) != 1}
+        if self.normalization == "rmsnorm1p":  # NeMo has no name for it
+            config |= {"normalization": "rmsnorm", _ZERO_CENTERED: True}
+        own = ("layer_norms", "qk_norm_over_heads", "softmax_scale", *MULTIPLIERS, *_SOFTCAPS)
+        config |= {key: getattr(self, key) for key in own if getattr(self, key) != DEFAULTS[key]}
         if kind[0] == "gelu":
             config |= {"openai_gelu": is_tanh, "bias_activation_fusion": False}
-        return config if self.softmax_scale is None else config | {"softmax_scale": self.softmax_scale}
+        return config
+
+    # ---- layers -----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer computes."""
+        common = {field.name: getattr(self, field.name) for field in dataclasses.fields(LayerFeatures)}
+        kinds = {no_rope: Layer(**common, no_rope=no_rope) for no_rope in (True, False)}
+        return tuple(kinds[index in self.no_rope_layers] for index in range(self.num_layers))
+
+    def unknown(self, known: Collection[str]) -> list[str]:
+        """Features of any layer, or of the model's ends, that are not as in Llama and not among the ``known``."""
+        named = [name for layer in dict.fromkeys(self.layers) for name in layer.unknown(known)]
+        named += [name for name in ENDS if name not in known and getattr(self, name) != DEFAULTS[name]]
+        return list(dict.fromkeys(named))
 
     # ---- sizes ------------------------------------------------------------------------------
 
@@ -256,11 +334,6 @@ class ModelArchitecture:
     def turned_channels(self) -> int:
         """Channels of a head that are rotated: `rotary_size`, and one more if that is odd, as in Megatron."""
         return (self.rotary_size + 1) // 2 * 2
-
-    @property
-    def has_multipliers(self) -> bool:
-        """Whether embeddings, attention scores, residual stream or logits are scaled otherwise than in most models."""
-        return self.softmax_scale is not None or any(getattr(self, key) != 1 for key in MULTIPLIERS)
 
     @property
     def attention_scale(self) -> float:
@@ -279,12 +352,19 @@ class ModelArchitecture:
         attention = h * qkv_out + h * d * self.num_attention_heads
         attention += qkv_out if self.bias or self.qkv_bias else 0
         attention += h if self.bias else 0
-        attention += 2 * d if self.qk_layernorm else 0
+        attention += sum(self.qk_norm_sizes)
         fc1_out = self.ffn_hidden_size * (2 if self.gated else 1)
         mlp = h * fc1_out + h * self.ffn_hidden_size + (fc1_out + h if self.bias else 0)
-        norm = h if self.normalization == "rmsnorm" else 2 * h
+        norm = 2 * h if self.norm_has_bias else h
+        norms = norm * (4 if self.layer_norms == "both" else 2)
         embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
-        return self.num_layers * (attention + mlp + 2 * norm) + norm + embeddings
+        return self.num_layers * (attention + mlp + norms) + norm + embeddings
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, ...]:
+        """Weights of a layer's norms of queries and of keys; empty: there are none."""
+        heads = (self.num_attention_heads, self.num_query_groups) if self.qk_norm_over_heads else (1, 1)
+        return tuple(self.kv_channels * n for n in heads) if self.qk_layernorm else ()
 
     def require_weights(self, shapes: Iterable[Sequence[int]], where: object) -> None:
         """Check, before memory is taken for this model, that the weights to load could be its own.
@@ -364,6 +444,10 @@ class ModelArchitecture:
         if self.num_layers % pp_size:
             problems.append(f"{pp}: the model's num_layers={self.num_layers} is not a multiple of it")
         return problems
+
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelArchitecture)}
+"""Llama's values of an architecture's fields; sizes have none."""
 
 
 def _no_rope_layers(frequency: Any, num_layers: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of errors of writing: the disk, or the user's share of it, is full."""
@@ -78,3 +78,9 @@ def excepthook_kept() -> Iterator[None]:
         yield
     finally:
         sys.excepthook = hook
+
+
+def end_process(error: BaseException) -> NoReturn:
+    """End this process from any thread, as an uncaught error in the main thread does; of a job, that ends all ranks."""
+    sys.excepthook(type(error), error, error.__traceback__)
+    os._exit(1)

@@ -112,4 +112,12 @@ def _require_closed(file: Path, what: str) -> None:
 def describe(error: BaseException) -> str:
     """What the user's code raised, and where, in a line."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {' '.join(str(error).split())} ({frames[-1].filename}:{frames[-1].lineno})"
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(_text_of(error).split())}{where}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as another:  # noqa: BLE001 - the user's code as well
+        return f"its text cannot be had, for {type(another).__name__}"

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GraniteConfig,
     LlamaConfig,
     NemotronConfig,
+    Olmo2Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -68,7 +70,12 @@ _CONFIGS: dict[str, Any] = {
     "nemotron": lambda: NemotronConfig(
         **_SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, partial_rotary_factor=0.5
     ),
-}
+    "olmo2": lambda: Olmo2Config(**_SIZES),
+    "gemma2": lambda: Gemma2Config(
+        **_SIZES, head_dim=16, query_pre_attn_scalar=64, attn_logit_softcapping=3.0, final_logit_softcapping=5.0,
+        attn_implementation="eager",
+    ),
+}  # fmt: skip
 _FEATURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"tied_embeddings": True},
@@ -86,6 +93,18 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "bias": True,
         "rotary_percentage": 0.5,
     },
+    "olmo2": {"layer_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True},
+    "gemma2": {
+        "layer_norms": "both",
+        "normalization": "rmsnorm1p",
+        "activation": "gelu-tanh",
+        "kv_channels": 16,
+        "softmax_scale": 0.125,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "embedding_multiplier": 48**0.5,
+        "tied_embeddings": True,
+    },
 }
 FAMILIES = list(_CONFIGS)
 
@@ -99,14 +118,14 @@ def hf_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                center = 1.0 if name.endswith("weight") and family != "nemotron" else 0.0
+                center = 1.0 if name.endswith("weight") and family not in ("nemotron", "gemma2") else 0.0
                 parameter.copy_(center + 0.2 * torch.randn_like(parameter))
     return model
 
 
 def architecture(family: str = "llama") -> ModelArchitecture:
     """The shape of `hf_model`'s models."""
-    epsilon = 1e-5 if family == "nemotron" else 1e-6
+    epsilon = 1e-5 if family in ("nemotron", "olmo2") else 1e-6
     return ModelArchitecture(
         num_layers=3,
         hidden_size=48,

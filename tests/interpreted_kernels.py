@@ -39,7 +39,9 @@ def checked(a: ModelArchitecture, dtype: torch.dtype) -> None:
     check(operations_for(shape, CPU), shape, CPU)
 
 
-for each in (LARGE, architecture("llama-geglu-bias"), architecture("nemotron")):
+ZERO_CENTERED = dataclasses.replace(LARGE, normalization="rmsnorm1p")
+
+for each in (LARGE, ZERO_CENTERED, architecture("llama-geglu-bias"), architecture("nemotron")):
     checked(each, torch.float32)
 checked(ONE_GROUP, torch.float16)
 
@@ -47,7 +49,7 @@ with pytest.MonkeyPatch.context() as patch:
     for name, wrong in (
         ("norm", lambda ops, hidden, *_: hidden * 2),
         ("activation", lambda ops, x: torch.relu(x[:, : x.shape[1] // 2])),
-        ("attention", lambda ops, batch: lambda qkv, norms, pages, rotates: qkv[:, : ops.groups * ops.heads * 8]),
+        ("attention", lambda ops, batch: lambda qkv, norms, pages, layer: qkv[:, : ops.groups * ops.heads * 8]),
     ):
         method = {"norm": "add_and_norm", "activation": "activate", "attention": "attention_of"}[name]
         with patch.context() as one, pytest.raises(ArithmeticError, match=f"{name} by Triton"):

@@ -43,11 +43,13 @@ from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, Part, _parts, stored_shapes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
+from nemo_style_aligner.config import schema
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy, SkipCounter
+from nemo_style_aligner.models.nonfinite import SkipCounter
 from nemo_style_aligner.models.offload import AdamOffload
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
@@ -108,7 +110,7 @@ class Job:
         }
         head = RewardHeadConfig() if self.reward else None
         model = build_model(self.architecture, config, self.dtype, head=head)
-        return model, Optimizer(model, optim, Schedule(lr=1e-3, warmup_steps=1, max_steps=8), 1.0)
+        return model, Optimizer(model, schema.Optimizer(**optim), Schedule(lr=1e-3, warmup_steps=1, max_steps=8), 1.0)
 
     def run(self, action: Callable[..., Any], *args: Any, expect_death: bool = False) -> Any:
         """Fork the ranks, run ``action(model, optimizer, *args)`` on each; rank 0's result.
@@ -942,7 +944,7 @@ def nonfinite(folder: Path) -> dict[str, Any]:
     """NaN in one rank's gradients or loss; NaN in the weights when a checkpoint is due."""
 
     def run(model: MegatronModel, optimizer: Optimizer, bad_rank: int | None) -> Any:
-        optimizer.skips = SkipCounter(NonFinitePolicy("skip", 3))
+        optimizer.skips = SkipCounter(Updates(on_nonfinite="skip", max_consecutive_skips=3))
         seed_everything(dist.get_rank())
         losses = train(model, optimizer, 2)
         if bad_rank is not None:

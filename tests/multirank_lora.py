@@ -19,6 +19,7 @@ from small_models import SHAPE, VOCAB, TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.sharded_tensors import Part
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
@@ -29,6 +30,7 @@ from nemo_style_aligner.weights.stream import export_weights, import_weights
 
 LR, RANK, ALPHA, UPDATES = 1e-2, 3, 6.0, 3
 OPTIM = {"name": "distributed_fused_adam", "lr": LR, "weight_decay": 0.1}
+ADAM = schema.Optimizer(**OPTIM)
 PEFT: dict[str, Any] = {
     "peft_scheme": "lora",
     "lora_tuning": {
@@ -116,7 +118,7 @@ def train(folder: Path, layout: Layout) -> None:
         weights = {name: tensor.clone() for name, tensor in export_weights(plain)}
         torch.save({"weights": weights, "adapters": adapters(model)}, start)
     import_weights(model, TensorSource(torch.load(start)["weights"]))
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=LR, name="constant"), 1.0)
+    optimizer = Optimizer(model, ADAM, Schedule(lr=LR, name="constant"), 1.0)
     data, objective, batching = batch(), language_model_objective(), MicroBatching(layout.rows)
     wanted = objective.wanted(data)
     results: dict[str, Any] = {}

@@ -30,6 +30,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import Critic, PPOActor, Updates
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, forward_batching
 from nemo_style_aligner.jobs.job_view import as_served
@@ -39,7 +40,6 @@ from nemo_style_aligner.jobs.service_setup import build_critic_service
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import KeptPasses
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
 from nemo_style_aligner.rl.experience import Experience, leave_out_nonfinite, make_experience
@@ -50,7 +50,7 @@ from nemo_style_aligner.rl.sample import Rollouts, Sample
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.settings import RLSettings
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 from nemo_style_aligner.training.run_control import RunControl
@@ -369,12 +369,12 @@ def ppo_step(folder: Path, layout: Layout) -> None:
     """What `RLTrainer.make_step` does from the rollouts on, and what the critic job does meanwhile."""
     groups = initialize_model_parallel(layout.tp, layout.pp, seed=1)
     log_dir = folder / "logs" / layout.name
-    actor_cfg = config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor")
-    base = open_base_model(actor_cfg.pretrained_checkpoint.restore_from_path, actor_cfg)
+    actor_cfg = PPOActor.read(config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor"))
+    base, actor_cfg = open_base_model(actor_cfg.pretrained_checkpoint.restore_from_path, actor_cfg)
     batch = sequences(base.architecture.vocab_size)
     trainer = _trainer(folder, layout, actor_cfg, base, log_dir)
-    critic_cfg = config("gpt_ppo_critic", layout, folder / _file("rm", layout.tied), log_dir / "critic")
-    critic_base = open_base_model(critic_cfg.pretrained_checkpoint.restore_from_path, critic_cfg)
+    critic_cfg = Critic.read(config("gpt_ppo_critic", layout, folder / _file("rm", layout.tied), log_dir / "critic"))
+    critic_base, critic_cfg = open_base_model(critic_cfg.pretrained_checkpoint.restore_from_path, critic_cfg)
     service = build_critic_service(critic_cfg, _run(critic_cfg, groups), critic_base, TrainingLedger())
 
     if layout.room is not None:
@@ -420,15 +420,17 @@ def group_step(folder: Path, layout: Layout) -> None:
     """The same of a group estimator: no critic, groups of samples, rewards from somewhere, of which one is missing."""
     initialize_model_parallel(layout.tp, layout.pp, seed=1)
     log_dir = folder / "logs" / layout.name
-    cfg = config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor")
-    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    cfg = PPOActor.read(config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor"))
+    base, cfg = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     trainer = _trainer(folder, layout, cfg, base, log_dir)
     rollouts = _dealt(trainer, sequences(base.architecture.vocab_size), GROUP)
     rewards = torch.randn(NUM_SAMPLES, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     rewards[5] = torch.nan
     scores = Scores(rewards, {}, ["sample 5 has no reward"])
     columns = trainer.logprobs(rollouts, is_trained=True)
-    rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, NonFinitePolicy("skip", 10))
+    rollouts, columns = leave_out_nonfinite(
+        rollouts, scores, columns, Updates(on_nonfinite="skip", max_consecutive_skips=10)
+    )
     experience, metrics = make_experience(rollouts, scores, columns, trainer.settings.advantages, version=0)
     trainer.train_policy(experience)
     tensors = _tensors(experience)
@@ -458,9 +460,9 @@ def _write(
     (folder / f"{layout.name}.json").write_text(json.dumps(metrics))
 
 
-def _rewards_in_job(cfg: DictConfig, archive: Path, batch: Sequences) -> torch.Tensor:
+def _rewards_in_job(cfg: PPOActor, archive: Path, batch: Sequences) -> torch.Tensor:
     """What the reward model gives inside the actor's job, fp32 [N] on rank 0: only some ranks have samples."""
-    base = open_base_model(str(archive), as_served(cfg), key="trainer.ppo.rewards")
+    base, _ = open_base_model(str(archive), as_served(cfg), key="trainer.ppo.rewards")
     head = RewardHeadConfig.from_model_config(base.config)
     source = ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
     source.load()
@@ -478,15 +480,15 @@ def _rewards_in_job(cfg: DictConfig, archive: Path, batch: Sequences) -> torch.T
 
 
 def _critic_in_job(
-    cfg: DictConfig, critic_cfg: DictConfig, policy: BaseModel, rollouts: Rollouts, experience: Experience
+    cfg: PPOActor, critic_cfg: Critic, policy: BaseModel, rollouts: Rollouts, experience: Experience
 ) -> dict[str, torch.Tensor]:
     """What a critic in the actor's job, with the settings of the service, makes of the same samples; on rank 0."""
-    cfg.critic = {
+    section = {
         "pretrained_checkpoint": {"restore_from_path": critic_cfg.pretrained_checkpoint.restore_from_path},
-        "model": {key: critic_cfg.model[key] for key in OF_CRITIC},
+        "model": {key: critic_cfg.model_given()[key] for key in OF_CRITIC},
     }
     sequences = SequencesToScore(WIDTH, policy.architecture.vocab_size, policy.tokenizer.fingerprint())
-    critic, _ = build_local_critic(cfg, policy, sequences)
+    critic, _ = build_local_critic(cfg.changed({"critic": section}), policy, sequences)
     trained = critic.load()
     rows = rollouts.on_first_rank(critic.values_of(rollouts), rollouts.sampled_lengths)
     critic.give_back_memory()  # as where something comes between
@@ -545,7 +547,7 @@ def _tensors(experience: Experience) -> dict[str, torch.Tensor]:
     return {"learns": experience.learns} | {name: torch.cat(list(row)) for name, row in rows.items() if row is not None}
 
 
-def _trainer(folder: Path, layout: Layout, cfg: DictConfig, base: BaseModel, log_dir: Path) -> RLTrainer:
+def _trainer(folder: Path, layout: Layout, cfg: PPOActor, base: BaseModel, log_dir: Path) -> RLTrainer:
     """The trainer around the policy, without the parts that make rollouts."""
     settings = RLSettings.from_config(cfg, steps_per_epoch=4)
     sequences = SequencesToScore(WIDTH, base.architecture.vocab_size, base.tokenizer.fingerprint())
@@ -560,7 +562,7 @@ def _trainer(folder: Path, layout: Layout, cfg: DictConfig, base: BaseModel, log
     )  # fmt: skip
 
 
-def _run(cfg: DictConfig, groups: ParallelLayout) -> Run:
+def _run(cfg: Critic, groups: ParallelLayout) -> Run:
     log_dir = Path(cfg.exp_manager.explicit_log_dir)
     checkpoints = CheckpointManager(log_dir / "checkpoints", CheckpointSettings.from_config(cfg.exp_manager))
     return Run(log_dir, groups, MetricsLogger(log_dir, dist.get_rank()), RunControl(), checkpoints)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from ranks import fork_ranks
 
 from nemo_style_aligner.architecture import ModelArchitecture
@@ -22,6 +22,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config.loading import check_config, load_defaults
+from nemo_style_aligner.config.schema import JOBS
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.data.sft import SFTItem
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
@@ -99,12 +100,12 @@ def trainer_for(method: str, folder: Path, log_dir: Path, *keys: str) -> Supervi
     for key, _, value in (line.partition("=") for line in given):
         OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, merge=False)
     check_config(cfg, f"gpt_{method}")
-    assert isinstance(cfg, DictConfig)
-    checkpoints = CheckpointManager(log_dir / "checkpoints", CheckpointSettings.from_config(cfg.exp_manager))
-    metrics = MetricsLogger.from_config(cfg.exp_manager, log_dir, dist.get_rank())
+    config: Any = JOBS[f"gpt_{method}"].sections.read(cfg)
+    checkpoints = CheckpointManager(log_dir / "checkpoints", CheckpointSettings.from_config(config.exp_manager))
+    metrics = MetricsLogger(log_dir, dist.get_rank())
     run = Run(log_dir, current_layout(), metrics, RunControl(), checkpoints)
-    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    return BUILD[method](cfg, run, base)
+    base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)
+    return BUILD[method](config, run, base)
 
 
 def weights_of(trainer: SupervisedTrainer) -> dict[str, torch.Tensor]:

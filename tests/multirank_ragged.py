@@ -19,6 +19,7 @@ from ranks import fork_ranks
 from small_models import SHAPE, VOCAB, TensorSource
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.kinds import KeepChoice
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.gpt import build_model
@@ -31,7 +32,8 @@ from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
 LR = 1e-3
-OPTIM = {"name": "distributed_fused_adam", "lr": LR}
+OPTIM = {"name": "distributed_fused_adam", "lr": LR, "weight_decay": 0.0}
+ADAM = schema.Optimizer(**OPTIM)
 LOSSES = (
     LossSettings("gspo", 0.05, 0.1, aggregation="sequence_mean", entropy_bonus=0.02),
     LossSettings("ppo", 0.2, 0.3, dual_clip=1.5, kl_coef=0.1, kl_estimator="k2"),
@@ -128,7 +130,7 @@ def step(folder: Path, layout: Layout) -> None:
     if not start.exists():
         torch.save({name: tensor.clone() for name, tensor in export_weights(model)}, start)
     import_weights(model, TensorSource(torch.load(start)))
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=LR, name="constant"), 1.0)
+    optimizer = Optimizer(model, ADAM, Schedule(lr=LR, name="constant"), 1.0)
     optimizer.megatron.reload_model_params()
     actor = Actor(
         model, optimizer, None, training_batching=layout.batching, forward_batching=layout.batching, temperature=0.8,

@@ -22,6 +22,7 @@ from ranks import fork_ranks
 from safetensors.torch import save_file
 
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.jobs.scoring_setup import build_critic_client
 from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
@@ -33,7 +34,7 @@ from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
 from nemo_style_aligner.rl.rollouts.prompts import Prompt, build_prompt_sources
 from nemo_style_aligner.rl.rollouts.setup import build_generator, open_work_queue
 from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 
 NUM_SAMPLES, MAX_NEW_TOKENS, SEED = 14, 16, 77
 
@@ -69,7 +70,7 @@ WAYS = (
 )
 
 
-def config(folder: Path, port: int, way: Way) -> DictConfig:
+def config(folder: Path, port: int, way: Way) -> PPOActor:
     prompts = str(folder / "prompts.jsonl")
     cfg = OmegaConf.merge(
         load_defaults("gpt_ppo_actor"),
@@ -103,17 +104,17 @@ def config(folder: Path, port: int, way: Way) -> DictConfig:
         },
     )
     assert isinstance(cfg, DictConfig)
-    return cfg
+    return PPOActor.read(cfg)
 
 
 def make_rollouts(folder: Path, port: int, way: Way) -> None:
     initialize_model_parallel(way.tp, way.pp, seed=1)
     cfg = config(folder, port, way)
     queue = open_work_queue(cfg)
-    base = open_base_model(str(folder / "sft.nemo"), cfg)
+    base, cfg = open_base_model(str(folder / "sft.nemo"), cfg)
     train_prompts, _ = build_prompt_sources(cfg, base.tokenizer)
     model = base.load(trainable=False)
-    critic = RemoteCritic(build_critic_client(cfg, cfg.remote_critic_rm), None, "refuse")
+    critic = RemoteCritic(build_critic_client(cfg.remote_critic_rm), None, "refuse")
     scorer = Scorer(critic, critic, 60, "the critic")
     fingerprint, longest = base.tokenizer.fingerprint(), train_prompts.longest + MAX_NEW_TOKENS
     scorer.wait_until_ready(60, SequencesToScore(longest, base.tokenizer.vocab_size, fingerprint))

@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.jobs.rl_setup import build_actor
 from nemo_style_aligner.launch import roles
@@ -88,7 +89,7 @@ WAYS = (
 )
 
 
-def config(folder: Path, way: Way) -> DictConfig:
+def config(folder: Path, way: Way) -> PPOActor:
     prompts = [str(folder / "prompts.jsonl")]
     cfg = OmegaConf.merge(
         load_defaults("gpt_ppo_actor"),
@@ -126,7 +127,7 @@ def config(folder: Path, way: Way) -> DictConfig:
         },
     )
     assert isinstance(cfg, DictConfig)
-    return cfg
+    return PPOActor.read(cfg)
 
 
 class Critic:
@@ -228,7 +229,7 @@ def train(folder: Path, way: Way, stop_at: str | None) -> dict[str, torch.Tensor
     """A run of the training ranks, to its end or to its stop; what it trained on and where it came."""
     initialize_model_parallel(1, way.pp, seed=1)
     cfg = config(folder, way)
-    base = open_base_model(str(folder / "sft.nemo"), cfg)
+    base, cfg = open_base_model(str(folder / "sft.nemo"), cfg)
     train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
     settings = RLSettings.from_config(cfg, train_prompts.batches_per_epoch)
     actor = build_actor(cfg, base, base.load(), settings)
@@ -274,7 +275,7 @@ def generate(folder: Path, way: Way) -> None:
     assert channel is not None
     channel.put("pid", str(os.getpid()).encode())
     cfg = config(folder, way)
-    base = open_base_model(str(folder / "sft.nemo"), cfg)
+    base, cfg = open_base_model(str(folder / "sft.nemo"), cfg)
     build_rollout_rank(cfg, channel, base.architecture, base.dtype, base.tokenizer).serve()
 
 

@@ -23,13 +23,14 @@ from small_models import TensorSource
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Tokens, forward
+from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.parallel.agreement import OtherRankError, result_on_every_rank
 from nemo_style_aligner.parallel.groups import (
     ParallelLayout,
@@ -63,13 +64,18 @@ ARCHITECTURES = {
     ),
     "qwen": ModelArchitecture(**BASE, qkv_bias=True, qk_layernorm=True),
     "gpt": ModelArchitecture(**BASE, bias=True, gated=False, activation="gelu", normalization="layernorm"),
+    "olmo": ModelArchitecture(**BASE, layer_norms="after", qk_layernorm=True, qk_norm_over_heads=True),
+    "gemma": ModelArchitecture(
+        **BASE, layer_norms="both", normalization="rmsnorm1p", activation="gelu-tanh", softmax_scale=0.3,
+        attn_logit_softcapping=2.0, final_logit_softcapping=3.0, embedding_multiplier=32**0.5, tied_embeddings=True,
+    ),
 }  # fmt: skip
 MODEL_CFG = {"make_vocab_size_divisible_by": 8}
 # Training layout -> model -> ranks of the engines that get its weights; 4 are more than there are key heads.
 ENGINE_SIZES = {
-    (1, 1): {"llama": (2, 4), "tied": (4,)},
+    (1, 1): {"llama": (2, 4), "tied": (4,), "gemma": (2,)},
     (2, 1): {"gpt": (2,)},
-    (4, 1): {"qwen": (4,)},
+    (4, 1): {"qwen": (4,), "olmo": (2, 4)},
     (2, 2): {"llama": (2,), "tied": (2,)},
 }
 TOKENS = torch.arange(24).reshape(2, 12) * 5 % 101
@@ -132,7 +138,7 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
     """From this training layout to engines over ``sizes`` ranks: the same responses as on one.
 
     Engines cut as the model view its weights: all but the vocabulary, which is padded to other rows per rank, and q, k
-    and v where there are more ranks than key heads.
+    and v where there are more ranks than key heads, norms over all heads.
     """
     architecture = ARCHITECTURES[name]
     model = build_model(architecture, MODEL_CFG, torch.float32, trainable=False)
@@ -154,7 +160,7 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
             kv_cache_tokens=64,  # long sequences lose their memory, on all ranks alike
             prefill_chunk_tokens=8,
             tensor_parallel=TensorParallel(rank, size, neighbour_group(size)),
-            step="torch",
+            step="native" if name == "gemma" else "torch",
             trainer_weights=functools.partial(lendable_weights, model, rank, size) if lends else None,
         )
         engine.build()
@@ -162,7 +168,9 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
         if lends and size == layout.tp_size and layout.pp_size == 1:
             copied = {key.split(".")[-2] for key in engine._step.weights.shapes}
             more_ranks_than_groups = {"q_proj", "k_proj", "v_proj"} if size > architecture.num_query_groups else set()
-            check(copied == {"embed_tokens", "lm_head"} | more_ranks_than_groups, f"{name}: copies {copied}")
+            others = more_ranks_than_groups | ({"q_norm", "k_norm"} if architecture.qk_norm_over_heads else set())
+            others |= set() if architecture.tied_embeddings else {"lm_head"}
+            check(copied == {"embed_tokens"} | others, f"{name}: copies {copied}")
         else:
             check(not viewed, f"{name}: views {viewed}")
         engine.refit(export_weights(model, 4096, without=viewed, transient=True), version=0)
@@ -182,6 +190,28 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
             check("request 0" in str(error), f"{name}: {error}")
         else:
             check(False, f"{name}: a diverged model went unnoticed")
+
+
+def gradients(name: str, sequence_parallel: bool, expected: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Of the same batch on every data-parallel rank: the same in every layout."""
+    config = {**MODEL_CFG, "optim": {"name": "adam"}, "sequence_parallel": sequence_parallel}
+    model = build_model(ARCHITECTURES[name], config, torch.float32)
+    import_weights(model, TensorSource(random_weights(ARCHITECTURES[name])))
+    wanted = torch.ones(len(TOKENS), TOKENS.shape[1] - 1, dtype=torch.bool)
+    train_step(
+        model,
+        Tokens(TOKENS),
+        wanted,
+        MicroBatching(1),
+        lambda out, _: (-out.sum(), torch.tensor(out.numel()), {}),
+        scoring=Scoring(),
+    )
+    for parameter in model.gpt.parameters():
+        parameter.data.copy_(parameter.main_grad)
+    found = {key: tensor.clone() for key, tensor in export_weights(model)}
+    for key, exact in expected.setdefault(name, found).items():
+        difference = ((found[key] - exact).abs().max() / exact.abs().max()).item()
+        check(difference < 1e-5, f"{name}: the gradient of {key} differs by {difference}")
 
 
 def nothing_to_bring(size: int) -> None:
@@ -246,7 +276,7 @@ def engine_group_speaks(layout: ParallelLayout) -> None:
     """The leader's word reaches the ranks of its group and no others, over gloo, with a limit above a sidecar's."""
     cfg = load_defaults("gpt_ppo_actor")
     cfg.trainer.ppo.trt_llm.timeouts.start_seconds = 7200
-    group = training_group(cfg, layout)
+    group = training_group(PPOActor.read(cfg), layout)
     leader = dist.get_rank() - layout.tp_rank
     ranks = group.tensor_parallel
     check(group.control is not ranks.group and dist.get_backend(group.control) == "gloo", "the wrong group")
@@ -304,6 +334,7 @@ def scenarios(layouts: list[tuple[int, ...]]) -> None:
     shared_memory()
     expected: dict[str, torch.Tensor] = {}
     responses: dict[str, list[GenerationResult]] = {}
+    found: dict[str, dict[str, torch.Tensor]] = {}
     errors_are_heard()
     for tp_size, pp_size in layouts:
         layout = initialize_model_parallel(tp_size, pp_size, seed=1)
@@ -316,6 +347,8 @@ def scenarios(layouts: list[tuple[int, ...]]) -> None:
             round_trip(name, torch.float32, 10_000, expected)
             if sizes := ENGINE_SIZES.get((tp_size, pp_size), {}).get(name):
                 generation(name, sizes, responses)
+        for name in ("olmo", "gemma"):
+            gradients(name, tp_size == 2, found)
         round_trip("tied", torch.bfloat16, 2**20, expected)
         for dtype in (torch.float32, torch.bfloat16):
             reward_round_trip(dtype)

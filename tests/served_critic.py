@@ -12,12 +12,14 @@ import numpy as np
 import requests
 import torch
 
+from nemo_style_aligner.config.schema import RemoteCritic
 from nemo_style_aligner.services.client import CriticClient
-from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.services.endpoints import ModelLimits
 from nemo_style_aligner.services.http_client import ClientLimits
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
-from nemo_style_aligner.services.reward_client import RewardClient
 from nemo_style_aligner.services.routes import HttpSettings
+from nemo_style_aligner.services.score_client import ScoreClient
 
 VOCAB = 1000
 
@@ -58,9 +60,12 @@ class CountingBackend:
 
 
 @contextlib.contextmanager
-def serve(backend, *, endpoints=None, max_rows=8, delay_us=20000, http=None, **dispatch):
+def serve(backend, *, endpoints=None, max_rows=8, delay_us=20000, http=None, multiple=1, max_length=64, **dispatch):
     endpoints = endpoints or critic_endpoints(
-        ModelLimits(64, VOCAB), combined=True, tokenize=lambda text: [*text.encode()]
+        ModelLimits(max_length, VOCAB),
+        combined=True,
+        tokenize=lambda text: [*text.encode()],
+        length_multiple=multiple,
     )
     server = ModelServer(
         endpoints,
@@ -127,16 +132,16 @@ def outputs(response) -> dict[str, np.ndarray]:
     return {o["name"]: np.reshape(o["data"], o["shape"]) for o in response.json()["outputs"]}
 
 
-def client_config(port: int, combined: bool = True, pad_to_length=None) -> dict:
-    return {
-        "pad_to_length": pad_to_length,
-        "combine_rm_and_critic_server": combined,
-        "critic": {
+def client_config(port: int, combined: bool = True, pad_to_length=None) -> RemoteCritic:
+    return RemoteCritic(
+        pad_to_length=pad_to_length,
+        combine_rm_and_critic_server=combined,
+        critic={
             "name": {"train": "critic_train", "infer": "critic_infer", "save": "critic_save"},
             "ip": "127.0.0.1",
             "port": port,
         },
-    }
+    )
 
 
 TEST_LIMITS = ClientLimits(total_s=20.0, read_s=20.0)
@@ -153,8 +158,8 @@ def critic_client(*args, limits=TEST_LIMITS, **options) -> Iterator[CriticClient
 
 
 @contextlib.contextmanager
-def reward_client(port: int, limits=TEST_LIMITS, **options) -> Iterator[RewardClient]:
-    client = RewardClient(f"http://127.0.0.1:{port}", "reward_model", limits=limits, **options)
+def reward_client(port: int, limits=TEST_LIMITS, **options) -> Iterator[ScoreClient]:
+    client = ScoreClient(f"http://127.0.0.1:{port}", "reward_model", limits=limits, **options)
     try:
         yield client
     finally:

@@ -15,11 +15,12 @@ from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring
 from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.rl.remote_logprobs import RemoteLogprobs
+from nemo_style_aligner.rl.remote_scores import RemoteScores
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.services.critic_service import LogprobService
-from nemo_style_aligner.services.endpoints import LOGPROBS, InferEndpoint, ModelLimits
-from nemo_style_aligner.services.reward_client import RewardClient, SequencesToScore, UnfitServiceError
+from nemo_style_aligner.services.endpoints import ModelLimits
+from nemo_style_aligner.services.score_client import ScoreClient, SequencesToScore, UnfitServiceError
+from nemo_style_aligner.services.scores import ScoreEndpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
@@ -79,13 +80,13 @@ def test_log_probs_are_the_same_from_a_model_elsewhere() -> None:
     ]
     service: Any = LogprobService(model, 0.5, MicroBatching(2))
     service.gate = threading.Event()
-    endpoints = [InferEndpoint("reference", [LOGPROBS], ModelLimits(max_sequence_length=12))]
+    endpoints = [ScoreEndpoint("reference", LogprobService.scores, ModelLimits(max_sequence_length=12))]
     with serve(service, endpoints=endpoints, delay_us=200_000) as server:
-        source = RemoteLogprobs(RewardClient(server.url, "reference", limits=TEST_LIMITS, output="logprobs"))
+        source = RemoteScores(ScoreClient(server.url, "reference", LogprobService.scores, limits=TEST_LIMITS))
         source.wait_until_ready(20, SequencesToScore(12, 1, ""))
         with pytest.raises(UnfitServiceError, match="at most 12 tokens"):
             source.wait_until_ready(20, SequencesToScore(13, 1, ""))
-        asked = [source.of(samples[:4]), source.of(samples[4:])]
+        asked = [source.column("logprobs", samples[:4]), source.column("logprobs", samples[4:])]
         found = [row for answer in asked for row in answer.result(20)]
         source.close()
     for sample, logprobs_of_response in zip(samples, found, strict=True):

@@ -13,6 +13,7 @@ from trained_models import ARCHITECTURES, saved_tokenizer
 
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import Critic
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.restore import lay_over, open_base_model
 
@@ -74,7 +75,20 @@ def test_a_job_that_extends_a_models_positions_says_so(tmp_path: Path, caplog: p
         assert "this job allows" not in caplog.text
         cfg = OmegaConf.merge(load_defaults("gpt_ppo_critic"), {"model": {"encoder_seq_length": length}})
         assert isinstance(cfg, DictConfig)
-        base = open_base_model(str(tmp_path / "sft.nemo"), cfg)
-        assert base.architecture.max_position_embeddings == cfg.model.max_position_embeddings == expected
+        base, config = open_base_model(str(tmp_path / "sft.nemo"), Critic.read(cfg))
+        assert base.architecture.max_position_embeddings == config.model.max_position_embeddings == expected
     assert "was made for 2048 positions; this job allows 4096" in caplog.text
     assert "set model.encoder_seq_length=2048" in caplog.text
+
+
+def test_what_special_tokens_in_messages_are_is_kept_with_the_model(tmp_path: Path) -> None:
+    architecture = ARCHITECTURES["llama"]
+    model = build_model(architecture, {}, torch.float32, trainable=False)
+    tokenizer = saved_tokenizer(tmp_path / "tokenizer")
+    for number, (asked, known) in enumerate(((None, None), (True, True), (None, True), (False, False))):
+        path = tmp_path / f"{number}.nemo"
+        save_nemo(path, model, architecture.to_nemo_config(), tokenizer)
+        cfg = OmegaConf.merge(load_defaults("gpt_ppo_actor"), {"model": {"special_tokens_as_text": asked}})
+        assert isinstance(cfg, DictConfig)
+        tokenizer = open_base_model(str(path), cfg).tokenizer
+        assert tokenizer.format.special_tokens_as_text is known

@@ -71,14 +71,15 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     stored_shapes,
 )
 from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.config.schema import Data, ExpManager, Updates
 from nemo_style_aligner.data.tokenizer import TokenizerError
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError, UnreadableError
 from nemo_style_aligner.jobs.job_setup import Run
 from nemo_style_aligner.jobs.run_settings import digests_of_data, job_of, settings_of_run
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.parallel import agreement
 from nemo_style_aligner.parallel.groups import single_process
@@ -544,7 +545,14 @@ def test_updates_skipped_in_a_row_are_counted_across_a_restart(tmp_path: Path) -
     with single_process(seed=1):
         model = build_model(ModelArchitecture(**SHAPE), {}, torch.float32)
         before, after = (
-            Optimizer(model, {}, Schedule(lr=1.0, name="constant"), 1.0, NonFinitePolicy("skip", 2)) for _ in range(2)
+            Optimizer(
+                model,
+                schema.Optimizer(weight_decay=0.0),
+                Schedule(lr=1.0, name="constant"),
+                1.0,
+                Updates(on_nonfinite="skip", max_consecutive_skips=2),
+            )
+            for _ in range(2)
         )
         for _ in range(2):
             before.skips.skip("an update", "a batch")
@@ -569,13 +577,13 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
 
     with single_process(seed=1):
         model, other = (build_model(ModelArchitecture(**SHAPE | {"num_layers": n}), {}, torch.float32) for n in (2, 3))
-        optimizer = Optimizer(model, {}, Schedule(lr=1.0, name="constant"), 1.0)
+        optimizer = Optimizer(model, schema.Optimizer(weight_decay=0.0), Schedule(lr=1.0, name="constant"), 1.0)
         manager = run("training_rm", model).checkpoints
         manager.save(model, optimizer, {"step": 1}, {})
         manager.finish()
-        trainer, config = Mock(), OmegaConf.create({"job": "rm"})
+        trainer, config = Mock(), Mock(given=OmegaConf.create({"job": "rm"}))
         with pytest.raises(ConfigError, match="is a checkpoint of a reward model job, and this is a critic job: give"):
-            run("gpt_ppo_critic", model).resume(OmegaConf.create({"job": "critic"}), model, optimizer, trainer)
+            run("gpt_ppo_critic", model).resume(Mock(given={"job": "critic"}), model, optimizer, trainer)
         with pytest.raises(CheckpointMismatchError, match=r"another exp_manager\.explicit_log_dir"):
             run("training_rm", other).resume(config, other, optimizer, trainer)
         # The file there describes the checkpoints.
@@ -594,7 +602,7 @@ def test_a_run_is_continued_by_its_own_kind_of_job_and_with_its_own_model(
             with pytest.raises(ConfigError, match=rf"began with /a\.nemo \(fingerprint 1\); /b\.nemo .* {what}"):
                 run("training_rm", model, other_base).resume(config, model, optimizer, trainer)
         file = tmp_path / "train.jsonl"
-        data = OmegaConf.create({"data_prefix": {"train": [str(file)]}})
+        data = Data(data_prefix={"train": [str(file)]}, seq_length=8)
         for step, contents in enumerate(("a", "a", "b"), 2):
             assert "SHA-256" not in caplog.text
             file.write_text(contents)
@@ -999,9 +1007,11 @@ def test_settings_are_read_from_exp_manager() -> None:
           model_parallel_size: 4
         """
     )
-    settings = CheckpointSettings.from_config(config)
+    settings = CheckpointSettings.from_config(ExpManager.among(OmegaConf.to_container(config, resolve=True)))
     assert settings.filename == "megatron_gpt--{val_rewards:.3f}-{step}"
     assert (settings.monitor, settings.mode, settings.nemo_name) == ("val_rewards", "max", "megatron_gpt_ppo_actor")
     assert not settings.resume_ignore_no_checkpoint
     with pytest.raises(ValueError, match="save_best_model=True with save_top_k=0"):
-        CheckpointSettings.from_config({"checkpoint_callback_params": {"save_best_model": True, "save_top_k": 0}})
+        CheckpointSettings.from_config(
+            ExpManager(checkpoint_callback_params={"save_best_model": True, "save_top_k": 0})
+        )

@@ -87,6 +87,8 @@ def test_what_is_there_twice_is_said(model: Path, tmp_path: Path) -> None:
     out = shown(tmp_path / "twice.jsonl", "--model", model)
     assert "note: messages[0].content has special tokens of its own (<|endoftext|>): was a template applied" in out
     assert "note: <|endoftext|> stands twice in a row" in out and "note: not in the text, or not as it stands" in out
+    out = shown(tmp_path / "twice.jsonl", "--model", model, "model.special_tokens_as_text=True")
+    assert "stands twice" not in out and "special tokens of its own" not in out
     repeating = tmp_path / "repeating"
     shutil.copytree(model, repeating)
     (repeating / "chat_template.jinja").write_text("{{ messages[0]['content'] }} " + TEMPLATE)

@@ -21,11 +21,12 @@ from nemo_style_aligner.config.loading import (
     ConfigError,
     check_config,
     complete_config,
+    for_log,
     load_defaults,
     log_directory,
     make_paths_absolute,
 )
-from nemo_style_aligner.config.schema import JOBS, fields_of_job, may_change
+from nemo_style_aligner.config.schema import JOBS, ExpManager, PPOActor, fields_of_job, may_change
 from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.jobs.run_settings import changed_settings, settings_of_run
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
@@ -273,6 +274,25 @@ def test_keys_of_the_guides_and_functional_tests_are_honoured_or_reported(job: s
         assert default is not sys or f"{key}=" in notes or key == "exp_manager.create_checkpoint_callback", key
 
 
+def test_a_jobs_config_is_read_into_the_types_that_the_schema_annotates() -> None:
+    given = ("model.optim.lr=1", "model.optim.betas=[0,0.5]", "trainer.ppo.staleness=1", "exp_manager.name=7")
+    rewards = "trainer.ppo.rewards=[{source: exact_match, weight: 2},{source: a.nemo, devices: 2}]"
+    wandb = "exp_manager.wandb_logger_kwargs.tags=[a]"  # a section whose keys are the user's
+    cfg = composed("gpt_ppo_actor", *given, rewards, wandb, "model.num_layers=3")
+    check_config(cfg, "gpt_ppo_actor")
+    config = PPOActor.read(cfg)
+    optim, ppo = config.model.optim, config.trainer.ppo
+    assert [repr(value) for value in (optim.lr, optim.betas, ppo.staleness)] == ["1.0", "[0.0, 0.5]", "1"]
+    assert (config.exp_manager.name, ppo.importance_weight_cap, ppo.trt_llm.seed) == ("7", 2.0, config.model.seed)
+    assert [repr(reward.weight) for reward in ppo.rewards or ()] == ["2.0", "1.0"]
+    assert vars(config.exp_manager.wandb_logger_kwargs)["tags"] == ["a"] and config.model_given()["num_layers"] == 3
+    assert config.changed({"model.seed": 9}).trainer.ppo.trt_llm.seed == 9 != config.model.seed
+    with pytest.raises(AttributeError, match=r"Optimizer.lr: a config does not change"):
+        optim.lr = 2.0
+    with pytest.raises(TypeError, match="Optimizer has no learning_rate"):
+        optim.replaced(learning_rate=2.0)
+
+
 def test_packed_files_of_nemos_are_refused() -> None:
     cfg = composed("gpt_sft", "model.data.train_ds.packed_sequence=True", "model.restore_from_path=/b")
     with pytest.raises(ConfigError, match=r"train_ds.packed_sequence=True: files of packed sequences \(.npy\) cannot"):
@@ -428,7 +448,7 @@ def test_hyperparameters_are_kept_by_the_names_of_the_jobs_file(tmp_path: Path) 
     section_names.speak_as("gpt_reinforce_actor")
     try:
         metrics = MetricsLogger(tmp_path, 0)
-        metrics.log_hyperparameters(cfg)
+        metrics.log_hyperparameters(*for_log(cfg))
         metrics.close()
     finally:
         section_names.speak_as("gpt_ppo_actor")
@@ -602,14 +622,11 @@ def test_interpolations_in_paths_stay_so() -> None:
 
 
 def test_log_directory() -> None:
-    section = OmegaConf.create({"explicit_log_dir": None, "exp_dir": None, "name": "n"})
+    section = ExpManager(explicit_log_dir=None, name="n")
     assert log_directory(section) == Path("nemo_experiments/n")
-    section.exp_dir = "/e"
-    assert log_directory(section) == Path("/e/n")
-    section.explicit_log_dir = "/l"
-    assert log_directory(section) == Path("/l")
-    section.explicit_log_dir = "~/runs"
-    assert log_directory(section) == Path.home() / "runs"
+    assert log_directory(section.replaced(exp_dir="/e")) == Path("/e/n")
+    assert log_directory(section.replaced(exp_dir="/e", explicit_log_dir="/l")) == Path("/l")
+    assert log_directory(section.replaced(explicit_log_dir="~/runs")) == Path.home() / "runs"
 
 
 def test_exp_dir_beside_an_explicit_log_dir() -> None:

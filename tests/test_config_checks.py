@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 import types
@@ -27,8 +29,18 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.checkpoints.manifest import Manifest
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.config.loading import ConfigError, check_config, complete_config, load_defaults, required_keys
-from nemo_style_aligner.config.schema import JOBS
+from nemo_style_aligner.config import command_line
+from nemo_style_aligner.config.job_config import JobConfig
+from nemo_style_aligner.config.loading import (
+    CONF_DIR,
+    ConfigError,
+    check_config,
+    complete_config,
+    load_defaults,
+    required_keys,
+)
+from nemo_style_aligner.config.schema import JOBS, Critic, ExpManager, PPOActor
+from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.jobs.config_checks import check_job, find_problems
 from nemo_style_aligner.jobs.job_view import JobView
@@ -90,7 +102,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(model: Path, tmp
                 name, _, value = argument.partition("=")
                 OmegaConf.update(cfg, name, OmegaConf.create(f"x: {value}").x)
             with pytest.raises(PlaceTakenError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*{key}"):
-                check_job(job, cfg, 1)
+                check_job(job, JOBS[job].sections.read(cfg), 1)
 
 
 def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
@@ -104,7 +116,11 @@ def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
         check_config(cfg, job)
     except ConfigError as error:
         return str(error).splitlines()
-    return find_problems(job, cfg, ranks)
+    return find_problems(job, JOBS[job].sections.read(cfg), ranks)
+
+
+def read(job: str, *arguments: str) -> JobConfig:
+    return JOBS[job].sections.read(composed(job, *arguments))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +128,6 @@ def problems(model: Path, job: str, line: str, ranks: int = 1) -> list[str]:
     [
         "window_size: [4096, 0]", "transformer_block_type: normformer", "num_moe_experts: 8",
         "rotary_interleaved: true", "apply_embedding_scaling: true",
-        "layernorm_zero_centered_gamma: true",
         "mcore_customization_config: {final_logit_softcapping: 30.0}",
     ],
 )  # fmt: skip
@@ -213,10 +228,11 @@ def test_training_cuts_q_k_and_v_as_one_matrix() -> None:
     assert not dataclasses.replace(odd, kv_channels=24).layout_problems(3)
 
 
-def test_zero_centered_norms_are_layernorm1p(model: Path) -> None:
+def test_zero_centered_norms_are_those_with_1p(model: Path) -> None:
     config = yaml.safe_load((model / "model_config.yaml").read_text()) | {"layernorm_zero_centered_gamma": True}
     for name in ("LayerNorm", "layernorm1p"):
         assert ModelArchitecture.from_nemo_config(config | {"normalization": name}).normalization == "layernorm1p"
+    assert ModelArchitecture.from_nemo_config(config | {"normalization": "rmsnorm"}).normalization == "rmsnorm1p"
     plain = config | {"layernorm_zero_centered_gamma": False, "normalization": "layernorm"}
     assert ModelArchitecture.from_nemo_config(plain).normalization == "layernorm"
 
@@ -246,7 +262,7 @@ def test_a_monitor_as_nemo_aligners_guides_have_it(model: Path) -> None:
     assert not problems(model, "gpt_sft", f"{line}null")  # its name is in the checkpoints' names by default
     (problem,) = problems(model, "gpt_sft", f"{line}loss")
     assert "measures no such thing" in problem
-    settings = CheckpointSettings.from_config({"checkpoint_callback_params": {"monitor": "validation_loss"}})
+    settings = CheckpointSettings.from_config(ExpManager(checkpoint_callback_params={"monitor": "validation_loss"}))
     assert settings.monitor == "val_loss"
     assert (
         checkpoint_name("{step}-{validation_loss:.2f}", {"step": 7, "val_loss": 0.5}) == "step=7-validation_loss=0.50"
@@ -257,7 +273,7 @@ def test_whole_numbers_may_be_typed_as_floats() -> None:
     key = "exp_manager.checkpoint_callback_params"
     cfg = composed("gpt_ppo_critic", f"{key}.save_top_k=2.0", f"{key}.save_last_n=1e1")
     check_config(cfg, "gpt_ppo_critic")
-    settings = CheckpointSettings.from_config(cfg.exp_manager)
+    settings = CheckpointSettings.from_config(Critic.read(cfg).exp_manager)
     assert [(type(value), value) for value in (settings.save_top_k, settings.save_last_n)] == [(int, 2), (int, 10)]
 
 
@@ -793,7 +809,7 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "'trainer.ppo.rewards=[{name: a, source: http://h}, {name: a, source: service, weigth: 2, weight: .nan}, math, "
         "{name: b/c, source: exact_match, only: math}]'",
         (
-            "trainer.ppo.rewards[0].source=http://h: choose exact_match, math_verify, service, http://HOST:PORT/NAME",
+            "trainer.ppo.rewards[0].source=http://h: choose exact_match, math_verify, service, environment, http:",
             "trainer.ppo.rewards[1] has no weigth: its keys are",
             "trainer.ppo.rewards[1].weight=nan: must be a finite number",
             "trainer.ppo.rewards[2]=math: give {name: NAME, source: SOURCE}",
@@ -934,7 +950,7 @@ def test_settings_that_do_nothing_are_told(model: Path, caplog: pytest.LogCaptur
     def told(line: str) -> list[str]:
         caplog.clear()
         given = [f"pretrained_checkpoint.restore_from_path={model}", f"exp_manager.explicit_log_dir={model.parent}"]
-        check_job("gpt_ppo_actor", composed("gpt_ppo_actor", *given, PREFIX, *line.split()), 1)
+        check_job("gpt_ppo_actor", read("gpt_ppo_actor", *given, PREFIX, *line.split()), 1)
         return [record.getMessage() for record in caplog.records]
 
     assert told("trainer.ppo.gae_lambda=0.9") == []
@@ -988,7 +1004,7 @@ def test_a_setting_that_another_one_switches_off_is_told(job: str, given: str, t
     cfg = load_defaults(job)
     for key, _, value in (argument.partition("=") for argument in given.split()):
         OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, merge=False)
-    lines = list(settings_in_vain(JobView(job, cfg, 1, None)))
+    lines = list(settings_in_vain(JobView(job, JOBS[job].sections.read(cfg), 1, None)))
     assert len(lines) == (told is not None) and all(f"{told}: no effect with " in line for line in lines), lines
 
 
@@ -1041,7 +1057,7 @@ def test_what_is_in_the_place_of_the_watchdogs_folder(model: Path, tmp_path: Pat
 
 
 def test_a_log_directory_whose_name_is_not_utf8(tmp_path: Path) -> None:
-    exp_manager = OmegaConf.create({"explicit_log_dir": f"{tmp_path}/\udcff"})  # as Python has the byte 0xff
+    exp_manager = ExpManager(explicit_log_dir=f"{tmp_path}/\udcff")  # as Python has the byte 0xff
     (line,) = log_directory_problems(exp_manager)
     assert f"TensorBoard cannot write to {tmp_path}/\udcff, whose name is not UTF-8" in line
 
@@ -1106,7 +1122,7 @@ def test_a_checkpoint_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.M
     cfg = {"explicit_log_dir": str(tmp_path), "resume_from_checkpoint": str(tmp_path / "closed" / "step=3-last")}
     with monkeypatch.context() as patch:  # root may look everywhere
         patch.setattr(os, "stat", Mock(side_effect=PermissionError))
-        (problem,) = resume_problems(OmegaConf.create(cfg))
+        (problem,) = resume_problems(ExpManager(**cfg))
     assert problem == f"exp_manager.resume_from_checkpoint={cfg['resume_from_checkpoint']}: this user may not read it"
 
 
@@ -1139,14 +1155,14 @@ def test_ranks_that_only_generate_need_no_data(model: Path, monkeypatch: pytest.
     cfg.exp_manager.explicit_log_dir = str(model.parent)
     cfg.exp_manager.resume_from_checkpoint = "/on_another_machine"
     cfg.trainer.ppo.rollout_devices = 1
-    assert [len(find_problems("gpt_ppo_actor", cfg, 3, rank)) for rank in range(3)] == [2, 2, 0]
+    assert [len(find_problems("gpt_ppo_actor", PPOActor.read(cfg), 3, rank)) for rank in range(3)] == [2, 2, 0]
 
 
 def test_a_batch_size_that_loses_is_told(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = (f"model.restore_from_path={model}", *SFT_FILES, f"exp_manager.explicit_log_dir={model.parent / 'sft'}")
-    check_job("gpt_sft", composed("gpt_sft", *given, "model.data.train_ds.global_batch_size=64"), 1)
+    check_job("gpt_sft", read("gpt_sft", *given, "model.data.train_ds.global_batch_size=64"), 1)
     assert not caplog.messages
-    check_job("gpt_sft", composed("gpt_sft", *given, "model.global_batch_size=64"), 1)
+    check_job("gpt_sft", read("gpt_sft", *given, "model.global_batch_size=64"), 1)
     (message,) = caplog.messages
     assert message == "model.data.train_ds.global_batch_size=128 has no effect: model.global_batch_size=64 wins"
 
@@ -1168,7 +1184,7 @@ def test_resharding_without_stages_changes_nothing_and_is_told(model: Path, capl
     """As in the tutorial, whose list of flags for TensorRT-LLM goes with one stage."""
     given = (f"pretrained_checkpoint.restore_from_path={model}", PREFIX, f"exp_manager.explicit_log_dir={model.parent}")
     flags = ("trainer.ppo.trt_llm.reshard=True", "model.tensor_model_parallel_size=2")
-    check_job("gpt_ppo_actor", composed("gpt_ppo_actor", *given, *flags), 2)
+    check_job("gpt_ppo_actor", read("gpt_ppo_actor", *given, *flags), 2)
     (message,) = caplog.messages
     assert message.startswith("trainer.ppo.trt_llm.reshard=True has no effect without pipeline stages")
     assert engine_size(None, True, 2, 1) == 1 and engine_size(None, True, 2, 2) == engine_size(2, False, 1, 1) == 2
@@ -1177,10 +1193,10 @@ def test_resharding_without_stages_changes_nothing_and_is_told(model: Path, capl
 def test_a_watchdog_that_comes_too_late_is_warned_of(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = composed("gpt_ppo_critic", f"pretrained_checkpoint.restore_from_path={model}")
     cfg.exp_manager.explicit_log_dir = str(model.parent)
-    check_job("gpt_ppo_critic", cfg, 1)
+    check_job("gpt_ppo_critic", Critic.read(cfg), 1)
     assert not caplog.messages
     cfg.trainer.distributed_timeout_minutes = 20
-    check_job("gpt_ppo_critic", cfg, 1)
+    check_job("gpt_ppo_critic", Critic.read(cfg), 1)
     (message,) = caplog.messages
     assert message.startswith("exp_manager.watchdog_minutes=25 is not below trainer.distributed_timeout_minutes=20")
 
@@ -1218,7 +1234,7 @@ def test_what_the_guides_say_is_possible(model: Path, name: str, monkeypatch: py
         key, _, value = argument.partition("=")
         OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, merge=False)
     cfg.exp_manager.explicit_log_dir = str(model.parent)
-    assert find_problems(job, cfg, int(cfg.trainer.devices) * 2) == []
+    assert find_problems(job, JOBS[job].sections.read(cfg), cfg.trainer.devices * 2) == []
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -1227,7 +1243,7 @@ def test_what_help_says_must_be_given_is_what_jobs_ask_for(job: str, tmp_path: P
     cfg.exp_manager.explicit_log_dir = str(tmp_path)
     try:
         check_config(cfg, job)
-        said = "\n".join(find_problems(job, cfg, 1))
+        said = "\n".join(find_problems(job, JOBS[job].sections.read(cfg), 1))
     except ConfigError as error:
         said = str(error).removeprefix("these keys need a value: ").replace(", ", " is not set\n") + " is not set"
     asked_for = [line.split()[0] for line in said.splitlines() if " is not set" in line or " should be " in line]
@@ -1274,11 +1290,11 @@ def test_the_checks_change_nothing(model: Path) -> None:
     cfg = composed("gpt_ppo_actor", f"pretrained_checkpoint.restore_from_path={model}", PREFIX)
     cfg.exp_manager.explicit_log_dir = str(model.parent / "log")
     before = OmegaConf.to_yaml(cfg)
-    check_job("gpt_ppo_actor", cfg, 2)
+    check_job("gpt_ppo_actor", PPOActor.read(cfg), 2)
     assert OmegaConf.to_yaml(cfg) == before
     cfg.model.ppo.num_rollout_samples = 7
     with pytest.raises(ConfigError, match=r"these settings cannot work:\n  model\.ppo\.num_rollout_samples=7 is not"):
-        check_job("gpt_ppo_actor", cfg, 2)
+        check_job("gpt_ppo_actor", PPOActor.read(cfg), 2)
 
 
 # ---- types --------------------------------------------------------------------------------------
@@ -1369,6 +1385,39 @@ def test_every_key_of_nemo_aligners_yaml_files_is_honoured_or_reported(job: str)
     assert len(theirs) > 20 and all("=" in note for note in notes)
     OmegaConf.to_container(complete, resolve=True, throw_on_missing=True)
     refused = [
-        line for line in find_problems(job, complete, world_size=8) if ": must be " in line or ": choose " in line
+        line
+        for line in find_problems(job, JOBS[job].sections.read(complete), world_size=8)
+        if ": must be " in line or ": choose " in line
     ]
     assert not refused
+
+
+# ---- what a command line says, word for word ----------------------------------------------------
+
+SURFACE = Path(__file__).parent / "data" / "command_lines.json"
+
+
+def said(model: Path, line: str) -> str:
+    """What a job's command line leads to: its messages, places on this machine left out."""
+    job, *arguments = shlex.split(line)
+    found = "\n".join(problems(model, job, shlex.join(arguments), 4))
+    return names_of(job).translated(found).replace(str(model.parent), "DIR").replace(str(CONF_DIR.parent), "REPO")
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_help_and_composed_configs_are_those_that_users_know(
+    job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To change them on purpose, put into the file what this test says is printed now."""
+    known = json.loads(SURFACE.read_text())["digests"][job]
+    for flags in (["--help"], ["--cfg", "job"]):
+        monkeypatch.setattr(sys, "argv", ["job.py", *flags, "exp_manager.name=x"])
+        monkeypatch.setattr(signal, "signal", Mock())  # for pipes that end early
+        assert command_line.compose(job, "A job.") is None
+        text = capsys.readouterr().out.replace(str(CONF_DIR.parent), "REPO")
+        assert hashlib.sha256(text.encode()).hexdigest()[:16] == known[flags[0]], f"{job} {flags[0]}"
+
+
+def test_messages_on_wrong_command_lines_are_those_that_users_know(model: Path) -> None:
+    known = json.loads(SURFACE.read_text())["messages"]
+    assert {line: said(model, line).splitlines() for line in known} == known

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
-from trained_models import ARCHITECTURES, OPTIM, saved_tokenizer, tokens
+from trained_models import ADAM, ARCHITECTURES, OPTIM, saved_tokenizer, tokens
 
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.jobs.job_setup import Run
 from nemo_style_aligner.jobs.service_setup import build_critic_service
@@ -24,7 +26,7 @@ from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import lay_over, open_base_model
@@ -115,7 +117,9 @@ def test_the_critic_answers_a_request_whose_updates_were_skipped(tmp_path: Path)
     """With a number, and the next request is applied as if this one had not been; under `stop` it answers nothing."""
     head = RewardHeadConfig()
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=head)
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, NonFinitePolicy("skip", 9))
+    optimizer = Optimizer(
+        model, ADAM, Schedule(lr=1e-2, name="constant"), 1.0, Updates(on_nonfinite="skip", max_consecutive_skips=9)
+    )
     batching = MicroBatching(2)
     critic = Critic(
         model,
@@ -169,7 +173,7 @@ def test_critic_and_reward_model_exchange_weights_once_per_request(dtype: torch.
         frozen = FrozenWeights(
             model, placement, lambda: build_model(architecture, {}, dtype, head=head, trainable=False)
         )
-        optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0)
+        optimizer = Optimizer(model, ADAM, Schedule(lr=1e-2, name="constant"), 1.0)
         critic = Critic(
             model, optimizer, head,
             training_batching=batching, global_batch_size=2, forward_batching=batching, loss_clip=0.2,
@@ -180,7 +184,7 @@ def test_critic_and_reward_model_exchange_weights_once_per_request(dtype: torch.
         def reset() -> None:
             for name, parameter in model.named_parameters():
                 parameter.data.copy_(start[0][name])
-            critic.optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0)
+            critic.optimizer = Optimizer(model, ADAM, Schedule(lr=1e-2, name="constant"), 1.0)
 
         ledger = TrainingLedger()
         service = CriticService(critic, RewardModel(frozen, head, batching), ledger, checkpoints, metrics, reset)
@@ -247,7 +251,7 @@ def test_values_are_standardised_as_rewards_are() -> None:
     head = dataclasses.replace(plain, mean=5.0, std=2.0)
     torch.manual_seed(3)
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=plain)
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=0.0, name="constant"), 1.0, STOP)
+    optimizer = Optimizer(model, ADAM, Schedule(lr=0.0, name="constant"), 1.0, STOP)
     settings: dict[str, Any] = {"training_batching": MicroBatching(2), "forward_batching": MicroBatching(2)}
     critics = {
         h.std: Critic(model, optimizer, h, global_batch_size=4, loss_clip=0.2, **settings) for h in (plain, head)
@@ -284,10 +288,10 @@ def test_a_critic_made_of_a_language_model_goes_back_to_its_first_head(tmp_path:
     }
     cfg = OmegaConf.merge(load_defaults("gpt_ppo_critic"), changes)
     assert isinstance(cfg, DictConfig)
-    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
+    base, config = open_base_model(cfg.pretrained_checkpoint.restore_from_path, schema.Critic.read(cfg))
     checkpoints, metrics = CheckpointManager(tmp_path / "checkpoints", CheckpointSettings()), MetricsLogger(tmp_path, 0)
     run = Run(tmp_path, current_layout(), metrics, RunControl(), checkpoints)
-    service = build_critic_service(cfg, run, base, TrainingLedger())
+    service = build_critic_service(config, run, base, TrainingLedger())
 
     def weights() -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in service.critic.model.named_parameters()}

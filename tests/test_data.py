@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import torch
 from small_models import CHATML
 
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import SFT, PPOActor, RewardTraining
 from nemo_style_aligner.data.chats import ChatPromptTokens
 from nemo_style_aligner.data.datasets import (
     BlendedDataset,
@@ -102,6 +104,15 @@ def test_a_bad_line_is_named(tmp_path: Path, tokenizer: Tokenizer, line: str, co
         PromptDataset([path], tokenizer, 10)
 
 
+def test_a_key_that_is_given_twice_is_found_among_many(tmp_path: Path) -> None:
+    keys = ", ".join(f'"k{i}": 0' for i in range(60000))
+    (tmp_path / "d").write_text(f'{{{keys}, "k59999": 1}}')
+    began = time.process_time()
+    with pytest.raises(DataError, match="has the key 'k59999' twice"):
+        read_jsonl(tmp_path / "d")
+    assert time.process_time() - began < 10  # not minutes
+
+
 def test_bad_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
         read_jsonl(tmp_path / "none.jsonl")
@@ -163,7 +174,7 @@ def test_prompts_of_the_actor_leave_room_for_their_bos_token_and_a_response(
     cfg.model.ppo.length_params.max_length = 4
     cfg.model.ppo.update(num_rollout_samples=2, num_val_samples=3)
     cfg.model.ppo.sampling_params.add_BOS = True
-    train, validation = build_prompt_sources(cfg, tokenizer)
+    train, validation = build_prompt_sources(PPOActor.read(cfg), tokenizer)
     assert validation is not None
     assert train.longest + 4 == 12 and (train.batch_size, validation.batch_size) == (2, 3)
     assert [prompt.token_ids for prompt in validation.batch(0)] == [
@@ -173,12 +184,12 @@ def test_prompts_of_the_actor_leave_room_for_their_bos_token_and_a_response(
     cfg.model.ppo.num_val_samples = 99
     cfg.model.ppo.sampling_params.add_BOS = False
     cfg.trainer.ppo.trt_llm.max_input_len = 6
-    train, validation = build_prompt_sources(cfg, tokenizer)
+    train, validation = build_prompt_sources(PPOActor.read(cfg), tokenizer)
     assert validation is not None and (train.longest, validation.batch_size) == (6, 5)
     assert "longer than 6 tokens (trainer.ppo.trt_llm.max_input_len)" in caplog.text
     cfg.model.ppo.num_rollout_samples = 7
     with pytest.raises(DataError, match=r"prompts 6 can be used, fewer than model\.ppo\.num_rollout_samples=7"):
-        build_prompt_sources(cfg, tokenizer)
+        build_prompt_sources(PPOActor.read(cfg), tokenizer)
 
 
 # ---- comparisons ------------------------------------------------------------------------------
@@ -189,7 +200,7 @@ def reward_batch(tokenizer: Tokenizer, path: Path, seq_length: int, present: lis
     cfg = load_defaults("training_rm")
     cfg.model.data.update(data_prefix={"train": [str(path)]}, seq_length=seq_length)
     cfg.model.merge_with({"global_batch_size": 1, **model})
-    task = reward_task(cfg, tokenizer, RewardHeadConfig.from_model_config(cfg.model))
+    task = reward_task(RewardTraining.read(cfg), tokenizer, RewardHeadConfig.from_model_config(cfg.model))
     return batch_of(task, present)
 
 
@@ -361,7 +372,7 @@ def test_the_reward_model_job_ends_texts_and_orders_them_as_its_config_says(
         for kind, file in (("binary_ranking", pairs), ("regression", labelled)):
             cfg.model.reward_model_type = kind
             cfg.model.data.data_prefix = {"train": [str(file)], "validation": [str(file)]}
-            task = reward_task(cfg, tokenizer, RewardHeadConfig())
+            task = reward_task(RewardTraining.read(cfg), tokenizer, RewardHeadConfig())
             assert task.validation is not None
             for item in (task.train[0], task.validation[0]):
                 given = item.token_ids if kind == "regression" else item.chosen_ids
@@ -536,7 +547,7 @@ def test_every_key_of_fine_tuning_data_is_heeded(
     cfg = load_defaults("gpt_sft")
     for name, file in files.items():
         cfg.model.data[name].file_path = str(file)
-    sft_task(cfg, tokenizer)
+    sft_task(SFT.read(cfg), tokenizer)
     markup = {name: f"<{name}>" for name in cfg.model.data.chat_prompt_tokens}
     general = {"answer_only_loss": False, "chats_only": True, "chat_prompt_tokens": ChatPromptTokens(**markup)}
     read = {
@@ -549,7 +560,7 @@ def test_every_key_of_fine_tuning_data_is_heeded(
     assert not [key for key, value in (read | loop).items() if section[key] == value], "not away from its default"
     section.update(**read, **loop)
     cfg.model.answer_only_loss, cfg.model.data.chat, cfg.model.data.chat_prompt_tokens = False, True, markup
-    task = sft_task(cfg, tokenizer)
+    task = sft_task(SFT.read(cfg), tokenizer)
     at = list(files).index(part)
     assert made[2:][at] == SFTFormat(**read, **general)
     if part == "validation_ds":
@@ -566,7 +577,7 @@ def test_sft_batch_mask_is_aligned_with_next_token_prediction(tmp_path: Path, to
     cfg = load_defaults("gpt_sft")
     cfg.model.data.train_ds.file_path = str(jsonl(tmp_path / "sft.jsonl", *rows))
     cfg.model.data.validation_ds.file_path = None
-    task = sft_task(cfg, tokenizer)
+    task = sft_task(SFT.read(cfg), tokenizer)
     batch = batch_of(task, [1, 1, 0])
     assert batch.tokens.shape == (3, 9) and batch.loss_mask.shape == (3, 8)
     assert batch.tokens.dtype == torch.int64 and batch.loss_mask.dtype == torch.float32
@@ -1028,7 +1039,7 @@ def test_ppo_with_another_batch_size_goes_on_at_the_same_prompt_and_ends_with_it
         cfg = load_defaults("gpt_ppo_actor")
         cfg.trainer.ppo.update(max_epochs=7, max_steps=-1, num_ppo_epochs=epochs)
         cfg.model.global_batch_size = minibatch
-        settings = RLSettings.from_config(cfg, len(prompts) // batch_size)
+        settings = RLSettings.from_config(PPOActor.read(cfg), len(prompts) // batch_size)
         schedule = Schedule(lr=1.0, max_steps=settings.max_steps * (batch_size // minibatch) * epochs)
         actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=schedule))
         collector: Any = SimpleNamespace(scorer=SimpleNamespace(values=critic))

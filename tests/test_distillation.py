@@ -16,6 +16,7 @@ from test_preferences import assert_same, at_layouts, hugging_face, straight_and
 
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer, save_nemo
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.data.distillation import DistillationDataset, DistillationItem
 from nemo_style_aligner.data.jsonl import DataError, write_jsonl
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
@@ -26,7 +27,7 @@ from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -191,18 +192,18 @@ def test_lines_with_different_numbers_of_logits_need_a_top_k(files: Path, tmp_pa
 
 def test_a_teacher_that_does_not_fit_is_refused_before_weights_are_loaded(files: Path, tmp_path: Path) -> None:
     cfg = load_defaults("gpt_ppo_actor")
-    policy = open_base_model(str(files / "base.nemo"), cfg)
+    policy, job = open_base_model(str(files / "base.nemo"), PPOActor.read(cfg))
     sequences = SequencesToScore(20, policy.architecture.vocab_size, policy.tokenizer.fingerprint())
-    assert open_teacher(cfg, policy, sequences) is None
+    assert open_teacher(job, policy, sequences) is None
     train_character_tokenizer("xyz", tmp_path / "tokenizer")
     model = build_model(policy.architecture, {}, torch.float32, trainable=False)
     config = policy.architecture.to_nemo_config() | {"encoder_seq_length": 16}
     save_nemo(tmp_path / "other.nemo", model, config, tmp_path / "tokenizer")
     save_nemo(tmp_path / "short.nemo", model, config, files / "tokenizer")
     for name, said in (("other", "different tokenizer from .* Give a teacher"), ("short", "at most 16 tokens")):
-        cfg.trainer.ppo.teacher.restore_from_path = str(tmp_path / f"{name}.nemo")
+        key, path = "trainer.ppo.teacher.restore_from_path", str(tmp_path / f"{name}.nemo")
         with pytest.raises(UserError, match=said):
-            open_teacher(cfg, policy, sequences)
+            open_teacher(job.changed({key: path}), policy, sequences)
 
 
 @pytest.mark.long

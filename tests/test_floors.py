@@ -44,6 +44,12 @@ def test_imports_go_downwards(folder: str) -> None:
     assert not upwards
 
 
+def test_omegaconfs_configs_end_in_config_and_jobs() -> None:
+    """Below, functions take sections, whose keys mypy knows."""
+    named = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("**/*.py") if "DictConfig" in path.read_text()}
+    assert named == {"config", "jobs"}
+
+
 def files() -> dict[str, Path]:
     """The package's modules by their dotted names."""
     named = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for path in PACKAGE.glob("**/*.py")}

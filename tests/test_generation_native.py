@@ -26,6 +26,7 @@ from nemo_style_aligner.engine.embedded.step import EngineShape, StepInput
 from nemo_style_aligner.engine.embedded.torch_step import TorchStep
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.sampling import SamplingRows, sample
+from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.native import compilation
 from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, usable_kernels
 
@@ -104,6 +105,13 @@ def test_an_odd_number_of_rotated_channels_is_one_more_as_in_megatron() -> None:
         step.weights.copy_from(weights_of(hf_model("nemotron")).items())
     ids = [(7 * i) % VOCAB for i in range(20)]
     torch.testing.assert_close(run(native, [(0, 0, ids)]), run(reference, [(0, 0, ids)]), atol=3e-5, rtol=1e-5)
+
+
+def test_what_the_step_does_not_know_is_named() -> None:
+    """Ranks have no way to sum squares over all heads in the middle of a layer."""
+    shape = EngineShape(architecture("olmo2"), torch.float32, 6, 160, 60, 256, TensorParallel(0, 2))
+    with pytest.raises(NativeUnavailable, match="does not know the model's qk_norm_over_heads over several ranks"):
+        NativeStep(shape, TrainerWeights())
 
 
 def test_gates_far_from_zero() -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from generation_models import EOS, architecture, engine_for, hf_model, ragged_requests, weights_of
 
-from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.config.schema import Generation
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams, StopCondition
 from nemo_style_aligner.engine.embedded import engine as engine_module
 from nemo_style_aligner.engine.embedded.block_table import BlockTable
@@ -363,13 +364,11 @@ def test_an_abandoned_generation_leaves_no_pages(remembering: Any) -> None:
 def test_too_little_memory_is_an_error_that_names_the_key() -> None:
     with pytest.raises(ValueError, match=r"kv_cache_tokens=159 cannot hold one sequence of 160 tokens; set it to 160"):
         engine_for(kv_cache_tokens=159)
-    cfg = load_defaults("gpt_ppo_actor")
-    cfg.trainer.ppo.generation.kv_cache_tokens = 159
+    section = Generation(kv_cache_tokens=159)
     with pytest.raises(ConfigError, match=r"^trainer\.ppo\.generation\.kv_cache_tokens=159 cannot hold one sequence"):
-        require_kv_cache(cfg, 160)
-    require_kv_cache(cfg, 144)
-    cfg.trainer.ppo.generation.engine = "trtllm"  # which has no such cache
-    require_kv_cache(cfg, 160)
+        require_kv_cache(section, 160)
+    require_kv_cache(section, 144)
+    require_kv_cache(section.replaced(engine="trtllm"), 160)  # which has no such cache
 
 
 # ---- with a model ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -139,7 +140,10 @@ def test_without_the_kernels_torch_computes(
         for dtype in (torch.float32, torch.bfloat16):
             shape = EngineShape(architecture(), dtype, **size)
             assert choose_operations.choose_operations(shape, torch.device("cuda", 0)) is made[-1]
-    (record,) = caplog.records
+        unknown = dataclasses.replace(shape, architecture=architecture("gemma2"))
+        assert choose_operations.choose_operations(unknown, torch.device("cuda", 0)) is made[-1]
+    record, other = caplog.records
+    assert "they have no layer_norms, attn_logit_softcapping" in other.getMessage()
     assert ("no driver" if installed else "Triton is not installed") in record.getMessage()
 
 

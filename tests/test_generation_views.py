@@ -13,6 +13,7 @@ from generation_models import have_graphs
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
@@ -34,7 +35,7 @@ ARCHITECTURES = {
         **SHAPE, normalization="layernorm1p", activation="squared-relu", gated=False, bias=True
     ),
 }
-OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2}
+OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.0}
 SAMPLED = SamplingParams(max_new_tokens=12, seed=3)
 
 
@@ -43,7 +44,7 @@ def trained_model(name: str, dtype: torch.dtype, optim: str = "distributed_fused
     torch.manual_seed(11)
     cfg = {"make_vocab_size_divisible_by": 64, "optim": OPTIM | {"name": optim}}
     model = build_model(ARCHITECTURES[name], cfg, dtype)
-    optimizer = Optimizer(model, cfg["optim"], Schedule(lr=1e-2, name="constant"), clip_grad=1.0)
+    optimizer = Optimizer(model, schema.Optimizer(**cfg["optim"]), Schedule(lr=1e-2, name="constant"), clip_grad=1.0)
     batching = MicroBatching(num_rows=4)
     actor = Actor(model, optimizer, None, training_batching=batching, forward_batching=batching,
                   temperature=1.0, loss=LossSettings())  # fmt: skip

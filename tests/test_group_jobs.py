@@ -21,6 +21,7 @@ from test_extending import EXAMPLES
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.job_setup import Run
@@ -31,7 +32,7 @@ from nemo_style_aligner.models.restore import open_base_model
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rl.estimators import ESTIMATORS
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
 from nemo_style_aligner.telemetry.log_files import read_json_lines
 from nemo_style_aligner.telemetry.metrics import read_metrics
@@ -348,9 +349,9 @@ def test_a_reward_model_that_does_not_fit_is_refused_before_weights_are_loaded(
     def refused(archive: Path, sequences: SequencesToScore) -> str:
         cfg = load_defaults("gpt_ppo_actor")
         cfg.trainer.ppo.rewards = [{"source": str(archive)}]
-        policy = open_base_model(str(artefacts.sft), cfg)
+        policy, config = open_base_model(str(artefacts.sft), PPOActor.read(cfg))
         with pytest.raises(UserError) as error:
-            build_scorer(cfg, cast(Run, None), ESTIMATORS["rloo"], policy, sequences)
+            build_scorer(config, cast(Run, None), ESTIMATORS["rloo"], policy, sequences)
         return str(error.value)
 
     with single_process(1):

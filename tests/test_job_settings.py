@@ -17,7 +17,9 @@ from small_models import SHAPE, VOCAB
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.config.schema import JOBS
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.jobs import critic_setup, job_setup, scoring_setup, service_setup
 from nemo_style_aligner.jobs.job_setup import Run, register_model, require_shared, start_run
@@ -31,16 +33,15 @@ from nemo_style_aligner.jobs.service_setup import (
 from nemo_style_aligner.jobs.supervised_setup import reward_objective
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.supervised_losses import LabelledBatch
 from nemo_style_aligner.parallel.groups import current_layout
-from nemo_style_aligner.services.endpoints import rewards_spec
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.services.http_server import ConnectionLimits
 from nemo_style_aligner.services.model_server import DispatchSettings
 from nemo_style_aligner.services.routes import HttpSettings
+from nemo_style_aligner.services.scores import Score
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.training.run_control import RunControl
 
@@ -111,17 +112,19 @@ def test_a_service_listens_as_its_config_says(
     layout: Any = SimpleNamespace(dp_size=3)
     run: Any = SimpleNamespace(layout=layout)
     if is_critic:
-        listen_as_critic(cfg, run, base)
+        listen_as_critic(schema.Critic.read(cfg).trainer.ppo, run, base)
     else:
-        listen_as_frozen_model(cfg, layout, base, rewards_spec(2))
+        section = schema.RewardService.read(cfg).inference
+        listen_as_frozen_model(section, layout, base, [Score("rewards", columns=2)])
     assert made.http == HttpSettings(
         port=1234, host="10.0.0.7", section=name, token="s3cret", known_as=("10.0.0.8:1234",), max_body_bytes=5000,
         max_outstanding_requests=7,
         infer_timeout_s=8.0, command_timeout_s=11.0 if is_critic else 3600.0,
         connections=ConnectionLimits(**CONNECTIONS),  # type: ignore[arg-type]
     )  # fmt: skip
-    assert made.dispatch == DispatchSettings(12, 9, 16, max_sequence_length=99)
+    assert made.dispatch == DispatchSettings(12, 9)
     first = made.endpoints[0]
+    assert first.length_multiple == 16
     assert first.name == ("critic_infer" if is_critic else "judge")
     assert {output: list(spec.dims) for output, spec in first.outputs.items()} == (
         {"values": [-1]} if is_critic else {"rewards": [2]}
@@ -152,12 +155,14 @@ def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pyt
     change(cfg.model.regression, REGRESSION)
     cfg.model.optim.sched.update(warmup_steps=2, constant_steps=0)
     base = base_model(cfg)
-    service = build_critic_service(cfg, run_in(tmp_path / "first"), base, TrainingLedger())
+    config = schema.Critic.read(cfg)
+    service = build_critic_service(config, run_in(tmp_path / "first"), base, TrainingLedger())
     critic, optimizer = service.critic, service.critic.optimizer
     assert critic.training_batching == MicroBatching(3, 50) and critic.forward_batching == MicroBatching(5, 60)
     assert (critic.global_batch_size, critic.loss_clip) == (6, 0.3)
-    assert optimizer.clip_grad == 0.5 and optimizer.skips.policy == NonFinitePolicy("skip", 4)
-    assert optimizer.schedule == Schedule.from_config(cfg.model.optim, 20)
+    policy = optimizer.skips.policy
+    assert (optimizer.clip_grad, policy.on_nonfinite, policy.max_consecutive_skips) == (0.5, "skip", 4)
+    assert optimizer.schedule == Schedule.from_config(config.model.optim, 20)
     assert asked == {"offload": True} and critic.model.kept_passes is None
     assert critic.head == RewardHeadConfig(2, "average", torch.bfloat16, True, (0.25, 0.75), 1.0, 2.0)
     assert service.reward_model is not None and service.reward_model.head == critic.head
@@ -165,7 +170,7 @@ def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pyt
     service.infer(torch.ones(2, 4, dtype=torch.int64), torch.tensor([4, 3]))
     assert service.reward_model.num_swaps == 1
     cfg.trainer.ppo.combine_rm_and_critic_server, cfg.model.keep_activations = False, "always"
-    alone = build_critic_service(cfg, run_in(tmp_path / "second"), base, TrainingLedger())
+    alone = build_critic_service(schema.Critic.read(cfg), run_in(tmp_path / "second"), base, TrainingLedger())
     assert alone.reward_model is None and alone.critic.model.kept_passes is not None
 
 
@@ -175,7 +180,7 @@ def test_a_reward_model_scores_as_its_config_says() -> None:
     assert cfg.model.keys() - OTHER_TESTS == {*model, *HEAD, "regression"}
     change(cfg.model, model | HEAD)
     change(cfg.model.regression, REGRESSION | {"merge_attributes": True})
-    service = build_reward_service(cfg, base_model(cfg))
+    service = build_reward_service(schema.RewardService.read(cfg), base_model(cfg))
     assert service.reward_model.batching == MicroBatching(5, 60)
     assert service.reward_model.head == RewardHeadConfig(
         2, "average", torch.bfloat16, merge_attributes=True, attribute_weights=(0.25, 0.75), mean=1.0, std=2.0
@@ -198,8 +203,9 @@ def test_an_actor_waits_for_its_critic_as_its_config_says(monkeypatch: pytest.Mo
     assert section.timeouts.keys() == {*timeouts, "ready_seconds"}  # the latter is of the start alone
     change(section, {"token": "s3cret"})
     change(section.timeouts, timeouts)
-    scoring_setup.build_critic_client(OmegaConf.create({"remote_critic_rm": section}), section)
-    assert made.token == "s3cret" and made.config == section
+    remote = schema.RemoteCritic.among(section)
+    scoring_setup.build_critic_client(remote)
+    assert made.token == "s3cret" and made.config is remote
     for limits, read, total in ((made.infer_limits, 2.0, 3.0), (made.train_limits, 4.0, 8.0)):
         assert (limits.connect_s, limits.read_s, limits.total_s, limits.away_s) == (1.0, read, total, 5.0)
 
@@ -216,7 +222,7 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
     for name, stand_in in replaced.items():
         monkeypatch.setattr(job_setup, name, stand_in)
     monkeypatch.setattr(MetricsLogger, "__init__", lambda self, *arguments: made.__dict__.update(logger=arguments))
-    monkeypatch.setattr("nemo_style_aligner.telemetry.metrics.start_trackers", lambda section, _: section.copy())
+    monkeypatch.setattr("nemo_style_aligner.jobs.job_setup.start_trackers", lambda section, _: section)
     cfg = load_defaults(job)
     checkpoints = {
         "monitor": "val_x", "mode": "min" if cfg.exp_manager.checkpoint_callback_params.mode == "max" else "max",
@@ -246,15 +252,16 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
         cfg.model.data.train_ds.file_path = str(data)
     elif job != "gpt_ppo_critic":  # which gets its data from the actor
         cfg.model.data.data_prefix = {"train": [str(data)]}
-    run = start_run(cfg)
+    config = JOBS[job].sections.read(cfg)
+    run = start_run(config)
     assert run.layout == (2, 3, 7, 9) and run.log_dir == tmp_path
-    assert made.held == (tmp_path, "other") and made.logger == (tmp_path, 0, cfg.exp_manager)
+    assert made.held == (tmp_path, "other") and made.logger == (tmp_path, 0, config.exp_manager)
     assert (run.control, run.watchdog) == (90.0, (5, tmp_path))
     assert run.checkpoints.settings == CheckpointSettings(**checkpoints, **resuming, nemo_name="other")
     digests = {} if job == "gpt_ppo_critic" else {f"SHA-256 of {data}": hashlib.sha256(b"{}").hexdigest()[:16]}
     assert run.checkpoints.run_settings == settings_of_run(cfg) | digests
     cfg.exp_manager.update(explicit_log_dir=None, exp_dir=str(tmp_path / "experiments"))
-    assert start_run(cfg).log_dir == tmp_path / "experiments" / "other"
+    assert start_run(JOBS[job].sections.read(cfg)).log_dir == tmp_path / "experiments" / "other"
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
@@ -266,16 +273,16 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
     archive = tmp_path / "base.nemo"
     archive.mkdir()
     base: Any = SimpleNamespace(
-        path=archive, config=OmegaConf.create({}), architecture=shape, dtype=torch.bfloat16, tokenizer=tokenizer,
+        path=archive, config={}, architecture=shape, dtype=torch.bfloat16, tokenizer=tokenizer,
         identity=lambda: "i",
     )  # fmt: skip
     with caplog.at_level("INFO"):
         run = run_in(tmp_path / "run")
-        register_model(load_defaults("gpt_sft"), run, base)
+        register_model(schema.SFT.read(load_defaults("gpt_sft")), run, base)
         assert "a checkpoint takes about 1.9 GB; " in caplog.text
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000_000))
         with pytest.raises(NotWrittenError, match=r"takes about 1\.9 GB, and 1\.0 GB are free in .*: make room"):
-            register_model(load_defaults("gpt_sft"), run, base)
+            register_model(schema.SFT.read(load_defaults("gpt_sft")), run, base)
 
 
 def test_machines_with_log_directories_of_their_own_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +315,7 @@ def test_labels_of_the_masked_value_do_not_count() -> None:
     change(cfg.model.regression, {"loss_mask_val": -7, "num_attributes": 2})
     labels = torch.tensor([[1.0, -7.0], [-7.0, -7.0]])
     batch = LabelledBatch(torch.ones(2, 3, dtype=torch.int64), torch.tensor([3, 2]), labels)
-    objective = reward_objective(cfg, RewardHeadConfig.from_model_config(cfg.model))
+    objective = reward_objective(schema.RewardTraining.read(cfg).model, RewardHeadConfig.from_model_config(cfg.model))
     error, count, _ = objective.loss(torch.zeros(2, 3, 2), batch)
     assert (float(error), float(count)) == (1.0, 1.0)
     assert objective.wanted(batch).any(1).tolist() == [True, False]
@@ -320,7 +327,8 @@ def base_model(cfg: DictConfig) -> Any:
     def load(head: RewardHeadConfig | None = None, trainable: bool = True, needs_head: bool = False) -> Any:
         return build_model(ModelArchitecture(**SHAPE), cfg.model, torch.float32, head=head, trainable=trainable)
 
-    return SimpleNamespace(path=Path("model.nemo"), load=load, build=load)
+    config = OmegaConf.to_container(cfg.model, resolve=True)
+    return SimpleNamespace(path=Path("model.nemo"), config=config, load=load, build=load)
 
 
 def run_in(folder: Path) -> Run:

@@ -40,6 +40,7 @@ from nemo_style_aligner.checkpoints.nemo_archive import IS_CRITIC, load_nemo_con
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.cli.inspect import describe
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import Critic
 from nemo_style_aligner.data.answers import is_right
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.jobs import evaluation
@@ -660,7 +661,8 @@ def test_rewards_are_not_of_a_head_that_nobody_trained(
     cfg.model.encoder_seq_length = 64
     with single_process(1):
         with pytest.raises(CheckpointMismatchError, match=r"has no reward head.* \(train_reward_model.py makes one\)"):
-            build_critic_service(cfg, no_run, open_base_model(wrong, cfg), TrainingLedger())
+            base, config = open_base_model(wrong, Critic.read(cfg))
+            build_critic_service(config, no_run, base, TrainingLedger())
         with pytest.raises(CheckpointMismatchError, match="has no reward head"):
             score(Responses([row]), artefacts.sft, "32")
         row.tokens = [1] * 10_000

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from small_models import VOCAB
-from trained_models import ARCHITECTURES, OPTIM, make_actor, policy_batch, tokens
+from trained_models import ADAM, ARCHITECTURES, OPTIM, make_actor, policy_batch, tokens
 
 from nemo_style_aligner.config.kinds import KeepChoice
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.models import kept_passes as kept_passes_module
 from nemo_style_aligner.models import logprobs as logprobs_module
 from nemo_style_aligner.models import products
@@ -24,7 +25,7 @@ from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import Part, keep_passes
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching, Sequences
 from nemo_style_aligner.models.ragged import after_prompts
@@ -39,10 +40,10 @@ def keeping_actor(choice: KeepChoice, update_size: int = 5, dtype: torch.dtype =
     return actor
 
 
-def keeping_critic(choice: KeepChoice, update_size: int, nonfinite: NonFinitePolicy = STOP) -> Critic:
+def keeping_critic(choice: KeepChoice, update_size: int, nonfinite: Updates = STOP) -> Critic:
     head = RewardHeadConfig()
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32, head=head)
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0, nonfinite)
+    optimizer = Optimizer(model, ADAM, Schedule(lr=1e-2, name="constant"), 1.0, nonfinite)
     keep_passes(model, None, choice, update_size)
     return Critic(
         model, optimizer, head, training_batching=MicroBatching(2), global_batch_size=update_size,
@@ -210,7 +211,7 @@ def test_a_validation_makes_room_for_the_next_rollouts() -> None:
 @pytest.mark.parametrize("choice", ["always", "never"])
 def test_kept_passes_of_a_sequence_that_is_left_out_spoil_no_update(choice: KeepChoice) -> None:
     """Two sequences in a pass; the gradient of the one that is left out would be 0 times NaN."""
-    critic = keeping_critic(choice, 4, NonFinitePolicy("skip", max_consecutive_skips=2))
+    critic = keeping_critic(choice, 4, Updates(on_nonfinite="skip", max_consecutive_skips=2))
     model = critic.model
     embedding = model.gpt.embedding.word_embeddings.weight
     ids, lengths = tokens(4), torch.tensor([12, 12, 9, 11])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models import layer_kernels
 from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.layer_kernels import LayerKernels, best_kernels, load
+from nemo_style_aligner.models.layer_kernels import AttentionRow, LayerKernels, best_kernels, load
 from nemo_style_aligner.models.logprobs import Prediction
 from nemo_style_aligner.models.packing import Sequences, pack_row
 from nemo_style_aligner.native.compilation import AMX, FMA, KERNELS, NativeUnavailable, usable_kernels
@@ -74,7 +74,9 @@ def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], -1)
 
 
-def reference(qkv: torch.Tensor, angles: torch.Tensor | None, lengths: list[int]) -> torch.Tensor:
+def reference(
+    qkv: torch.Tensor, angles: torch.Tensor | None, lengths: list[int], softcap: float | None
+) -> torch.Tensor:
     """Attention with explicit scores, sequence by sequence: [t, groups, heads per group + 2, d] -> [t, heads, d]."""
     per_group, d = qkv.shape[2] - 2, qkv.shape[3]
     query = qkv[:, :, :per_group].flatten(1, 2)
@@ -84,6 +86,7 @@ def reference(qkv: torch.Tensor, angles: torch.Tensor | None, lengths: list[int]
     out = []
     for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
         scores = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
         out.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v))
     return torch.cat(out)
@@ -92,12 +95,14 @@ def reference(qkv: torch.Tensor, angles: torch.Tensor | None, lengths: list[int]
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("lengths", "groups", "per_group", "d", "rotary"),
+    ("lengths", "groups", "per_group", "d", "rotary", "softcap"),
     [
-        ([150, 1, 33, 16, 70], 3, 3, 64, 64),
-        ([5, 2, 49], 4, 1, 20, 12),  # neither rows of whole vectors nor all channels turned
-        ([61], 1, 8, 128, None),
-        ([1, 1], 2, 2, 8, 8),
+        ([150, 1, 33, 16, 70], 3, 3, 64, 64, None),
+        ([5, 2, 49], 4, 1, 20, 12, None),  # neither rows of whole vectors nor all channels turned
+        ([61], 1, 8, 128, None, None),
+        ([1, 1], 2, 2, 8, 8, None),
+        ([77, 1, 18], 2, 3, 24, 24, 0.5),
+        ([40], 1, 1, 64, None, 50.0),
     ],
 )
 def test_attention(
@@ -107,6 +112,7 @@ def test_attention(
     per_group: int,
     d: int,
     rotary: int | None,
+    softcap: float | None,
     dtype: torch.dtype,
 ) -> None:
     qkv, grad = (
@@ -115,32 +121,29 @@ def test_attention(
     )
     grad = grad.to(dtype)
     angles = None if rotary is None else 3 * numbers(sum(lengths), rotary // 2, seed=2)
-    tables = None if angles is None else tuple(f(torch.cat([angles, angles], 1)) for f in (torch.cos, torch.sin))
-    arguments: Any = (tables, torch.tensor(lengths, dtype=torch.int32), d**-0.5)
+    both = None if angles is None else torch.cat([angles, angles], 1)
+    tables = None if both is None else (both.cos(), both.sin())
+    row = AttentionRow(tables, torch.tensor(lengths, dtype=torch.int32), d**-0.5, softcap)
 
     exact = qkv.double().requires_grad_()
-    expected = reference(exact, None if angles is None else angles.double(), lengths)
+    expected = reference(exact, None if angles is None else angles.double(), lengths, softcap)
     (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
-    out, lse = kernels.attention(qkv, *arguments)
-    found = kernels.attention_backward(grad, lse, qkv, *arguments)
+    out, lse = kernels.attention(qkv, row)
+    found = kernels.attention_backward(grad, lse, qkv, row)
     assert_near(out, expected)
     assert_near(found, expected_grad)
 
     torch.set_num_threads(1)
-    again, lse = kernels.attention(qkv, *arguments)
+    again, lse = kernels.attention(qkv, row)
     assert torch.equal(out, again), "it depends on the number of threads"
-    assert torch.equal(found, kernels.attention_backward(grad, lse, qkv, *arguments))
-    alone, _ = kernels.attention(
-        qkv[: lengths[0]].contiguous(),
-        tables and tuple(x[: lengths[0]].contiguous() for x in tables),
-        arguments[1][:1],
-        d**-0.5,
-    )
+    assert torch.equal(found, kernels.attention_backward(grad, lse, qkv, row))
+    first = tables and (tables[0][: lengths[0]].contiguous(), tables[1][: lengths[0]].contiguous())
+    alone, _ = kernels.attention(qkv[: lengths[0]].contiguous(), row._replace(rotary=first, lengths=row.lengths[:1]))
     assert torch.equal(out[: lengths[0]], alone), "it depends on what else is in the row"
     for threads in (1, 16):  # with many, heads are tasks of their own
         torch.set_num_threads(threads)
         place = qkv.clone()
-        assert torch.equal(found, kernels.attention_backward(grad, lse, place, *arguments, out=place))
+        assert torch.equal(found, kernels.attention_backward(grad, lse, place, row, out=place))
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -268,10 +271,10 @@ def test_what_is_no_number_stays_visible(kernels: LayerKernels) -> None:
     """The optimizer has to see it."""
     qkv = numbers(9, 1, 3, 8)
     qkv[4, 0, 1, 2] = torch.nan
-    arguments: Any = (None, torch.tensor([9], dtype=torch.int32), 1.0)
-    out, lse = kernels.attention(qkv, *arguments)
+    row = AttentionRow(None, torch.tensor([9], dtype=torch.int32), 1.0)
+    out, lse = kernels.attention(qkv, row)
     assert out[4:].isnan().any(-1).all() and not out[:4].isnan().any()
-    assert kernels.attention_backward(numbers(9, 1, 8), lse, qkv, *arguments).isnan().any()
+    assert kernels.attention_backward(numbers(9, 1, 8), lse, qkv, row).isnan().any()
     x = numbers(3, 32)
     x[1, 5] = torch.nan
     assert kernels.swiglu(x).isnan().any() and kernels.swiglu_backward(x, numbers(3, 16)).isnan().any()
@@ -293,12 +296,12 @@ def test_what_is_no_number_stays_that_when_rounded(kernels: LayerKernels) -> Non
 
 SHORT_OF_MEMORY = """
 import os, resource, torch
-from nemo_style_aligner.models.layer_kernels import load
+from nemo_style_aligner.models.layer_kernels import AttentionRow, load
 
 kernels = load("avx2")
 t, heads, d = 512, 256, 128  # the backward pass wants 128 MiB
 qkv, grad = torch.zeros(t, 1, heads + 2, d, dtype=torch.bfloat16), torch.zeros(t, heads, d, dtype=torch.bfloat16)
-arguments = grad, torch.zeros(t, heads), qkv, None, torch.tensor([t], dtype=torch.int32), 1.0
+arguments = grad, torch.zeros(t, heads), qkv, AttentionRow(None, torch.tensor([t], dtype=torch.int32), 1.0)
 used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20, resource.RLIM_INFINITY))
 try:
@@ -341,7 +344,7 @@ def test_threads_do_not_share_the_core_that_openmp_binds_the_first_one_to() -> N
 
 def test_sequences_that_do_not_fill_their_row_are_refused(kernels: LayerKernels) -> None:
     with pytest.raises(ValueError, match="sequences of 8 tokens in a row of 9"):
-        kernels.attention(numbers(9, 1, 3, 8), None, torch.tensor([8], dtype=torch.int32), 1.0)
+        kernels.attention(numbers(9, 1, 3, 8), AttentionRow(None, torch.tensor([8], dtype=torch.int32), 1.0))
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -373,8 +376,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped queries": {"num_query_groups": 2},
     "norms of heads": {"num_query_groups": 2, "qk_layernorm": True, "kv_channels": 16},
     "part of the channels turned": {"num_query_groups": 4, "rotary_percentage": 0.5, "bias": True},
+    "norms and soft caps": {
+        "num_query_groups": 2, "layer_norms": "both", "normalization": "rmsnorm1p", "attn_logit_softcapping": 0.05,
+        "final_logit_softcapping": 1.0,
+    },
+    "norms over heads": {
+        "num_query_groups": 2, "layer_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True
+    },
     "another activation": {"num_query_groups": 1, "activation": "gelu", "normalization": "layernorm"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

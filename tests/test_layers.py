@@ -59,7 +59,7 @@ def test_padding_of_the_vocabulary_takes_no_probability(name: str) -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(export_weights(padded), export_weights(plain), strict=True))
 
 
-def dense_reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def dense_reference(dtype: torch.dtype, softcap: float | None = None) -> dict[str, torch.Tensor]:
     """The inputs of multirank_models.py through the dense formulas."""
     from multirank_models import TEMPERATURE, inputs
     from multirank_models import VOCAB as SPLIT_VOCAB
@@ -67,6 +67,7 @@ def dense_reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     hidden, weight, wanted, loss_weights = inputs()
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
     true = (hidden[:, 0] @ weight.T).float()[wanted.outputs, :SPLIT_VOCAB]
+    true = true if softcap is None else softcap * torch.tanh(true / softcap)
     values = torch.stack(
         [
             (true / TEMPERATURE).log_softmax(-1).gather(-1, wanted.targets[:, None])[:, 0],
@@ -177,9 +178,14 @@ def test_split_vocabulary_equals_dense(three_ranks: Path) -> None:
     [(torch.float32, False, 5e-6), (torch.bfloat16, False, 0.05), (torch.bfloat16, True, 0.05)],
     ids=["fp32", "bf16 widened", "bf16"],
 )
-@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize(("rows", "softcap"), [(1, None), (3, None), (100, None), (3, 4.0)])
 def test_chunks_of_logits_equal_dense(
-    dtype: torch.dtype, has_bf16: bool, tolerance: float, rows: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    has_bf16: bool,
+    tolerance: float,
+    rows: int,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One rank, some rows at a time; nothing of the size of all positions times the vocabulary is kept for backward."""
     from multirank_models import VOCAB as SPLIT_VOCAB
@@ -192,14 +198,14 @@ def test_chunks_of_logits_equal_dense(
     saved: list[tuple[int, ...]] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(tuple(x.shape)), x)[1], lambda x: x)
     with hooks, FactorTypes() as factors:
-        values = predict(hidden, weight, SPLIT_VOCAB, wanted, sequence_parallel=False)
+        values = predict(hidden, weight, SPLIT_VOCAB, wanted, sequence_parallel=False, softcap=softcap)
     with factors:
         (values * loss_weights).sum().backward()
     assert factors.seen == {torch.bfloat16 if has_bf16 else torch.float32}
     assert hidden.grad is not None and weight.grad is not None
     found = {"values": values.detach(), "hidden gradient": hidden.grad, "weight gradient": weight.grad}
     assert found["values"].dtype == torch.float32 and hidden.grad.dtype == dtype
-    for name, expected in dense_reference(dtype).items():
+    for name, expected in dense_reference(dtype, softcap).items():
         torch.testing.assert_close(found[name], expected, atol=tolerance, rtol=tolerance, msg=name)
     assert saved and max(math.prod(shape) for shape in saved if shape != weight.shape) <= hidden.numel()
 
@@ -342,7 +348,7 @@ def test_a_layer_as_one_function_has_gradients_only_once() -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["tied", "qk-norm", "layernorm1p", "scaled"])
+@pytest.mark.parametrize("name", ["tied", "qk-norm", "layernorm1p", "scaled", "norms after", "norms both"])
 def test_other_layers_are_computed_module_by_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases, norms of queries and keys, other norms and activations; with dropout, while training; on GPUs."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -17,7 +18,7 @@ import torch
 import transformers
 from conftest import Artefacts
 from job_processes import ROOT, run, script, stored_weights
-from multirank_lora import ALPHA, ARCHITECTURE, DROPPING, LAYOUTS, LR, OPTIM, PEFT, RANK, UPDATES, batch
+from multirank_lora import ADAM, ALPHA, ARCHITECTURE, DROPPING, LAYOUTS, LR, OPTIM, PEFT, RANK, UPDATES, batch
 from safetensors.torch import save_file
 from small_models import TensorSource
 from trained_models import ARCHITECTURES, logprobs, make_actor, policy_batch, tokens
@@ -145,7 +146,7 @@ def test_a_reward_model_beside_a_critic_with_adapters() -> None:
     model = build_model(ARCHITECTURE, {"optim": OPTIM, "peft": PEFT}, torch.bfloat16, head=head)
     frozen = FrozenWeights(model, "auto", lambda: model)
     critic = Critic(
-        model, Optimizer(model, OPTIM, Schedule(lr=LR, name="constant"), 1.0), head, training_batching=MicroBatching(2),
+        model, Optimizer(model, ADAM, Schedule(lr=LR, name="constant"), 1.0), head, training_batching=MicroBatching(2),
         global_batch_size=5, forward_batching=MicroBatching(2), loss_clip=0.0,
     )  # fmt: skip
     rewards, ids, lengths = RewardModel(frozen, head, MicroBatching(2)), tokens(), torch.full((5,), 12)
@@ -326,6 +327,7 @@ B_OF_Q = A_OF_Q.replace("lora_A", "lora_B")
         ({"r": "4"}, {}, "r=4: the rank should be a whole number"),
         ({"lora_alpha": 0}, {}, "lora_alpha=0: it should be a number above 0"),
         ({"lora_alpha": math.nan}, {}, "lora_alpha=nan: it should be"),
+        ({"lora_alpha": 10**400}, {}, f"lora_alpha={10**39}: it should be"),
         ({}, {B_OF_Q: None}, "lacks model.layers.0.self_attn.q_proj.lora_B.weight: write or copy it again"),
         ({}, {A_OF_Q: None}, "lacks model.layers.0.self_attn.q_proj.lora_A.weight"),
         ({"target_modules": ["q_proj", "k_proj"]}, {}, "lacks k_proj"),
@@ -346,4 +348,11 @@ def test_adapters_that_would_add_something_else_are_refused(
     whole: dict[str, Any] = {A_OF_Q: torch.ones(4, 8), B_OF_Q: torch.ones(8, 4)} | tensors
     save_file({k: tensor for k, tensor in whole.items() if tensor is not None}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=re.escape(problem)):
+        read_adapter(adapter_kind(tmp_path))
+
+
+def test_adapters_that_are_no_file_are_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    os.mkfifo(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="is no regular file"):
         read_adapter(adapter_kind(tmp_path))

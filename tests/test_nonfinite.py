@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from nemo_style_aligner.config.schema import ActorLoop, Updates
 from nemo_style_aligner.errors import NonFiniteError, UserError
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.ragged import after_prompts
 from nemo_style_aligner.rl.estimators import ESTIMATORS
 from nemo_style_aligner.rl.experience import (
@@ -26,24 +28,15 @@ from nemo_style_aligner.rl.scoring import Scores
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 N = 6
-SKIP = NonFinitePolicy("skip", 10)
-SETTINGS = AdvantageSettings(
-    estimator=ESTIMATORS["gae"],
-    kl_coef=0.1,
-    kl_estimator="k1",
-    kl_clamp=None,
-    discount_factor=0.9,
-    gae_lambda=0.8,
-    teacher_weight=1.0,
-    normalize_advantages=True,
-    advantage_whitening_unbiased=False,
-    mask_truncated=True,
-    importance_weight_cap=2.0,
-    importance_sequence_bounds=None,
-    max_length=8,
-    overlong_buffer=0,
-    overlong_penalty=1.0,
+SKIP = Updates(on_nonfinite="skip", max_consecutive_skips=10)
+FORMULAS = ActorLoop(
+    initial_policy_kl_penalty=0.1, kl_estimator="k1", discount_factor=0.9, gae_lambda=0.8, importance_weight_cap=2.0
 )
+SETTINGS = AdvantageSettings(FORMULAS, ESTIMATORS["gae"], max_length=8)
+
+
+def settings_with(**changes: Any) -> AdvantageSettings:
+    return dataclasses.replace(SETTINGS, ppo=FORMULAS.replaced(**changes))
 
 
 @dataclasses.dataclass
@@ -86,7 +79,7 @@ class Step:
         columns = {name: flat(column, one_by_one.sampled_lengths) for name, column in self.columns.items()}
         return Step(rollouts, Scores(self.scores.rewards[keep], {}, []), columns)
 
-    def screened(self, policy: NonFinitePolicy) -> Step:
+    def screened(self, policy: Updates) -> Step:
         rollouts, columns = leave_out_nonfinite(self.rollouts, self.scores, self.columns, policy)
         return Step(rollouts, self.scores, columns)
 
@@ -124,7 +117,7 @@ def step() -> Step:
 
 def test_the_penalty_of_overlong_responses_enters_their_rewards() -> None:
     """Responses of 7, 4, 4, 4, 7 and 4 tokens; from 3 to 7 on a line down to -1."""
-    penalised = dataclasses.replace(SETTINGS, max_length=7, overlong_buffer=4)
+    penalised = dataclasses.replace(settings_with(overlong={"buffer_tokens": 4}), max_length=7)
     by_hand, plain = step(), step()
     by_hand.scores.rewards += torch.tensor([-1, -0.25, -0.25, -0.25, -1, -0.25], dtype=torch.float64)
     (found, metrics), (expected, more) = plain.experience(penalised), by_hand.experience()
@@ -202,7 +195,7 @@ def test_a_step_of_nothing_but_nan_ends_the_job_in_any_case() -> None:
 @pytest.mark.parametrize("num_ended, is_masked", [(0, True), (1, True), (0, False)])
 def test_responses_that_never_end_are_reported(num_ended: int, is_masked: bool) -> None:
     """They are no part of the policy's loss, and nothing else would show that it learns nothing."""
-    made, settings = step(), dataclasses.replace(SETTINGS, mask_truncated=is_masked)
+    made, settings = step(), settings_with(mask_truncated=is_masked)
     made.rollouts.ended[:] = torch.arange(N) < num_ended
     experience, _ = made.experience(settings)
     reason = why_nothing_is_learnt(experience, settings)
@@ -212,7 +205,7 @@ def test_responses_that_never_end_are_reported(num_ended: int, is_masked: bool) 
 
 def test_what_leaves_every_response_out_is_named() -> None:
     """Each of the three ways leaves out a part."""
-    made, settings = step(), dataclasses.replace(SETTINGS, importance_sequence_bounds=(0.99, 1.01))
+    made, settings = step(), settings_with(importance_sequence_bounds=[0.99, 1.01])
     made.rollouts.ended[:] = torch.arange(N) >= 2
     made.scores.rewards[2] = math.nan
     made.rollouts.engine_logprobs[:] = made.columns["old_logprobs"] - 1.0
@@ -223,7 +216,7 @@ def test_what_leaves_every_response_out_is_named() -> None:
     assert "the others outside importance_sequence_bounds" in reason
     # Truncated responses count only where they are masked, bounds only where there are any.
     made.rollouts.ended[:], experience.learns[:] = False, False
-    settings = dataclasses.replace(SETTINGS, mask_truncated=False)
+    settings = settings_with(mask_truncated=False)
     reason = why_nothing_is_learnt(experience, settings)
     assert reason is not None and reason.endswith(": 1 with NaN or Inf (on_nonfinite=skip)")
 

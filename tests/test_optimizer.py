@@ -12,9 +12,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from small_models import TensorSource
 from trained_models import ARCHITECTURES, OPTIM, make_actor, policy_batch, reference_model, tokens
 
+from nemo_style_aligner.config import schema
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.errors import NonFiniteError
 from nemo_style_aligner.models.gpt import build_model, parse_precision
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
@@ -52,17 +53,17 @@ def test_precision() -> None:
 )
 def test_schedule_is_nemos(settings: dict[str, Any], max_steps: int, expected: dict[int, float]) -> None:
     """Values by hand from NeMo's formulas (nemo/core/optim/lr_scheduler.py), of updates counted from 0."""
-    schedule = Schedule.from_config({"lr": settings.pop("lr"), "sched": settings}, max_steps)
+    schedule = Schedule.from_config(schema.Optimizer(lr=settings.pop("lr"), sched=settings), max_steps)
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 def test_constant_schedule_and_errors() -> None:
-    schedule = Schedule.from_config({"lr": 2.0, "sched": {"name": "constant", "warmup_steps": 3}}, 10)
+    schedule = Schedule.from_config(schema.Optimizer(lr=2.0, sched={"name": "constant", "warmup_steps": 3}), 10)
     assert [schedule(step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-    assert Schedule.from_config({"lr": 2.0}, 10)(0) == 2.0
-    given = Schedule.from_config({"lr": 2.0, "sched": {"max_steps": 7}}, 10)  # NeMo's key
+    assert Schedule.from_config(schema.Optimizer(lr=2.0, sched=None), 10)(0) == 2.0
+    given = Schedule.from_config(schema.Optimizer(lr=2.0, sched={"max_steps": 7}), 10)  # NeMo's key
     assert given.max_steps == given.ending_with_run(12).max_steps == 7
-    assert Schedule.from_config({"lr": 2.0, "sched": {"max_steps": None}}, 10).ending_with_run(12).max_steps == 12
+    assert Schedule.from_config(schema.Optimizer(lr=2.0), 10).ending_with_run(12).max_steps == 12
     with pytest.raises(ValueError, match="choose CosineAnnealing or constant"):
         Schedule(lr=1.0, name="Polynomial")
     with pytest.raises(ValueError, match=r"min_lr=2.0 is above"):
@@ -124,7 +125,7 @@ def test_gradients_that_are_no_numbers_end_the_job_before_they_do_harm(clip: flo
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_updates_that_are_no_numbers_are_skipped_if_so_configured(value: float, caplog: Any) -> None:
     model = build_model(ARCHITECTURES["llama"], {"optim": OPTIM}, torch.float32)
-    actor = make_actor(model, None, nonfinite=NonFinitePolicy("skip", max_consecutive_skips=2))
+    actor = make_actor(model, None, nonfinite=Updates(on_nonfinite="skip", max_consecutive_skips=2))
     actor.update(policy_batch(tokens()))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for count in (1, 2):

@@ -19,6 +19,7 @@ from test_group_jobs import REWARDS, curves, kill_and_start_again, require_same_
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import check_config, load_defaults
+from nemo_style_aligner.config.schema import JOBS
 from nemo_style_aligner.jobs.config_checks import find_problems
 from nemo_style_aligner.jobs.placement_picture import Role, picture
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE
@@ -50,7 +51,7 @@ def problems(archive: Path, job: str = "gpt_ppo_actor", ranks: int = 1, **keys: 
     for key, value in (given | keys).items():
         OmegaConf.update(cfg, key, value, force_add=True)
     check_config(cfg, job)
-    return find_problems(job, cfg, ranks)
+    return find_problems(job, JOBS[job].sections.read(cfg), ranks)
 
 
 # ---- settings -----------------------------------------------------------------------------------

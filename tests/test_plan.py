@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -116,6 +117,8 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         ({"a": ["train_gpt_sft.py"]}, "jobs.a: ['train_gpt_sft.py'] is no mapping with script, nodes"),
         ({"a": {"nodes": 1}}, "jobs.a.script: missing"),
         ({"a": {"script": "serve_ppo_critic.py", "serves": "a"}}, "jobs: one must serve nobody"),
+        ({"a": {"script": "train_gpt_sft.py", "overrides": {"x": "{Word.host}"}}}, "{Word.port}: no job Word"),
+        ({"a": {"script": "train_gpt_sft.py", "arguments": ["{my-word.port}"]}}, "{my-word.port}: no job my-word"),
     ],
 )  # fmt: skip
 def test_what_a_job_cannot_be(jobs: dict[str, Any], reason: str) -> None:
@@ -134,6 +137,15 @@ def test_files_are_read_as_they_are_written(tmp_path: Path) -> None:
         ("results_dir: /x\njobs: {a: {script: x}, a: {script: y}}", "found duplicate key a"),
         ("jobs: [", "is not YAML"),
         ("[]", "is no mapping with results_dir, jobs"),
+        (
+            "results_dir: /x\njobs: {a: &a [1], b: &b [*a, *a]"
+            + "".join(f", {chr(c + 1)}: &{chr(c + 1)} [*{chr(c)}, *{chr(c)}]" for c in range(98, 115))
+            + "}",
+            "more than 20,000 values, with those that aliases stand for",
+        ),
+        ("results_dir: /x\n" + "#" * (1 << 20), "more than the 1,048,576 bytes"),
+        ("jobs: " + "[" * 500, "more than 100 lists and mappings"),
+        ('results_dir: "/x\\ny"\njobs: {a: {script: train_gpt_sft.py}}', "has a character that cannot be printed"),
         ("3", "cannot be read: Invalid loaded object type: int"),
         (None, "cannot be read: No such file"),
     ):
@@ -180,6 +192,19 @@ def test_mpiruns_lines_end_services_after_the_trainer_whatever_their_names(tmp_p
     (tmp_path / "mpirun").chmod(0o755)
     done = subprocess.run(["bash", "-c", lines], env=environment(), capture_output=True, timeout=60)
     assert done.returncode == 3 and (tmp_path / "asked").exists(), done.stderr
+
+
+def test_no_name_becomes_a_line_or_an_option_of_the_batch_script(tmp_path: Path) -> None:
+    run = plan_of({"results_dir": "/results/my run --uid=0", "jobs": {"actor": PAIR["actor"]}})
+    script = slurm_script(run, Path("/plans/p\ntouch /tmp/pwned\r#SBATCH --uid=0.yaml"))
+    assert not any(line.startswith(("touch", "#SBATCH --uid")) for line in script.splitlines())
+    assert "#SBATCH --job-name='my run --uid=0'" in script
+
+
+def test_what_is_no_file_is_no_plan(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "plan.yaml")
+    with pytest.raises(PlanError, match="is no file"):
+        read_plan(tmp_path / "plan.yaml")
 
 
 def test_the_batch_script_has_a_component_for_each_job(tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.cli.main import nsa, run
 from nemo_style_aligner.config.loading import check_config, load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.placement import critic_config
-from nemo_style_aligner.placement.costs import Layout, Model, Sample, largest_share
+from nemo_style_aligner.models.sizes import Layout
+from nemo_style_aligner.placement.costs import Model, Sample, largest_share
 from nemo_style_aligner.placement.plan import read_plan
 from nemo_style_aligner.placement.rates import DEVICES, Device, measured_here
 from nemo_style_aligner.placement.run_rates import as_in_run
@@ -205,7 +207,9 @@ def test_the_fastest_plan_is_written_for_the_launcher(
     cfg = _check_keys(keys, "gpt_ppo_actor", training)
     if "critic" not in plan.jobs:
         cfg.critic.pretrained_checkpoint = {"restore_from_path": "rm.nemo"}
-        assert critic_config(cfg).model.global_batch_size == 128  # which takes no key that is not its own
+        assert (
+            critic_config(PPOActor.read(cfg)).model.global_batch_size == 128
+        )  # which takes no key that is not its own
     assert plan.jobs["actor"].overrides["model.ppo.length_params.max_length"] == 2048  # whatever has been drawn
     if "critic" in plan.jobs:
         _check_keys(plan.jobs["critic"].overrides, "gpt_ppo_critic", ranks["critic"])

@@ -6,23 +6,24 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE
-from test_nonfinite import SETTINGS, step
+from test_nonfinite import SETTINGS, settings_with, step
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.engine.contract import GenerationStatistics
 from nemo_style_aligner.jobs.rl_setup import build_actor
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.models.optimizer import Schedule
 from nemo_style_aligner.rl.estimators import ESTIMATORS
-from nemo_style_aligner.rl.experience import make_experience
+from nemo_style_aligner.rl.experience import kl_estimator, make_experience
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.reward_config import LAYOUT
@@ -58,7 +59,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.gae_lambda": (0.8, {"advantages.gae_lambda": 0.8}),
     "trainer.ppo.estimator": (
         "rloo",
-        {"advantages.estimator": ESTIMATORS["rloo"], "advantages.normalize_advantages": False},
+        {"advantages.estimator": ESTIMATORS["rloo"], "advantages.whitens": False},
     ),
     "trainer.ppo.num_rollouts_per_prompt": (3, {"schedule.max_steps": 24}),
     "trainer.ppo.top_n_rollouts": (2, {"ppo.top_n_rollouts": 2, "schedule.max_steps": 16}),
@@ -67,20 +68,20 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.loss_aggregation": ("sequence_mean", {"loss.aggregation": "sequence_mean"}),
     "trainer.ppo.loss_constant_length": (77, {"loss.constant_length": 77}),
     "trainer.ppo.dual_clip": (3.0, {"loss.dual_clip": 3.0}),
-    "trainer.ppo.dynamic_sampling.enable": (True, {"ppo.sampling_rounds": 4}),
-    "trainer.ppo.overlong.buffer_tokens": (5, {"advantages.overlong_buffer": 5}),
+    "trainer.ppo.dynamic_sampling.enable": (True, {}),
+    "trainer.ppo.overlong.buffer_tokens": (5, {"advantages.overlong_buffer_tokens": 5}),
     "trainer.ppo.overlong.penalty": (0.5, {"advantages.overlong_penalty": 0.5}),
-    "trainer.ppo.normalize_advantages": (False, {"advantages.normalize_advantages": False}),
+    "trainer.ppo.normalize_advantages": (False, {"advantages.whitens": False}),
     "trainer.ppo.advantage_whitening_unbiased": (True, {"advantages.advantage_whitening_unbiased": True}),
     "trainer.ppo.mask_truncated": (False, {"advantages.mask_truncated": False}),
-    "trainer.ppo.policy_logprobs": ("engine", {"ppo.takes_engine_logprobs": True}),
+    "trainer.ppo.policy_logprobs": ("engine", {}),
     "trainer.ppo.importance_weight_cap": (2.5, {"advantages.importance_weight_cap": 2.5}),
-    "trainer.ppo.importance_sequence_bounds": ([0.5, 1.5], {"advantages.importance_sequence_bounds": (0.5, 1.5)}),
+    "trainer.ppo.importance_sequence_bounds": ([0.5, 1.5], {"advantages.importance_sequence_bounds": [0.5, 1.5]}),
     "trainer.ppo.staleness": (1, {"ppo.staleness": 1, "advantages.importance_weight_cap": 2.0}),
     "trainer.ppo.reference_policy_placement": ("swap", {"actor.has_both_policies": False, "actor.keeps_passes": False}),
     "trainer.ppo.num_table_rows": (3, {"ppo.num_table_rows": 3}),
     "trainer.ppo.trt_llm.seed": (11, {"sampling.seed": 11}),
-    "trainer.ppo.trt_llm.unload_engine_train": (True, {"ppo.unload_engine": True}),
+    "trainer.ppo.trt_llm.unload_engine_train": (True, {}),
     "model.seed": (5, {"ppo.seed": 5, "sampling.seed": 5}),
     "model.global_batch_size": (8, {"ppo.global_batch_size": 8, "schedule.max_steps": 4}),
     "model.micro_batch_size": (2, {"training.num_rows": 2}),
@@ -120,10 +121,18 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.optim.sched.min_lr": (0.0, {"schedule.min_lr": 0.0}),
 }
 SECTIONS = ("trainer.ppo", "model.ppo", "model.optim")
+OF_ADVANTAGES = ("estimator", "kl_coef", "whitens", "max_length")
+OF_FORMULAS = (
+    *("kl_clamp", "discount_factor", "gae_lambda", "advantage_whitening_unbiased", "mask_truncated"),
+    *("importance_weight_cap", "importance_sequence_bounds"),
+)
+OF_A_STEP = ("critic_warmup_steps", "num_ppo_epochs", "top_n_rollouts", "save_samples", "num_table_rows", "staleness")
 # Keys of these sections that others read: the launcher, the engines, the prompts, the model, the optimizer on a GPU.
 ELSEWHERE = (
     "trainer.ppo.rewards",
     "trainer.ppo.reward_functions.",
+    "trainer.ppo.environment",
+    "trainer.ppo.episodes.",
     "trainer.ppo.dynamic_sampling.max_rounds",
     "trainer.ppo.rollout_devices",
     "trainer.ppo.critic_devices",
@@ -158,19 +167,22 @@ def model(one_rank: None) -> MegatronModel:
     return small_model()
 
 
-def settings_of(cfg: DictConfig, model: MegatronModel) -> dict[str, Any]:
+def settings_of(config: PPOActor, model: MegatronModel) -> dict[str, Any]:
     """Everything that a job's keys set of its loop, its formulas, its sampling and its policy."""
-    settings = RLSettings.from_config(cfg, steps_per_epoch=4)
+    settings = RLSettings.from_config(config, steps_per_epoch=4)
     base: Any = SimpleNamespace(build=lambda trainable: small_model(trainable))
-    actor = build_actor(cfg, base, model, settings)
+    actor = build_actor(config, base, model, settings)
     groups = actor.optimizer.megatron.param_groups
-    loop = dataclasses.asdict(settings)
-    loop["advantages"]["estimator"] = settings.advantages.estimator
+    ppo, advantages, loop = settings.ppo, settings.advantages, dict(vars(settings))
+    del loop["ppo"], loop["advantages"]
     parts: dict[str, Mapping[str, Any]] = {
-        "advantages": loop.pop("advantages"),
-        "nonfinite": loop.pop("nonfinite"),
-        "ppo": loop,
-        "sampling": dataclasses.asdict(sampling_params(cfg)),
+        "advantages": {name: getattr(advantages, name) for name in OF_ADVANTAGES}
+        | {name: getattr(ppo, name) for name in OF_FORMULAS}
+        | {f"overlong_{name}": value for name, value in vars(ppo.overlong).items()}
+        | {"teacher_weight": ppo.teacher.weight, "kl_estimator": kl_estimator(ppo)},
+        "nonfinite": {"action": ppo.on_nonfinite, "max_consecutive_skips": ppo.max_consecutive_skips},
+        "ppo": loop | {name: getattr(ppo, name) for name in OF_A_STEP},
+        "sampling": dataclasses.asdict(sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed)),
         "training": dataclasses.asdict(actor.training_batching),
         "forward": dataclasses.asdict(actor.forward_batching),
         "schedule": dataclasses.asdict(actor.optimizer.schedule),
@@ -183,13 +195,13 @@ def settings_of(cfg: DictConfig, model: MegatronModel) -> dict[str, Any]:
         "optimizer": {name: {group[name] for group in groups} for name in ("weight_decay", "betas", "eps")}
         | {"clip_grad": actor.optimizer.clip_grad},
     }
-    assert actor.optimizer.skips.policy == settings.nonfinite
+    assert actor.optimizer.skips.policy is ppo
     return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
 
 
 @pytest.fixture(scope="module")
 def default_settings(model: MegatronModel) -> dict[str, Any]:
-    return settings_of(small_job(), model)
+    return settings_of(PPOActor.read(small_job()), model)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -200,7 +212,7 @@ def test_a_key_changes_its_settings_and_no_other(
     cfg = small_job()
     OmegaConf.update(cfg, key, value)
     assert all(default_settings[name] != changes[name] for name in changes)
-    assert settings_of(cfg, model) == default_settings | changes
+    assert settings_of(PPOActor.read(cfg), model) == default_settings | changes
 
 
 def test_no_key_and_no_setting_is_left_out(default_settings: dict[str, Any]) -> None:
@@ -221,8 +233,8 @@ def leaves(section: DictConfig, path: str) -> Iterator[str]:
 def test_without_a_penalty_there_is_no_initial_policy(model: MegatronModel) -> None:
     cfg = small_job()
     cfg.trainer.ppo.initial_policy_kl_penalty = 0.0
-    missing: Any = None
-    assert build_actor(cfg, missing, model, RLSettings.from_config(cfg, 4)).reference is None
+    config, missing = PPOActor.read(cfg), cast(Any, None)
+    assert build_actor(config, missing, model, RLSettings.from_config(config, 4)).reference is None
 
 
 # ---- what a step makes of its rollouts ----------------------------------------------------------
@@ -232,12 +244,11 @@ def test_experience_is_what_the_formulas_say() -> None:
     """Each with its own settings and masks: the critic's targets are of all responses, the policy's loss of some."""
     made = step()
     made.rollouts.weight_versions[:] = torch.tensor([3, 3, 5, 5, 4, 4])
-    settings = dataclasses.replace(
-        SETTINGS,
+    settings = settings_with(
         advantage_whitening_unbiased=True,
         kl_clamp=0.3,
         importance_weight_cap=1.2,
-        importance_sequence_bounds=(0.9, 1.2),
+        importance_sequence_bounds=[0.9, 1.2],
     )
     batch, columns = made.rollouts, made.columns
     experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)
@@ -301,7 +312,10 @@ def test_experience_is_what_the_formulas_say() -> None:
     assert metrics.keys() - expected.keys() == {"rollout_size", "nonfinite_samples"}
 
     settings = dataclasses.replace(
-        settings, normalize_advantages=False, importance_weight_cap=None, importance_sequence_bounds=None
+        settings,
+        ppo=settings.ppo.replaced(
+            normalize_advantages=False, importance_weight_cap=None, importance_sequence_bounds=None
+        ),
     )
     experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)
     torch.testing.assert_close(experience.columns["advantages"], advantages)
@@ -374,14 +388,22 @@ def trainer(metrics: Any = None, **ppo: Any) -> RLTrainer:
     cfg.trainer.ppo.update(save_interval=0, **ppo)
     actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=Schedule(lr=1.0, max_steps=9)))
     prompts = PromptSource([PromptItem([i], {}) for i in range(100)], 40, 7, True)
-    collector: Any = SimpleNamespace(sample_table=lambda *_: [], scorer=SimpleNamespace(values=None, logprobs={}))
+    collector: Any = SimpleNamespace(sample_table=lambda *_: [], scorer=SimpleNamespace(values=None, columns=[]))
     nothing: Any = SimpleNamespace(
         start_training=lambda experience: None, poll=lambda: None, check=lambda ahead=None: None,
         section=lambda name: contextlib.nullcontext(),
     )  # fmt: skip
     timer: Any = lambda name: contextlib.nullcontext()  # noqa: E731
     return RLTrainer(
-        RLSettings.from_config(cfg, 2), actor, collector, prompts, missing, nothing, metrics, nothing, timer
+        RLSettings.from_config(PPOActor.read(cfg), 2),
+        actor,
+        collector,
+        prompts,
+        missing,
+        nothing,
+        metrics,
+        nothing,
+        timer,
     )
 
 

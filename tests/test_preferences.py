@@ -20,10 +20,11 @@ from multirank_preferences import LAYOUTS, make_files, report, trainer_for, weig
 from small_models import CHATML
 
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
+from nemo_style_aligner.config.schema import DPO
 from nemo_style_aligner.data.datasets import JudgedDataset, MismatchedDataset, PreferenceDataset, PreferenceItem
 from nemo_style_aligner.data.jsonl import DataError, write_jsonl
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.models.preference_losses import PreferenceSettings, preference_loss
+from nemo_style_aligner.models.preference_losses import preference_loss
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.training.reference import ReferenceError
 from nemo_style_aligner.training.supervised import SupervisedTrainer
@@ -151,7 +152,9 @@ def test_with_adapters_the_reference_is_the_base_model(files: Path, tmp_path: Pa
 def test_far_margins_stay_finite() -> None:
     margins = torch.tensor([-1e4, -50.0, 50.0, 1e4])
     for loss in ("dpo", "rpo_bwd_kl", "rpo_fwd_kl"):
-        values = preference_loss(margins, 0 * margins, torch.ones(4), PreferenceSettings(0.5, loss))
+        values = preference_loss(
+            margins, 0 * margins, torch.ones(4), DPO(ref_policy_kl_penalty=0.5, preference_loss=loss)
+        )
         assert values.isfinite().all() and (values >= 0).all(), loss
 
 

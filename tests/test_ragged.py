@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from job_processes import ROOT, run
-from multirank_ragged import LAYOUTS, LOSSES, LR, OPTIM, Layout, global_batch
+from multirank_ragged import ADAM, LAYOUTS, LOSSES, LR, OPTIM, Layout, global_batch
 from small_models import SHAPE, VOCAB
 from torch.nn.utils.rnn import pad_sequence
 
@@ -38,7 +38,7 @@ def make_actor(keep: KeepChoice = "never", num_rows: int = 4) -> Actor:
     batching = MicroBatching(num_rows)
     keep_passes(model, None, keep, 10)
     return Actor(
-        model, Optimizer(model, OPTIM, Schedule(lr=LR, name="constant"), 1.0), None, training_batching=batching,
+        model, Optimizer(model, ADAM, Schedule(lr=LR, name="constant"), 1.0), None, training_batching=batching,
         forward_batching=batching, temperature=0.8, loss=LossSettings(aggregation="sequence_mean"),
     )  # fmt: skip
 

@@ -33,9 +33,9 @@ from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
 from nemo_style_aligner.rl.values import Training, ValueBatch
 from nemo_style_aligner.services import http_client
-from nemo_style_aligner.services.client import CriticClient, SequenceConflictError
+from nemo_style_aligner.services.client import CriticClient
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
 from nemo_style_aligner.services.critic_service import CriticService
-from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints, reward_endpoint
 from nemo_style_aligner.services.exactly_once import journal
 from nemo_style_aligner.services.exactly_once import session as training_session
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal, JournalError
@@ -50,6 +50,7 @@ from nemo_style_aligner.services.exactly_once.ledger import (
     TrainingLedger,
     batch_digest,
 )
+from nemo_style_aligner.services.exactly_once.session import SequenceConflictError
 from nemo_style_aligner.services.http_client import (
     ClientLimits,
     HttpClient,
@@ -59,6 +60,7 @@ from nemo_style_aligner.services.http_client import (
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.protocol import ProtocolError
 from nemo_style_aligner.services.routes import HttpSettings
+from nemo_style_aligner.services.scores import REWARDS, ScoreEndpoint
 from nemo_style_aligner.telemetry import activity
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_rank")]  # `RemoteCritic` is collective
@@ -158,9 +160,7 @@ class CriticJob:
         self.start()
 
     def start(self) -> None:
-        server = ModelServer(
-            critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=self.port), DispatchSettings(8, 0)
-        )
+        server = ModelServer(critic_endpoints(combined=True), HttpSettings(port=self.port), DispatchSettings(8, 0))
         self.server, self.critic = server, ToyCritic()
         rewards = SimpleNamespace(
             rewards=lambda tokens, lengths: lengths[:, None].float(), is_in_place=False, leave=lambda **_: None
@@ -248,7 +248,7 @@ def save(critic: RemoteCritic) -> dict[str, Any]:
 def value(critic: RemoteCritic) -> float:
     """The critic's weight, as scoring shows it."""
     scores = critic.client.infer_async(torch.ones(1, 3, dtype=torch.int64), torch.tensor([3])).result(30)
-    return float(scores.values[0, 0])
+    return float(scores["values"][0, 0])
 
 
 def weights(*values: float) -> list[float]:
@@ -349,7 +349,7 @@ def test_other_ranks_wait_for_a_level_critic(job: CriticJob, tmp_path: Path) -> 
         wait_for(lambda: asked < other.last_progress)
         assert not scores.done()
         with actor(job, tmp_path, critic.state_dict()):
-            assert float(scores.result(30).values[0, 0]) == weights(1, 2)[-1]
+            assert float(scores.result(30)["values"][0, 0]) == weights(1, 2)[-1]
         other.close()
 
 
@@ -526,7 +526,7 @@ def test_a_critic_that_does_not_come_back_ends_the_wait(job: CriticJob, tmp_path
 
 def test_a_separate_reward_model_that_is_lost_is_simply_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
-    service = {"endpoints": reward_endpoint(ModelLimits()), "http": {"port": port}}
+    service = {"endpoints": [ScoreEndpoint("reward_model", [REWARDS])], "http": {"port": port}}
     with reward_client(port, limits=LIMITS) as client:
         with serve(CountingBackend(), **service):
             client.wait_until_ready(20)
@@ -535,7 +535,7 @@ def test_a_separate_reward_model_that_is_lost_is_simply_asked_again(caplog: pyte
         wait_for(lambda: re.search(rf":{port}/.*next try in", caplog.text))
         assert not rewards.done()
         with serve(CountingBackend(), **service):
-            assert rewards.result(20).tolist() == [15.0]
+            assert rewards.result(20)["rewards"].tolist() == [15.0]
 
 
 # ---- the actor job goes back -------------------------------------------------------------------------

@@ -19,12 +19,15 @@ import pytest
 import requests
 from omegaconf import OmegaConf
 
+from nemo_style_aligner.config.loading import for_log
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.services.dashboard import Dashboard
 from nemo_style_aligner.telemetry import activity, timeline
+from nemo_style_aligner.telemetry.log_files import NoRunError
 from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.report import find_runs, write_report, write_sheet
-from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
+from nemo_style_aligner.telemetry.run_view import RunView
 from nemo_style_aligner.telemetry.samples import Answer, ComparisonError, Shown, find_samples
 from nemo_style_aligner.telemetry.timeline import write_trace
 from nemo_style_aligner.telemetry.timers import ScopedTimer
@@ -65,7 +68,9 @@ class Page(HTMLParser):
 def make_run(folder: Path, rewards: list[float], text: str = "4") -> Path:
     """A run as an actor job writes it."""
     logger = MetricsLogger(folder)
-    logger.log_hyperparameters(OmegaConf.create({"trainer": {"ppo": {"max_steps": 20}}, "model": {"ppo": {"x": text}}}))
+    logger.log_hyperparameters(
+        *for_log(OmegaConf.create({"trainer": {"ppo": {"max_steps": 20}}, "model": {"ppo": {"x": text}}}))
+    )
     logger.log_length(9)
     logger.log_metrics({"rewards": -3.0}, 0, "warm_up/train_rollouts/")
     for step, reward in enumerate(rewards):
@@ -170,6 +175,16 @@ def test_every_rollout_is_found_page_by_page(tmp_path: Path) -> None:
         pages.append([shown.prompt for shown in found])
     assert len(pages) == 2 and [*pages[0], *pages[1]] == [f"p{step}" for step in range(35, 0, -1)]
     assert [shown.prompt for shown in find_samples(tmp_path, "P7")[0]] == ["p7", "p7"]
+    assert find_samples(tmp_path, before=10**30) == find_samples(tmp_path)
+    assert find_samples(tmp_path, before=-(10**30)) == ([], None)
+
+
+def test_a_config_that_its_aliases_make_endless_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    bomb = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+    (tmp_path / "run" / "hyperparameters.yaml").write_text(bomb)
+    with pytest.raises(UserError, match=r"hyperparameters\.yaml cannot be read: more than 20,000 values"):
+        write_report(tmp_path / "r.html", "x", {"x": tmp_path / "run"})
 
 
 def test_what_is_no_run_is_named(run: Path, tmp_path: Path) -> None:
@@ -340,7 +355,7 @@ def test_a_browser_draws_the_charts_and_runs_nothing_else(run: Path, chromium: s
 def test_a_report_says_how_much_of_the_run_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the loop's own length, whatever the config allows, and at the pace of the last steps."""
     logger = MetricsLogger(tmp_path)
-    logger.log_hyperparameters(OmegaConf.create({"trainer": {"sft": {"max_steps": -1}}}))
+    logger.log_hyperparameters(*for_log(OmegaConf.create({"trainer": {"sft": {"max_steps": -1}}})))
     logger.log_length(40)
     for step in range(21):
         monkeypatch.setattr(time, "time", lambda now=1e9 + 60 * step + 3600 * (step > 12): now)  # an hour off between

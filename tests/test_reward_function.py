@@ -22,7 +22,7 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.parallel.machine import free_port
 from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError
-from nemo_style_aligner.services.reward_client import PromptsOfSequences, SequencesToScore
+from nemo_style_aligner.services.score_client import PromptsOfSequences, SequencesToScore
 from nemo_style_aligner.services.secret import find_secret
 from nemo_style_aligner.telemetry import log_lines
 
@@ -85,6 +85,10 @@ def ask(port: int, tokenizer: Tokenizer, texts: list[tuple[dict, str]], token: s
     return requests.post(url, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=60)
 
 
+def of(lines: list[dict], *lengths: int) -> PromptsOfSequences:
+    return PromptsOfSequences(lines, torch.tensor(lengths), torch.zeros(len(lengths)))
+
+
 def test_a_function_scores_with_the_prompts_own_answers_and_its_errors_reach_the_client(folder: Path) -> None:
     token = find_secret().value
     tokenizer = train_character_tokenizer("0123456789+=#", folder / "again")
@@ -97,17 +101,18 @@ def test_a_function_scores_with_the_prompts_own_answers_and_its_errors_reach_the
         serving(command(folder, "--threads", "2", "--end-strings", "#"), folder / "service.log") as (job, port),
         reward_client(port, token=token, limits=limits) as client,
     ):
-        prompts = PromptsOfSequences(lines, torch.tensor([4, 4, 5, 4, 4]))
         tokens, lengths = pad_rows(ids, 0), lengths_of(ids)
         client.wait_until_ready(30, sequences=SequencesToScore(20, tokenizer.vocab_size, tokenizer.fingerprint()))
         with pytest.raises(ValueError, match="its tokenizer gives other token ids"):
             client.wait_until_ready(30, sequences=SequencesToScore(20, tokenizer.vocab_size, "another"))
         # Twice the line's weight where it is right; "#" ends a response.
-        assert client.infer_async(tokens, lengths, prompts).result(60).tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
+        scores = client.infer_async(tokens, lengths, of(lines, 4, 4, 5, 4, 4)).result(60)
+        assert scores["rewards"].tolist() == [2.0, 2.0, 2.0, 1.0, 0.0]
         stepped = PromptsOfSequences(lines[:2], torch.tensor([4, 4]), torch.tensor([3, 50]))
-        assert client.infer_async(tokens[:2], lengths[:2], stepped).result(60).tolist() == pytest.approx([2.03, 2.5])
+        scores = client.infer_async(tokens[:2], lengths[:2], stepped).result(60)
+        assert scores["rewards"].tolist() == pytest.approx([2.03, 2.5])
         with pytest.raises(RequestRefusedError, match=rf"{port}/v2/.*sequence 0 of .* returned '', .* prompt '2\+2='"):
-            failing = PromptsOfSequences([two | {"answer": 0, "weight": "x"}], torch.tensor([4]))
+            failing = of([two | {"answer": 0, "weight": "x"}], 4)
             client.infer_async(tokens[3:4, :4], torch.tensor([4]), failing).result(60)
 
         for response, message in (

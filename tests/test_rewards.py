@@ -22,17 +22,17 @@ import pytest
 import torch
 from served_critic import CountingBackend, serve
 
+from nemo_style_aligner.config.schema import ListedReward
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.reward_config import build_reward_source
+from nemo_style_aligner.rl.reward_config import build_reward_source, reward_problems
 from nemo_style_aligner.rl.rewards import Reward, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.services.client import Scores
-from nemo_style_aligner.services.endpoints import ModelLimits, reward_endpoint
 from nemo_style_aligner.services.http_client import ClientLimits, ServerUnavailableError
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import Scores, SequencesToScore
+from nemo_style_aligner.services.scores import REWARDS, ScoreEndpoint
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,6 +56,34 @@ def parts(prompt, response, line):
 async def named(prompt, response, line):
     await asyncio.sleep(0.2)
     return {"reward": 7, "length": len(response)}
+
+class _Mute:
+    def __repr__(self):
+        raise RuntimeError("no text")
+    __str__ = __float__ = __repr__
+
+class _MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def shout():
+    raise _MuteError
+
+async def forking(prompt, response, line):
+    return branching(prompt, response, line)
+
+def branching(prompt, response, line):
+    import os
+    from pathlib import Path
+    child = os.fork()
+    if not child:
+        if response == "raise":
+            raise ValueError
+        return -1
+    os.waitpid(child, 0)
+    with open(line["file"], "a") as file:
+        file.write("here")
+    return 1
 
 def curriculum(prompt, response, line, step):
     return step
@@ -96,7 +124,12 @@ def build() -> Iterator[Any]:
     def make(*sections: dict[str, Any], **options: Any) -> RewardSum:
         built.append(
             build_reward_source(
-                sections, service=no_source, reward_model=no_source, limits=LIMITS, token=None, **options
+                [ListedReward(**section) for section in sections],
+                service=no_source,
+                reward_model=no_source,
+                limits=LIMITS,
+                token=None,
+                **options,
             )
         )
         return built[-1]
@@ -161,6 +194,9 @@ def test_functions_give_numbers_or_parts_and_are_summed(build: Any, functions: s
         ("{1: 1}", "returned {1: 1}, which are not named"),
         ("1 / 0", r"raised ZeroDivisionError: .* for the prompt of x.jsonl:0 with the response '1 / 0'; the traceback"),
         ("exit('x')", "raised SystemExit: x"),
+        ("_Mute()", "returned <_Mute instance at 0x[0-9a-f]+>, which is not a finite number"),
+        ("[_Mute()]", "returned \\[<_Mute instance at 0x[0-9a-f]+>\\], which is not a finite number"),
+        ("shout()", "raised _MuteError: its text cannot be had, for RuntimeError"),
     ],
 )
 def test_a_failing_function_gives_no_reward_but_a_problem(
@@ -171,6 +207,16 @@ def test_a_failing_function_gives_no_reward_but_a_problem(
     assert math.isnan(failed.value) and failed.problem is not None
     assert re.search(f"^reward odd: the reward function .*functions.py:odd {message}", failed.problem), failed.problem
     assert scored == Reward(1.0, {"odd": 1.0, "exact_match": 0.0})
+
+
+@pytest.mark.parametrize("function", ["branching", "forking"])
+def test_a_child_that_a_function_forks_does_not_come_back(
+    function: str, build: Any, functions: str, tmp_path: Path
+) -> None:
+    source = build({"source": f"{functions}:{function}"})
+    asked = [dataclasses.replace(r, line={"file": str(tmp_path / "calls")}) for r in responses("2", "raise")]
+    assert [reward.value for reward in score(source, asked)] == [1, 1]
+    assert (tmp_path / "calls").read_text() == "herehere"
 
 
 def test_a_function_may_take_the_step(build: Any, functions: str) -> None:
@@ -301,9 +347,11 @@ def test_sources_are_chosen_by_the_line_and_lines_are_checked_at_the_start(build
 )
 def test_mistakes_in_the_config_are_told_at_once(sections: list[Any], messages: list[str], functions: str) -> None:
     listed = json.loads(json.dumps(sections).replace("FILE", functions))
-    with pytest.raises(UserError) as error:
-        build_reward_source(listed, service=no_source, reward_model=no_source, limits=LIMITS, token=None)
-    lines = str(error.value).splitlines()
+    if not (lines := [*reward_problems(listed)]):
+        with pytest.raises(UserError) as error:
+            rewards = [ListedReward(**section) for section in listed]
+            build_reward_source(rewards, service=no_source, reward_model=no_source, limits=LIMITS, token=None)
+        lines = str(error.value).splitlines()
     assert len(lines) == len(messages)
     for line, message in zip(lines, messages, strict=True):
         assert re.search(f"^trainer.ppo.rewards{message}", line), line
@@ -321,7 +369,7 @@ def test_a_service_is_a_source(build: Any, functions: str) -> None:
             return {"rewards": torch.where(rewards == 25, torch.nan, rewards)}
 
     sequences = SequencesToScore(10, 1000, "")
-    with serve(Backend(), endpoints=reward_endpoint(ModelLimits(), name="rm")) as server:
+    with serve(Backend(), endpoints=[ScoreEndpoint("rm", [REWARDS])]) as server:
         source = build({"source": f"{server.url}/rm", "weight": 0.5}, {"source": "exact_match"})
         source.wait_until_ready(10, sequences)
         right, failed = score(source, responses("2", "3"))
@@ -340,10 +388,10 @@ def test_a_critic_with_rewards_is_asked_once_whoever_gets_them() -> None:
     """Values and rewards come with one answer, also where only some of the rewards count, or each elsewhere."""
     asked: list[int] = []
 
-    def infer(tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
+    def infer(tokens: torch.Tensor, *_: object) -> concurrent.futures.Future[Scores]:
         asked.append(len(tokens))
         answer: concurrent.futures.Future[Scores] = concurrent.futures.Future()
-        answer.set_result(Scores(tokens[:, 1:].float(), 10.0 * tokens[:, 0]))
+        answer.set_result({"values": tokens[:, 1:].float(), "rewards": 10.0 * tokens[:, 0]})
         return answer
 
     client: Any = SimpleNamespace(infer_async=infer)

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.loading import for_log, load_defaults
+from nemo_style_aligner.config.schema import Service
 from nemo_style_aligner.jobs import service_setup
 from nemo_style_aligner.jobs.path_checks import secret_problems
 from nemo_style_aligner.jobs.run_settings import changed_settings, settings_of_run
@@ -78,7 +79,7 @@ def test_authentication_is_turned_off_with_a_warning(value, caplog: pytest.LogCa
 def test_a_service_names_its_key_in_full(job: str, section: str, caplog: pytest.LogCaptureFixture) -> None:
     cfg = OmegaConf.select(load_defaults(job), section)
     cfg.merge_with({"token": "none", "host": "127.0.0.1"})
-    service_setup._http_settings(cfg, section)
+    service_setup._http_settings(Service.among(cfg), section)
     assert f"{section}.token=none: no authentication" in caplog.text
 
 
@@ -186,7 +187,7 @@ def test_the_secret_is_in_no_log(home: Path, caplog: pytest.LogCaptureFixture) -
         {"trainer": {"ppo": {"token": value}}, "remote_critic_rm": {"token": "${trainer.ppo.token}"}}
     )
     metrics = MetricsLogger(home / "log")
-    metrics.log_hyperparameters(config)
+    metrics.log_hyperparameters(*for_log(config))
     metrics.close()
     written = b"".join(path.read_bytes() for path in (home / "log").rglob("*") if path.is_file())
     assert written.count(b"(secret)") >= 2

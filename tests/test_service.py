@@ -18,7 +18,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ import pytest
 import requests
 import torch
 from served_critic import (
+    TEST_LIMITS,
     VOCAB,
     CountingBackend,
     critic_client,
@@ -42,16 +43,24 @@ from served_critic import (
 )
 
 from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.services.client import CriticClient, SequenceConflictError
-from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints, reward_endpoint
+from nemo_style_aligner.rl.remote_scores import RemoteScores
+from nemo_style_aligner.rl.rewards import RewardSum
+from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.rl.scoring import Scorer
+from nemo_style_aligner.services.client import CriticClient
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.services.endpoints import Endpoint, Job, ModelLimits, Service, TensorSpec
 from nemo_style_aligner.services.exactly_once.ledger import CriticPosition, TrainingLedger
+from nemo_style_aligner.services.exactly_once.session import SequenceConflictError
 from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
 from nemo_style_aligner.services.http_server import PlaceTakenError
-from nemo_style_aligner.services.jobs import InferJob, Job, JobQueue, QueueState, SaveJob, TrainJob
+from nemo_style_aligner.services.jobs import JobQueue, QueueState
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.protocol import InferRequest, ProtocolError
-from nemo_style_aligner.services.reward_client import SequencesToScore
-from nemo_style_aligner.services.routes import HttpSettings, ServiceMetrics, create_app
+from nemo_style_aligner.services.routes import HttpSettings, create_app
+from nemo_style_aligner.services.score_client import ScoreClient, SequencesToScore
+from nemo_style_aligner.services.scores import REWARDS, Score, ScoreEndpoint
+from nemo_style_aligner.services.service_metrics import ServiceMetrics
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -142,22 +151,22 @@ def test_concurrent_clients_of_different_lengths_get_their_own_answers() -> None
     for _ in range(60):
         rows, width = int(generator.integers(1, 5)), int(generator.integers(1, 30))
         cases.append((generator.integers(0, VOCAB, (rows, width)), generator.integers(1, width + 1, rows)))
-    settings = {"max_rows": 16, "strip_sequence_length_to_multiple": 4}
+    settings = {"max_rows": 16, "multiple": 4}
     with serve(backend, **settings) as server, critic_client(server.number, max_parallel=16) as client:
         futures = [client.infer_async(torch.tensor(tokens), torch.tensor(lengths)) for tokens, lengths in cases]
         for future, (tokens, lengths) in zip(futures, cases, strict=True):
             scores = future.result(30)
             wanted_rewards, wanted_values = expected(tokens, lengths)
-            np.testing.assert_array_equal(scores.rewards.numpy(), wanted_rewards)
-            np.testing.assert_array_equal(scores.values.numpy(), wanted_values)
-            assert scores.rewards.dtype == scores.values.dtype == torch.float32
+            np.testing.assert_array_equal(scores["rewards"].numpy(), wanted_rewards)
+            np.testing.assert_array_equal(scores["values"].numpy(), wanted_values)
+            assert scores["rewards"].dtype == scores["values"].dtype == torch.float32
     assert len(backend.batches) < len(cases), "no requests were merged"
     assert all(rows <= 16 and width % 4 == 0 for rows, width in backend.batches)
 
 
 def test_batches_are_stripped_to_the_longest_true_length() -> None:
     backend = CountingBackend()
-    with serve(backend, strip_sequence_length_to_multiple=8, max_sequence_length=20, delay_us=0) as server:
+    with serve(backend, multiple=8, max_length=20, delay_us=0) as server:
         for length in (3, 9, 19):
             answer = outputs(post(server, "critic_infer", infer_body(np.ones((1, 50), dtype=np.int64), [length])))
             assert answer["values"].shape == (1, 49)
@@ -180,9 +189,9 @@ def test_client_pads_to_length_and_cuts_back() -> None:
     backend = CountingBackend()
     with serve(backend, delay_us=0) as server, critic_client(server.number, pad_to_length=32) as client:
         scores = client.infer_async(torch.ones(1, 5, dtype=torch.int64), torch.tensor([5])).result(20)
-        assert scores.values.shape == (1, 4)
+        assert scores["values"].shape == (1, 4)
         scores = client.infer_async(torch.ones(1, 33, dtype=torch.int64), torch.tensor([33])).result(20)
-        assert scores.values.shape == (1, 32)  # longer than what shorter ones are padded to
+        assert scores["values"].shape == (1, 32)  # longer than what shorter ones are padded to
 
 
 # ------------------------------------------------------------------ bad requests and limits
@@ -256,7 +265,7 @@ def test_a_full_queue_answers_429_and_health_stays_open(caplog: pytest.LogCaptur
             later = client.infer_async(torch.tensor([[1, 2]]), torch.tensor([2]))
             time.sleep(0.3)
             backend.gate.set()
-            assert later.result(20).rewards.tolist() == [3.0]
+            assert later.result(20)["rewards"].tolist() == [3.0]
         for future in held:
             outputs(future.result(20))
     assert "status=429" not in caplog.text  # clients come again and again; metrics count them
@@ -322,7 +331,7 @@ def test_a_slow_service_that_gets_on_is_not_given_up() -> None:
     with serve(backend, http={"infer_timeout_s": 0.5}) as server, critic_client(server.number, limits=limits) as client:
         tokens, lengths = torch.ones(8, 3, dtype=torch.int64), torch.full((8,), 3)
         answers = [client.infer_async(tokens, lengths) for _ in range(12)]
-        assert all(answer.result(20).rewards.tolist() == [3.0] * 8 for answer in answers)
+        assert all(answer.result(20)["rewards"].tolist() == [3.0] * 8 for answer in answers)
         assert len(backend.batches) == 12  # none was computed twice
         backend.gate.clear()
         stuck = client.infer_async(tokens, lengths)
@@ -527,7 +536,7 @@ def test_lost_answers_are_retried_without_training_twice(caplog: pytest.LogCaptu
         futures = [client.train_async(tokens, ones * k, ones, ones) for k in range(1, 9)]
         assert [future.result(20) for future in futures] == [3.0 * k for k in range(1, 9)]
         scores = [client.infer_async(tokens, torch.tensor([4])) for _ in range(6)]
-        assert all(future.result(20).rewards.tolist() == [4.0] for future in scores)
+        assert all(future.result(20)["rewards"].tolist() == [4.0] for future in scores)
     assert backend.trained == [3.0 * k for k in range(1, 9)]
     assert cuts[0] >= 6
     requests_seen = [record.fields for record in caplog.records if "fields" in record.__dict__]
@@ -582,10 +591,10 @@ def cutting_proxy(target: int):
 
 
 def test_separate_reward_server() -> None:
-    critic = critic_endpoints(ModelLimits(), combined=False)
+    critic = critic_endpoints(combined=False)
     with (
         serve(CountingBackend(), endpoints=critic) as server,
-        serve(CountingBackend(), endpoints=reward_endpoint(ModelLimits())) as reward,
+        serve(CountingBackend(), endpoints=[ScoreEndpoint("reward_model", [REWARDS])]) as reward,
         critic_client(server.number, combined=False) as client,
         reward_client(reward.number) as judge,
     ):
@@ -593,8 +602,8 @@ def test_separate_reward_server() -> None:
         judge.wait_until_ready(10)
         tokens, lengths = torch.tensor([[1, 2, 3]]), torch.tensor([3])
         scores = client.infer_async(tokens, lengths).result(20)
-        assert scores.rewards is None and scores.values.tolist() == [[1.0, 3.0]]
-        assert judge.infer_async(tokens, lengths).result(20).tolist() == [6.0]
+        assert "rewards" not in scores and scores["values"].tolist() == [[1.0, 3.0]]
+        assert judge.infer_async(tokens, lengths).result(20)["rewards"].tolist() == [6.0]
         with critic_client(server.number) as wrong, pytest.raises(ValueError, match="combine_rm_and_critic_server"):
             wrong.wait_until_ready(10)
 
@@ -653,7 +662,8 @@ def test_a_malformed_answer_of_a_reward_service_is_an_error_that_names_the_reque
     with foreign_reward_service(answers) as port, reward_client(port) as client:
 
         def score() -> list[float]:
-            return client.infer_async(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2])).result(20).tolist()
+            scores = client.infer_async(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 2])).result(20)
+            return scores["rewards"].tolist()
 
         for what, metadata in ("no JSON", "<html>"), ("no shape", '{"outputs": [{"name": "rewards"}]}'):
             answers[path] = metadata
@@ -691,9 +701,73 @@ def test_a_server_that_cannot_take_the_jobs_sequences_is_refused() -> None:
             client.wait_until_ready(10, sequences=SequencesToScore(65, VOCAB + 1, "b"))
         with pytest.raises(ValueError, match=r"'critic_infer' at .* does not fit this job: its tokenizer gives other"):
             client.wait_until_ready(10, sequences=SequencesToScore(64, VOCAB, "b"))
-    silent = critic_endpoints(ModelLimits(), combined=True)  # a server that tells no limits
+    silent = critic_endpoints(combined=True)  # a server that tells no limits
     with serve(CountingBackend(), endpoints=silent) as server, critic_client(server.number) as client:
         client.wait_until_ready(10, sequences=SequencesToScore(10**6, 10**6, "b"))
+
+
+def test_a_kind_of_scores_of_ones_own_costs_its_name_and_what_computes_it() -> None:
+    """From the model to the column of each response's tokens that a step gets."""
+    entropies = Score("entropies", per_token=True)
+
+    class Entropies(CountingBackend):
+        def infer(self, tokens: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.batches.append(tuple(tokens.shape))
+            return {"entropies": tokens[:, 1:] / 2}
+
+    backend = Entropies()
+    samples = [Sample(n, n, {}, list(range(n, 2 * n)), 1, True, str) for n in (3, 5, 4)]
+    with serve(backend, endpoints=[ScoreEndpoint("observer", [entropies])], delay_us=200_000) as server:
+        source = RemoteScores(ScoreClient(server.url, "observer", [entropies], limits=TEST_LIMITS))
+        scorer = Scorer(RewardSum([]), None, 60, "the observer", apart={"observer": source})
+        scorer.wait_until_ready(10, SequencesToScore(10, 100, ""))
+        batches = [scorer.score(samples[:2]), scorer.score(samples[2:])]
+        found = {id_: columns for batch in batches for id_, _, columns in batch.result()}
+        assert get(server, "/v2/models/observer").json()["outputs"] == [
+            {"name": "entropies", "datatype": "FP32", "shape": [-1, -1]}
+        ]
+        scorer.close()
+    assert backend.batches == [(3, 5)], "requests were not merged"
+    assert scorer.columns == ["observer_entropies"]
+    for id_, columns in found.items():
+        assert columns["observer_entropies"].tolist() == [token / 2 for token in range(id_ + 1, 2 * id_)]
+
+
+def test_a_kind_of_request_of_ones_own_says_what_it_carries_and_what_answers_it() -> None:
+    class Distance(Endpoint):
+        method = "distance"
+
+        def __init__(self) -> None:
+            super().__init__("distance", [TensorSpec("points", "FP32", (2,))], [TensorSpec("distance", "FP32", (1,))])
+
+        def make_job(self, request: InferRequest) -> Job:
+            first, last = self._arrays(request)["points"].tolist()
+            if last < first:
+                raise self._refuse("the last point lies before the first")
+            return Job(self, {"first": first, "last": last}, self._position(request.parameters))
+
+        def answer(self, jobs: Sequence[Job], service: Service) -> None:
+            (job,) = jobs
+            job.future.set_result({"distance": np.array([service.command(self, **job.arguments)], np.float32)})
+
+    class Measure(CountingBackend):
+        def distance(self, first: float, last: float) -> float:
+            return last - first
+
+    with serve(Measure(), endpoints=[*critic_endpoints(combined=True), Distance()]) as server:
+
+        def ask(*points: float, **parameters: object) -> requests.Response:
+            return post(server, "distance", {"inputs": [tensor("points", points)], "parameters": parameters})
+
+        assert outputs(ask(1.0, 3.5))["distance"].tolist() == [2.5]
+        assert outputs(post(server, "critic_infer", infer_body([[1, 2]], [2])))["rewards"].tolist() == [[3.0]]
+        for answer, status, message in (
+            (ask(2.0, 1.0), 400, "distance: the last point lies before the first"),
+            (ask(1.0, 2.0, 3.0), 400, r"'points' must be of shape \[2\], got \[3\]"),
+            (ask(1.0, 2.0, run_id="a", sequence_number=7), 409, "distance: sequence_number 7 .* expected 1"),
+        ):
+            assert answer.status_code == status and re.search(message, answer.json()["error"]), answer.text
+        assert 'command_seconds_count{command="distance"} 1.0' in get(server, "/metrics").text
 
 
 def test_several_attributes() -> None:
@@ -701,7 +775,7 @@ def test_several_attributes() -> None:
         def infer(self, tokens, lengths):
             return {"rewards": torch.stack([lengths, -lengths, 2 * lengths], 1)}
 
-    endpoints = reward_endpoint(ModelLimits(), num_attributes=3)
+    endpoints = [ScoreEndpoint("reward_model", [Score("rewards", columns=3)])]
     with serve(Attributes(), endpoints=endpoints) as server:
         answer = outputs(post(server, "reward_model", infer_body([[1, 2]], [2])))
         with (
@@ -714,7 +788,7 @@ def test_several_attributes() -> None:
 
 def test_listens_before_the_model_is_there_and_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "nemo_style_aligner.services.request_log")
-    server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings(8))
+    server = ModelServer(critic_endpoints(combined=True), HttpSettings(port=0), DispatchSettings(8))
     server.url = f"http://127.0.0.1:{server.port}"
     try:
         assert get(server, "/v2/health/live").status_code == 200
@@ -745,7 +819,7 @@ def test_a_port_in_use_is_named() -> None:
         http = HttpSettings(port=port, section="trainer.ppo")
         keys = r"with trainer\.ppo\.port, or .* with trainer\.ppo\.host"
         with pytest.raises(OSError, match=rf"{port}.*choose a free port {keys}"):
-            ModelServer(critic_endpoints(ModelLimits(), combined=True), http, DispatchSettings(8))
+            ModelServer(critic_endpoints(combined=True), http, DispatchSettings(8))
 
 
 @pytest.mark.parametrize(
@@ -754,7 +828,7 @@ def test_a_port_in_use_is_named() -> None:
 )
 def test_a_place_where_nothing_can_listen_is_an_error(host: str, port: int, message: str) -> None:
     with pytest.raises(PlaceTakenError, match=message):
-        ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port, host), DispatchSettings(8))
+        ModelServer(critic_endpoints(combined=True), HttpSettings(port, host), DispatchSettings(8))
 
 
 def test_an_absent_server_is_named_with_the_elapsed_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -797,27 +871,33 @@ def test_stop_finishes_what_was_taken() -> None:
         assert server.outcome == "ended"
 
 
+CRITIC = critic_endpoints(combined=True)
+INFER, TRAIN, SAVE, _ = CRITIC
+
+
 def server_with(*jobs: Job, **settings: float) -> ModelServer:
     """A server, not begun, for which these jobs wait."""
-    server = ModelServer(
-        critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings(8, 0, **settings)
-    )
+    server = ModelServer(CRITIC, HttpSettings(port=0), DispatchSettings(8, 0, **settings))
     server.queue.set_state(QueueState.SERVING)
     for job in jobs:
         server.queue.put(job)
+        job.future.add_done_callback(lambda _: server.queue.release())
     return server
 
 
-def infer_job(position: CriticPosition | None = None) -> InferJob:
-    return InferJob(tokens=np.ones((1, 3), np.int64), lengths=np.array([3]), position=position)
+def infer_job(position: CriticPosition | None = None) -> Job:
+    return Job(INFER, {"tokens": np.ones((1, 3), np.int64), "lengths": np.array([3])}, position)
+
+
+def save_job() -> Job:
+    return Job(SAVE, {"keep_history": None})
 
 
 def test_metrics_and_jobs_tell_what_was_done() -> None:
-    def train_job() -> TrainJob:
+    def train_job() -> Job:
         batch = dict.fromkeys(("returns", "prev_values", "mask"), np.ones((1, 2), np.float32))
         batch["tokens"] = np.ones((1, 3), np.int64)
-        position = CriticPosition("run", 1)
-        return TrainJob(batch=batch, digest="0123", position=position)
+        return Job(TRAIN, {"batch": batch, "digest": "0123", "position": CriticPosition("run", 1)})
 
     jobs = infer_job(), infer_job(), train_job(), train_job(), infer_job()
     server = server_with(*jobs)
@@ -848,7 +928,7 @@ def test_a_service_that_fails_answers_whoever_waits() -> None:
     backend, saves = CountingBackend(), []
     backend.fail = True
     backend.save = lambda keep_history=None: saves.append(concurrent.futures.Future()) or saves[-1]
-    jobs, refused = (SaveJob(), SaveJob(), infer_job(), SaveJob()), infer_job(CriticPosition("run", 7))
+    jobs, refused = (save_job(), save_job(), infer_job(), save_job()), infer_job(CriticPosition("run", 7))
     server = server_with(*jobs[:2], refused, *jobs[2:])
     with pytest.raises(RuntimeError, match="the model broke"):
         server.run(backend)
@@ -863,7 +943,7 @@ def test_a_service_that_fails_answers_whoever_waits() -> None:
 
 
 def test_a_checkpoint_that_is_not_written_ends_the_service_with_the_reason() -> None:
-    backend, failed, job = CountingBackend(), concurrent.futures.Future(), SaveJob()
+    backend, failed, job = CountingBackend(), concurrent.futures.Future(), save_job()
     failed.set_exception(OSError("No space left on device"))
     backend.save = lambda keep_history=None: failed  # type: ignore[method-assign]
     with pytest.raises(OSError, match="No space left on device"):
@@ -877,7 +957,8 @@ def test_a_checkpoint_that_is_not_written_ends_the_service_with_the_reason() -> 
 RANK_SCRIPT = """
     import concurrent.futures, datetime, os, sys, threading, time
     import torch, torch.distributed as dist
-    from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+    from nemo_style_aligner.services.critic_endpoints import critic_endpoints
+    from nemo_style_aligner.services.endpoints import ModelLimits
     from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
     from nemo_style_aligner.services.routes import HttpSettings
 
@@ -961,14 +1042,14 @@ def two_ranks(tmp_path: Path, group_timeout: float = 60, fault: str = ""):
 
 
 def metrics_text(client: CriticClient) -> str:
-    return requests.get(f"{client._critic.base_url}/metrics", timeout=20).text
+    return requests.get(f"{client.base_url}/metrics", timeout=20).text
 
 
 def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
     # The group's timeout is far below the idle time: only heartbeats keep the waiting rank alive.
     with two_ranks(tmp_path, group_timeout=3, fault="slow") as (processes, client):
         time.sleep(4.0)
-        url = f"{client._critic.base_url}/v2/models/critic_save/infer"
+        url = f"{client.base_url}/v2/models/critic_save/infer"
         elsewhere = {"run_id": "another", "sequence_number": 7, "history": "lost"}
         refused = {"inputs": [tensor("dummy_var", [0])], "parameters": elsewhere}
         for _ in range(80):  # what rank 0 refuses by itself does not keep it from saying that it lives
@@ -977,8 +1058,8 @@ def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
         tokens, lengths = torch.arange(15).reshape(3, 5), torch.tensor([5, 2, 4])
         scores = client.infer_async(tokens, lengths).result(20)
         wanted_rewards, wanted_values = expected(tokens.numpy(), lengths.numpy())
-        np.testing.assert_array_equal(scores.rewards.numpy(), wanted_rewards)
-        np.testing.assert_array_equal(scores.values.numpy(), wanted_values)
+        np.testing.assert_array_equal(scores["rewards"].numpy(), wanted_rewards)
+        np.testing.assert_array_equal(scores["values"].numpy(), wanted_values)
         ones = torch.ones(3, 4)
         assert client.train_async(tokens, ones, ones, ones).result(20) == 36.0
         saving = client.save_async()  # takes longer than the group's timeout, too
@@ -986,7 +1067,7 @@ def test_two_ranks_serve_train_save_and_end_on_sigterm(tmp_path: Path) -> None:
         wait_for(lambda: "outstanding_requests 2.0" in metrics_text(client))
         for process in reversed(processes):  # a launcher signals all ranks, in any order
             process.send_signal(signal.SIGTERM)
-        assert taken.result(20).rewards.tolist() == scores.rewards.tolist()
+        assert taken.result(20)["rewards"].tolist() == scores["rewards"].tolist()
         saving.result(20)
         assert [process.wait(20) for process in processes] == [0, 0]
         saved = [(tmp_path / f"saved{rank}").read_text() for rank in range(2)]
@@ -1008,7 +1089,7 @@ def test_a_stop_signal_to_any_rank_finishes_what_was_taken(tmp_path: Path) -> No
         taken = client.infer_async(torch.ones(2, 4, dtype=torch.int64), torch.tensor([4, 4]))  # takes a second
         wait_for(lambda: "outstanding_requests 1.0" in metrics_text(client))
         processes[1].send_signal(signal.SIGTERM)
-        assert taken.result(20).rewards.tolist() == [4.0, 4.0]
+        assert taken.result(20)["rewards"].tolist() == [4.0, 4.0]
         assert [process.wait(20) for process in processes] == [0, 0]
 
 

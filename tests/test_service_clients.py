@@ -483,7 +483,7 @@ def test_each_connection_is_proven_and_then_kept() -> None:
             assert "X-Proof" not in get(server, "/v2/health/live", headers={"X-Challenge": unusable}).headers
         with critic_client(server.number, token="s3cret") as client:
             client.wait_until_ready(20)
-            connections = client._critic._peer._sockets
+            connections = client._http._peer._sockets
             assert len([s for s in connections if s.fileno() >= 0]) == 1
 
 
@@ -543,12 +543,12 @@ def test_closing_a_client_gives_up_scores_that_are_being_computed() -> None:
     with serve(backend, http={"token": "s3cret"}) as server, critic_client(server.number, token="s3cret") as client:
         backend.gate.clear()
         scores = [client.infer_async(torch.ones(1, 3, dtype=torch.int64), torch.tensor([3])) for _ in range(3)]
-        wait_for(lambda: len(client._critic._peer._sockets) == 3 and not backend.gate.is_set())
+        wait_for(lambda: len(client._http._peer._sockets) == 3 and not backend.gate.is_set())
         started = time.monotonic()
         client.close()
         for score in scores:
             with pytest.raises((ServerUnavailableError, concurrent.futures.CancelledError)):
                 score.result(20)
-        client._inference.shutdown()  # as Python does when it ends
+        client._threads.shutdown()  # as Python does when it ends
         assert time.monotonic() - started < 10
         backend.gate.set()

@@ -24,7 +24,8 @@ import torch
 from served_critic import VOCAB, CountingBackend, critic_client, get, infer_body, outputs, post, serve, wait_for
 
 from nemo_style_aligner.services import http_server
-from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.services.endpoints import ModelLimits
 from nemo_style_aligner.services.http_server import ConnectionLimits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,7 +191,7 @@ def test_large_requests_and_answers() -> None:
         critic_client(server.number) as client,
     ):
         tokens = torch.ones(rows, width, dtype=torch.int64)
-        assert client.infer_async(tokens, torch.full((rows,), width)).result(60).values.shape == (rows, width - 1)
+        assert client.infer_async(tokens, torch.full((rows,), width)).result(60)["values"].shape == (rows, width - 1)
         long = {**ONE, "id": "x" * 2**25}  # the answer repeats it
         assert len(post(server, "critic_infer", long).content) > 2**25
 
@@ -290,14 +291,14 @@ SERVICE = """
     import sys, time
     sys.path.insert(0, sys.argv[1])
     from served_critic import CountingBackend, DispatchSettings, HttpSettings, ModelLimits, ModelServer
-    from nemo_style_aligner.services.endpoints import critic_endpoints
+    from nemo_style_aligner.services.critic_endpoints import critic_endpoints
 
     class Slow(CountingBackend):
         def infer(self, tokens, lengths):
             time.sleep(0.05)
             return super().infer(tokens, lengths)
 
-    server = ModelServer(critic_endpoints(ModelLimits(), combined=True), HttpSettings(port=0), DispatchSettings(2))
+    server = ModelServer(critic_endpoints(combined=True), HttpSettings(port=0), DispatchSettings(2))
     print(f"port {server.port}", flush=True)
     server.run(Slow())
 """
@@ -380,7 +381,7 @@ def test_a_server_that_breaks_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> N
     """It would keep its port, and answer nobody. With the work queue's it is the same."""
     errors: list[BaseException] = []
 
-    monkeypatch.setattr(http_server, "fail_job", errors.append)
+    monkeypatch.setattr(http_server, "end_process", errors.append)
     server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, max_body_bytes=1000, name="test")
     monkeypatch.setattr(server, "_has_room", lambda: 1 / 0)
     wait_for(lambda: bool(errors))
@@ -431,3 +432,45 @@ def test_without_a_secret_names_of_other_sites_are_not_answered() -> None:
         reply = requests.get(f"http://127.0.0.1:{server.port}", headers={"Host": name}, timeout=20)
         assert reply.status_code == status, name
     server.stop()
+
+
+PAGE = "http://page.example"
+OF_OTHER_SITES: dict[str, tuple[str, dict[str, str], int]] = {
+    "a form": ("POST", {"Content-Type": "application/x-www-form-urlencoded", "Origin": PAGE}, 403),
+    "a form of an old browser": ("POST", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    "a form with a file": ("POST", {"Content-Type": 'Multipart/Form-Data; boundary="a"'}, 415),
+    "a text": ("POST", {"Content-Type": "text/plain;charset=UTF-8"}, 415),
+    "a text without a type": ("POST", {"Origin": PAGE}, 403),
+    "a page from a file": ("POST", {"Content-Type": "application/json", "Origin": "null"}, 403),
+    "another port": ("POST", {"Content-Type": "application/json", "Origin": "http://127.0.0.1:1"}, 403),
+    "another port, as browsers say": ("POST", {"Content-Type": "application/json", "Sec-Fetch-Site": "same-site"}, 403),
+    "an image": ("GET", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+    "a script": ("GET", {"Origin": PAGE}, 403),
+    "a form as a page": ("POST", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 403),
+    "a link": ("GET", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),
+    "the address bar": ("GET", {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"}, 200),
+    "its own page": ("POST", {"Content-Type": "application/json", "Origin": "http://{own}"}, 200),
+    "its own page behind a proxy": ("POST", {"Origin": "https://proxy.example", "Sec-Fetch-Site": "same-origin"}, 200),
+    "a client": ("POST", {"Content-Type": "application/octet-stream"}, 200),
+    "a client that names no type": ("POST", {}, 200),
+}
+
+
+@pytest.mark.parametrize("token", [None, "s3cret"])
+def test_no_page_of_another_site_uses_a_browsers_password(token: str | None) -> None:
+    server = http_server.WsgiServer(answer_ok, "127.0.0.1", 0, max_body_bytes=1000, name="test", token=token)
+    own = f"127.0.0.1:{server.port}"
+    for case, (method, fields, status) in OF_OTHER_SITES.items():
+        sent = {name: value.format(own=own) for name, value in fields.items()}
+        reply = requests.request(method, f"http://{own}", headers=sent, data=b"{}", auth=("me", "s3cret"), timeout=20)
+        assert reply.status_code == status, (case, reply.text)
+    server.stop()
+
+
+def test_no_page_trains_or_saves_the_critic() -> None:
+    with serve(CountingBackend(), http={"token": "s3cret"}) as server:
+        for model in ("critic_train", "critic_save", "critic_infer"):
+            for fields in ({"Content-Type": "text/plain"}, {"Origin": PAGE}):
+                url = f"{server.url}/v2/models/{model}/infer"
+                reply = requests.post(url, json.dumps(ONE), headers=fields, auth=("me", "s3cret"), timeout=20)
+                assert reply.status_code in (403, 415), (model, fields)

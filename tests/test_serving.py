@@ -444,7 +444,7 @@ def test_vllms_generate_takes_token_ids_and_gives_them(client: openai.OpenAI, se
         ({"sampling_params": {"logprobs": 2}}, "logprobs"),
         ({"sampling_params": {"stream": True}}, "stream"),
         ({"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
-        ({"token_ids": ids * 99}, "prompt"),
+        ({"token_ids": ids * 99}, "token_ids"),
     ):
         reply = ask(**wrong)
         assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
@@ -568,6 +568,37 @@ def test_no_value_of_a_field_breaks_the_service(server: str) -> None:
         assert session.post(f"{server}/v1/completions", data=body, headers=fields, timeout=30).status_code == 400
 
 
+def _too_much(longest: int) -> Iterator[tuple[str, str]]:
+    """Paths and bodies whose work would grow as the square of their size, or that are longer than the model can be."""
+    keys = ", ".join(f'"k{i}": 0' for i in range(60000))
+    yield "completions", f'{{{keys}, "k59999": 1}}'
+    yield "completions", json.dumps({"prompt": [[1]] * 200_000})
+    yield "completions", json.dumps({"prompt": ["a"] * 200_000})
+    yield "completions", json.dumps({"prompt": "a" * longest})
+    yield "completions", json.dumps({"prompt": [1] * longest})
+    yield "completions", json.dumps({"prompt": "a", "stop": "a" * longest})
+    turn = {"role": "user", "content": "a"}
+    yield "chat/completions", json.dumps({"messages": [turn] * 200_001})
+    yield "chat/completions", json.dumps({"messages": [turn | {"content": "a" * longest}]})
+    yield "chat/completions", json.dumps({"messages": [turn | {"content": [{"type": "text", "text": "a"}] * longest}]})
+    yield "chat/completions", json.dumps({"messages": [turn | {"reasoning": "a" * longest}]})
+    yield "chat/completions", json.dumps({"messages": [{"role": "a" * longest, "content": "a"}]})
+
+
+def test_no_body_takes_long_or_concerns_another_client(server: str) -> None:
+    session = requests.Session()
+    session.headers.update({"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"})
+    for path, body in _too_much(1_000_000):
+        began = time.monotonic()
+        reply = session.post(f"{server}/v1/{path}", data=body, timeout=60)
+        assert reply.status_code == 400 and len(reply.text) < 1000, (body[-80:], reply.text[:1000])
+        assert time.monotonic() - began < 30, body[-80:]  # not minutes
+    for path, body in (("tokenize", {"prompt": "a" * 1_000_000}), ("detokenize", {"tokens": [1] * 1_000_000})):
+        assert session.post(f"{server}/{path}", data=json.dumps(body), timeout=60).status_code == 400
+    hi = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    assert session.post(f"{server}/v1/chat/completions", json=hi, timeout=30).status_code == 200
+
+
 def test_who_may_ask_and_what_is_there(client: openai.OpenAI, server: str) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):
@@ -628,15 +659,20 @@ def test_clients_that_leave_free_their_slots(client: openai.OpenAI, server: str)
 
 def test_limits_and_a_graceful_stop(folder: Path, tmp_path: Path) -> None:
     """What is too much is refused with 429; a stop lets a stream finish, refuses what comes after, and ends with 0."""
-    with serving(folder, tmp_path / "log", "--max-queued", "4", "--timeout", "30") as (job, url):
+    options = ("--max-queued", "4", "--timeout", "30", "--special-tokens-as-text")
+    with serving(folder, tmp_path / "log", *options) as (job, url):
+        asked = {"messages": [{"role": "user", "content": "<|endoftext|>"}]}
+        known = {"Authorization": f"Bearer {KEY}"}
+        answer = requests.post(f"{url}/tokenize", json=asked, headers=known, timeout=10)
+        assert load_tokenizer(folder).eos_id not in answer.json()["tokens"]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-        options: dict[str, Any] = {"model": "tiny", "prompt": "a", "extra_body": {"ignore_eos": True}}
-        streams = [iter(client.completions.create(**options, max_tokens=250, n=4, stream=True))]
+        fields: dict[str, Any] = {"model": "tiny", "prompt": "a", "extra_body": {"ignore_eos": True}}
+        streams = [iter(client.completions.create(**fields, max_tokens=250, n=4, stream=True))]
         text = next(streams[0]).choices[0].text
         # A tiny model may have finished by the time that the next request arrives: that one then fills the server.
         with pytest.raises(openai.RateLimitError, match="try again"):
             while len(streams) < 100:
-                streams.append(iter(client.completions.create(**options, max_tokens=250, n=4, stream=True)))
+                streams.append(iter(client.completions.create(**fields, max_tokens=250, n=4, stream=True)))
         job.process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
         for stream in streams:

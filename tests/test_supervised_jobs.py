@@ -28,7 +28,9 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, load_nemo_weights
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import JOBS, SFT, RewardTraining, SupervisedLoop
 from nemo_style_aligner.data.jsonl import write_jsonl
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.jobs.job_setup import Run
@@ -43,7 +45,6 @@ from nemo_style_aligner.jobs.supervised_setup import (
 from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
 from nemo_style_aligner.models.gpt import build_model
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.restore import open_base_model
@@ -58,7 +59,8 @@ from nemo_style_aligner.training.supervised import SupervisedSettings, Supervise
 from nemo_style_aligner.weights.stream import export_weights
 
 TIMEOUT = 240.0
-OPTIM = {"name": "distributed_fused_adam"}
+OPTIM = {"name": "distributed_fused_adam", "weight_decay": 0.0}
+ADAM = schema.Optimizer(**OPTIM)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -240,7 +242,7 @@ def test_regression_reward_model(artefacts: Artefacts, tmp_path: Path) -> None:
             request = urllib.request.Request(
                 f"http://127.0.0.1:{port}/v2/models/reward_model/infer",
                 json.dumps({"inputs": inputs}).encode(),
-                {"Authorization": f"Bearer {find_secret().value}"},
+                {"Authorization": f"Bearer {find_secret().value}", "Content-Type": "application/json"},
             )
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)["outputs"][0]
@@ -307,10 +309,12 @@ def trainer_for(
         )
         cfg.model.data.validation_ds.update(file_path=str(files["validation"]), **(validation or {}))
         cfg.model.restore_from_path = str(artefacts.sft)
-        base = open_base_model(cfg.model.restore_from_path, cfg)
+        base, config = open_base_model(cfg.model.restore_from_path, SFT.read(cfg))
         model = base.load()
-        task = sft_task(cfg, base.tokenizer)
-        return build_supervised_trainer(cfg, cfg.trainer.sft, surroundings, model, task, language_model_objective())
+        task = sft_task(config, base.tokenizer)
+        return build_supervised_trainer(
+            config, config.trainer.sft, surroundings, model, task, language_model_objective()
+        )
     cfg.model.global_batch_size, cfg.model.micro_batch_size = global_batch, micro_batch
     files = {
         "train": [str(artefacts.data("train_comparisons"))],
@@ -318,11 +322,11 @@ def trainer_for(
     }
     cfg.model.data.data_prefix = files
     cfg.model.force_head_dtype = "float32"  # in bf16 one rounding of a reward is more than the sums' order
-    base = open_base_model(str(artefacts.rm), cfg)
-    head = RewardHeadConfig.from_model_config(cfg.model)
-    task = reward_task(cfg, base.tokenizer, head)
+    base, config = open_base_model(str(artefacts.rm), RewardTraining.read(cfg))
+    head = RewardHeadConfig.from_model_config(base.config)
+    task = reward_task(config, base.tokenizer, head)
     return build_supervised_trainer(
-        cfg, cfg.trainer.rm, surroundings, base.load(head=head), task, reward_objective(cfg, head)
+        config, config.trainer.rm, surroundings, base.load(head=head), task, reward_objective(config.model, head)
     )
 
 
@@ -416,7 +420,9 @@ def test_every_key_of_a_supervised_trainer_is_heeded(
     run = Run(tmp_path, layout, metrics, control, CheckpointManager(tmp_path / "checkpoints", CheckpointSettings()))
     examples: Any = range(23)
     task = SupervisedTask(examples, examples[:9], lambda examples, present: None, 2, False, True, None, 1)
-    trainer = build_supervised_trainer(cfg, section, run, model, task, language_model_objective())
+    config: Any = JOBS[job].sections.read(cfg)
+    own = vars(config.trainer)[name]
+    trainer = build_supervised_trainer(config, own, run, model, task, language_model_objective())
     assert trainer.settings == SupervisedSettings(
         max_steps=3 * (23 // 4), max_epochs=3, step_limit=20, save_interval=7, limit_val_batches=2,
         val_check_interval=4, val_check_at_start=True,
@@ -429,14 +435,17 @@ def test_every_key_of_a_supervised_trainer_is_heeded(
     ]
     assert samplers == [(23, 4, 7, False), (9, 4, 7, True)]
     optimizer = trainer.optimizer
-    assert optimizer.clip_grad == 0.5 and optimizer.skips.policy == NonFinitePolicy("skip", 4)
+    policy = optimizer.skips.policy
+    assert (optimizer.clip_grad, policy.on_nonfinite, policy.max_consecutive_skips) == (0.5, "skip", 4)
     assert optimizer.schedule == Schedule(**sched | {"lr": 0.5, "is_given_length": True})
     assert not optimizer.megatron.config.use_distributed_optimizer
     groups = optimizer.megatron.param_groups
     assert {(*group["betas"], group["eps"]) for group in groups} == {(0.8, 0.9, 1e-3)}
     assert {group["weight_decay"] for group in groups} == {0.0, 0.2}  # norms do not decay
     section.max_steps, optim.sched.max_steps = 10, None
-    shorter = build_supervised_trainer(cfg, section, run, model, task, language_model_objective())
+    config = JOBS[job].sections.read(cfg)
+    own = vars(config.trainer)[name]
+    shorter = build_supervised_trainer(config, own, run, model, task, language_model_objective())
     assert shorter.settings.max_steps == shorter.optimizer.schedule.max_steps == 10
 
 
@@ -465,12 +474,10 @@ def short_trainer(artefacts: Artefacts, layout: ParallelLayout, folder: Path) ->
 
 @pytest.mark.parametrize(("limit", "batches"), [(0.1, 1), (0.5, 2), (1.0, 4), (0.0, 0), (1, 1), (9, 4)])
 def test_a_fraction_of_batches_or_updates_is_at_least_one(limit: float, batches: int) -> None:
-    section = OmegaConf.create(
-        {"max_epochs": 1, "max_steps": -1, "val_check_interval": 1, "save_interval": 0, "limit_val_batches": limit}
-    )
-    assert SupervisedSettings.from_config(section, 10, 4).limit_val_batches == batches
-    section.val_check_interval = section.save_interval = 0.01  # of ten updates: after each one, and not never
-    settings = SupervisedSettings.from_config(section, 10, 4)
+    loop = SupervisedLoop(val_check_interval=1, save_interval=0, limit_val_batches=limit)
+    assert SupervisedSettings.from_config(loop, 10, 4).limit_val_batches == batches
+    loop = loop.replaced(val_check_interval=0.01, save_interval=0.01)  # of ten updates: after each one, and not never
+    settings = SupervisedSettings.from_config(loop, 10, 4)
     assert (settings.val_check_interval, settings.save_interval) == (1, 1)
 
 
@@ -518,7 +525,7 @@ class TinyRun:
         step_limit: int = 6,
     ):
         model = build_model(ModelArchitecture(**SHAPE), {"optim": OPTIM}, torch.float32)
-        optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0)
+        optimizer = Optimizer(model, ADAM, Schedule(lr=1e-2, name="constant"), 1.0)
         self.losses = dict(zip((2, 4, 6), losses, strict=True))
         self.archive = folder / "checkpoints" / "megatron_gpt.nemo"
         settings = CheckpointSettings(monitor="val_loss", save_best_model=True, filename="{step}-{val_loss:.1f}")

@@ -23,17 +23,19 @@ from typing import Any
 import click
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from nemo_style_aligner.cli.main import run
-from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.loading import for_log, load_defaults
+from nemo_style_aligner.config.schema import ExpManager
 from nemo_style_aligner.errors import NotWrittenError, UserError
 from nemo_style_aligner.jobs import job_setup
 from nemo_style_aligner.jobs.job_setup import Run
 from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.log_fields import warn_for_all_ranks, with_fields
 from nemo_style_aligner.parallel.groups import single_process
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_for_all_ranks, warn_plainly, with_fields
+from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_plainly
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
 from nemo_style_aligner.telemetry.profiler import profiled
 from nemo_style_aligner.telemetry.progress import Progress, how_far
@@ -86,7 +88,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path / "run", rank=1)
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.log_table("samples", ["a"], [["b"]], step=1)
-    logger.log_hyperparameters(OmegaConf.create({"a": 1}))
+    logger.log_hyperparameters({"a": 1}, "a: 1\n")
     logger.close()
     assert not (tmp_path / "run").exists()
 
@@ -133,7 +135,7 @@ def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
 def test_tables_and_hyperparameters(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path)
     logger.log_table("samples", ["prompt", "reward"], [["2 | 3\n", 0.5]], step=2)
-    logger.log_hyperparameters(OmegaConf.create({"a": 1, "b": "${a}"}))
+    logger.log_hyperparameters(*for_log(OmegaConf.create({"a": 1, "b": "${a}"})))
     logger.close()
     (table,) = read_tables(tmp_path)
     assert table["columns"] == ["prompt", "reward"] and table["rows"] == [["2 | 3\n", 0.5]] and table["step"] == 2
@@ -167,9 +169,9 @@ def test_a_wandb_server_out_of_reach_does_not_keep_a_job_from_its_end(
     assert f"sending to Weights & Biases {reason}" in caplog.text and f"wandb sync {folder}" in caplog.text
 
 
-def with_wandb(**kwargs: object) -> DictConfig:
-    section = load_defaults("gpt_sft").exp_manager
-    return OmegaConf.merge(section, {"create_wandb_logger": True, "wandb_logger_kwargs": kwargs})  # type: ignore[return-value]
+def with_wandb(**kwargs: object) -> ExpManager:
+    given = {"create_wandb_logger": True, "wandb_logger_kwargs": kwargs}
+    return ExpManager.among({**load_defaults("gpt_sft").exp_manager, **given})
 
 
 def test_wandb_that_does_not_start_is_an_error_without_a_traceback(
@@ -307,10 +309,10 @@ def test_so_do_tensorboards_curves(tmp_path: Path) -> None:
 @needs_full_disk
 def test_a_full_disk_leaves_the_hyperparameters_of_the_start_before(tmp_path: Path) -> None:
     log = MetricsLogger(tmp_path)
-    log.log_hyperparameters(OmegaConf.create({"a": 1}))
+    log.log_hyperparameters({"a": 1}, "a: 1\n")
     (tmp_path / ".hyperparameters.yaml.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"make room and start the job again: '.*/hyperparameters.yaml'"):
-        log.log_hyperparameters(OmegaConf.create({"a": 2}))
+        log.log_hyperparameters({"a": 2}, "a: 2\n")
     log.close()
     assert OmegaConf.load(tmp_path / "hyperparameters.yaml") == {"a": 1}
 

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.loading import for_log, load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
 from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
+from nemo_style_aligner.telemetry.trackers import start_trackers
 
 NAMES = [metric.name.replace("*", "train") for metric in METRICS]
 
@@ -36,8 +38,8 @@ def log(tmp_path: Path, first_step: int, **exp_manager: object) -> None:
         cfg.exp_manager[name] = value
     cfg.pretrained_checkpoint.restore_from_path = f"of start {first_step}"
     cfg.remote_critic_rm.token = "hush"
-    metrics = MetricsLogger.from_config(cfg.exp_manager, tmp_path, rank=0)
-    metrics.log_hyperparameters(cfg)
+    metrics = MetricsLogger(tmp_path, 0, start_trackers(PPOActor.read(cfg).exp_manager, tmp_path))
+    metrics.log_hyperparameters(*for_log(cfg))
     for step in (first_step, first_step + 1):
         metrics.log_metrics({name: step + place / 64 for place, name in enumerate(NAMES)}, step)
         metrics.log_metrics({"rewards/mine.py:f(x)": math.nan}, step, "train_rollouts/")
@@ -129,9 +131,9 @@ def test_a_tracker_that_never_answers_holds_no_job(
     began = time.monotonic()
     if not has_begun:
         with pytest.raises(trackers.TrackerError, match=r"Weights & Biases does not start.*no answer within"):
-            MetricsLogger.from_config(cfg.exp_manager, tmp_path, rank=0)
+            MetricsLogger(tmp_path, 0, start_trackers(PPOActor.read(cfg).exp_manager, tmp_path))
     else:
-        metrics = MetricsLogger.from_config(cfg.exp_manager, tmp_path, rank=0)
+        metrics = MetricsLogger(tmp_path, 0, start_trackers(PPOActor.read(cfg).exp_manager, tmp_path))
         metrics.log_metrics({"loss": 1.0}, 3)
         metrics.close(seconds=0.2)
         assert "takes too long" in caplog.text

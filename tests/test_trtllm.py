@@ -16,13 +16,14 @@ import pytest
 import torch
 import trtllm_standins
 from generation_models import architecture, hf_model, weights_of
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import AutoModelForCausalLM
 from trtllm_standins import Standins, differences, signature_of
 
 import nemo_style_aligner
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.engine.trtllm import construct, sidecar_engine
 from nemo_style_aligner.engine.trtllm.construct import (
@@ -42,11 +43,11 @@ from nemo_style_aligner.weights.layout import checked_stream, hf_tensors, weight
 # ---- which TensorRT-LLM ---------------------------------------------------------------------------
 
 
-def _config(**changes: Any) -> DictConfig:
+def _config(**changes: Any) -> PPOActor:
     cfg = load_defaults("gpt_ppo_actor")
     for key, value in changes.items():
         OmegaConf.update(cfg, key.replace("__", "."), value)
-    return cfg
+    return PPOActor.read(cfg)
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, own: str | None, elsewhere: str | None = None) -> None:
@@ -62,7 +63,7 @@ def test_the_sidecars_python_is_looked_at(
     sidecar: str | None, found: Installation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _installed(monkeypatch, "1.2.1+cu13", "1.4.0rc1")
-    assert find_trtllm(_config(trainer__ppo__trt_llm__sidecar_python=sidecar)) == found
+    assert find_trtllm(sidecar) == found
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_a_missing_or_wrong_version_names_the_command(
 ) -> None:
     _installed(monkeypatch, own)
     with pytest.raises(error, match=text):
-        find_trtllm(_config())
+        find_trtllm(None)
 
 
 def test_another_python_is_asked_for_its_version(tmp_path: Path) -> None:
@@ -99,18 +100,18 @@ def test_another_python_is_asked_for_its_version(tmp_path: Path) -> None:
 
 def test_enable_means_the_embedded_engine_where_there_is_no_tensorrt_llm(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert choose_engine(_config(trainer__ppo__trt_llm__enable=True)) == "embedded"
+        assert choose_engine(_config(trainer__ppo__trt_llm__enable=True).trainer.ppo) == "embedded"
     assert "TensorRT-LLM is not installed" in caplog.text and "embedded engine is used" in caplog.text
-    assert choose_engine(_config()) == "embedded"
+    assert choose_engine(_config().trainer.ppo) == "embedded"
 
 
 def test_asking_for_it_by_name_is_an_error_without_it() -> None:
     with pytest.raises(RuntimeError, match=r"pip install .*tensorrt-llm==1\.3\.0rc24"):
-        choose_engine(_config(trainer__ppo__generation__engine="trtllm"))
+        choose_engine(_config(trainer__ppo__generation__engine="trtllm").trainer.ppo)
 
 
 def test_where_it_is_installed_enable_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    enabled = _config(trainer__ppo__trt_llm__enable=True)
+    enabled = _config(trainer__ppo__trt_llm__enable=True).trainer.ppo
     with monkeypatch.context() as without_gpu:
         _installed(without_gpu, PIN)
         without_gpu.setattr(construct.torch.cuda, "is_available", lambda: False)
@@ -123,27 +124,26 @@ def test_where_it_is_installed_enable_means_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_engine_comes_out_of_the_actors_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = _config(trainer__ppo__trt_llm__unload_engine_train=True)
+    config = _config(trainer__ppo__trt_llm__unload_engine_train=True)
     with single_process():
         model = build_model(architecture(), {"make_vocab_size_divisible_by": 64}, torch.float32, trainable=False)
 
-        def engine() -> sidecar_engine.SidecarEngine:
+        def engine(config: PPOActor = config) -> sidecar_engine.SidecarEngine:
             options = {"num_slots": 3, "max_sequence_length": 160, "eos_id": 1}
-            return construct.trtllm_engine(cfg, model, EngineGroup(), **options)
+            penalty = config.model.ppo.sampling_params.repetition_penalty
+            return construct.trtllm_engine(config.trainer.ppo, penalty, model, EngineGroup(), **options)
 
         _installed(monkeypatch, "1.2.1")
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="12-34"))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        for key, value, default in (
-            ("trainer.ppo.policy_logprobs", "engine", "trainer"),
-            ("trainer.ppo.importance_weight_cap", 2.0, None),
-            ("model.ppo.sampling_params.repetition_penalty", 1.2, 1.0),
+        for key, value in (
+            ("trainer.ppo.policy_logprobs", "engine"),
+            ("trainer.ppo.importance_weight_cap", 2.0),
+            ("model.ppo.sampling_params.repetition_penalty", 1.2),
         ):
-            OmegaConf.update(cfg, key, value)
             with pytest.raises(ValueError, match=key.rpartition(".")[2]):
-                engine()
-            OmegaConf.update(cfg, key, default)
+                engine(config.changed({key: value}))
         with monkeypatch.context() as allocator, pytest.raises(ValueError, match="expandable segments"):
             allocator.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
             engine()

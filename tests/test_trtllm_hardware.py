@@ -19,7 +19,6 @@ import pytest
 import torch
 from generation_models import EOS, architecture, hf_logits, hf_model, ragged_requests, weights_of
 
-from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams
 from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 from nemo_style_aligner.engine.trtllm.sidecar.process import sidecar_environment
@@ -34,10 +33,8 @@ def _missing() -> str | None:
     """Why TensorRT-LLM cannot be tested here."""
     if SIDECAR_PYTHON is None:
         return "NOT TESTED: TensorRT-LLM needs TRTLLM_SIDECAR_PYTHON, the python that has it"
-    cfg = load_defaults("gpt_ppo_actor")
-    cfg.trainer.ppo.trt_llm.sidecar_python = SIDECAR_PYTHON
     try:
-        find_trtllm(cfg)
+        find_trtllm(SIDECAR_PYTHON)
     except (TensorRTLLMUnavailable, TensorRTLLMMismatch) as reason:
         return f"NOT TESTED: {reason}"
     return None

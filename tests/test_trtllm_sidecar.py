@@ -383,8 +383,9 @@ def test_what_goes_wrong_on_the_leader_reaches_every_rank(tmp_path: Path, monkey
     [
         (dataclasses.replace(architecture(), normalization="layernorm1p"), "Hugging Face"),
         (dataclasses.replace(architecture(), rope_scaling=RopeScaling("yarn", 2.0, 64)), "rope_type=yarn.*embedded"),
-        (architecture("smollm3"), "layers without a rotary.*embedded"),
-        (architecture("granite"), "multipliers.*embedded"),
+        (architecture("smollm3"), "no_rope.*embedded"),
+        (architecture("granite"), "softmax_scale and residual_multiplier and embedding_multiplier.*embedded"),
+        (architecture("gemma2"), "layer_norms.*attn_logit_softcapping.*embedded"),
     ],
 )
 def test_a_model_that_tensorrt_llm_lacks_is_an_error_of_every_rank(

@@ -19,12 +19,11 @@ from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, Watchdog, describe
 
 SCRIPT = """
 import ctypes, sys, time
-from omegaconf import DictConfig
 from nemo_style_aligner.config.loading import log_directory
 from nemo_style_aligner.launch.start import job
 
 @job("gpt_ppo_critic", check=None)
-def main(cfg: DictConfig) -> int:
+def main(cfg) -> int:
     import torch
     import torch.distributed as dist
     from nemo_style_aligner.telemetry.timers import ScopedTimer

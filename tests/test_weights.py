@@ -28,8 +28,11 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_weights,
     save_nemo,
 )
+from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
+from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
 from nemo_style_aligner.models.files import kind_of
@@ -39,7 +42,7 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
 from nemo_style_aligner.weights import stream
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
-from nemo_style_aligner.weights.huggingface_config import read_architecture
+from nemo_style_aligner.weights.huggingface_config import architecture_from_config, read_architecture
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
@@ -131,7 +134,19 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         logits_scaling=8,
     ),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
+    "olmo2": lambda: transformers.Olmo2Config(**{**SIZES, "initializer_range": 0.1}),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **{**SIZES, "initializer_range": 0.1},
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=2.0,
+        sliding_window=SIZES["max_position_embeddings"],
+        attn_implementation="eager",
+    ),
 }
+# One of each kind of layers: how a native step is compiled.
+GENERATED = ["llama", "qwen2", "qwen3", "smollm3", "granite", "nemotron", "olmo2", "gemma2"]
 TINY = ModelArchitecture(
     num_layers=2,
     hidden_size=32,
@@ -193,7 +208,34 @@ def test_family_has_transformers_logits_and_comes_back_exactly(name: str, tmp_pa
     assert read_architecture(tmp_path / "out") == architecture
 
 
-@pytest.mark.parametrize("name", ["llama", "granite", "smollm3", "qwen3 yarn", "phi3, part turned"])
+@pytest.mark.parametrize("step", ["native", "torch"])
+@pytest.mark.parametrize("name", GENERATED)
+def test_family_generates_as_transformers_after_a_refit(name: str, step: StepChoice) -> None:
+    """Greedily, token by token and in chunks of the prompt, with transformers' log-probs."""
+    reference = random_hf_model(FAMILIES[name]())
+    architecture = architecture_from_config(reference.config.to_dict())
+    model = build(architecture)
+    import_weights(model, TensorSource(reference.state_dict()))
+    engine = EmbeddedEngine(
+        architecture, dtype=torch.float32, num_slots=2, max_sequence_length=128, eos_id=VOCAB - 1, step=step,
+        prefill_chunk_tokens=16,
+    )  # fmt: skip
+    engine.build()
+    engine.refit(export_weights(model), version=0)
+    params = SamplingParams(max_new_tokens=40, min_new_tokens=40, use_greedy=True)
+    requests = [GenerationRequest(i, [1 + (5 * i + 7 * j) % 99 for j in range(1 + 40 * i)], i) for i in range(3)]
+    for result in engine.generate(requests, params):
+        start = len(result.prompt_token_ids)
+        with torch.no_grad():
+            logits = reference(torch.tensor([result.prompt_token_ids + result.token_ids])).logits[0, start - 1 : -1]
+        chosen = logits.clone()
+        chosen[:, VOCAB - 1] = -torch.inf
+        assert len(result.token_ids) == 40 and result.token_ids == chosen.argmax(-1).tolist()
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        assert (torch.tensor(result.logprobs) - expected).abs().max() < 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "smollm3", "qwen3 yarn", "phi3, part turned", "olmo2", "gemma2"])
 def test_gradients_are_transformers(name: str, tmp_path: Path) -> None:
     """Of the mean log-prob of a packed row's tokens, by every layer's compiled or own backward pass."""
     reference = random_hf_model(FAMILIES[name]())

@@ -23,6 +23,7 @@ from listeners import listeners
 from served_critic import TEST_LIMITS, client_config
 
 from nemo_style_aligner.config.loading import load_defaults
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, GenerationStatistics
 from nemo_style_aligner.engine.shard import EngineGroup, TensorParallel
 from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
@@ -291,8 +292,9 @@ def test_ranks_wait_for_each_other_with_the_rounds_limit(use_flask: bool, monkey
     monkeypatch.setattr(setup, "control_group", group_of)
     engine, no_tokenizer, got = Engine(), None, list[GenerationResult]()
     with single_process():
-        queue = open_work_queue(cfg)
-        made: Any = (cfg, no_tokenizer, engine, EngineGroup(), queue)
+        config = PPOActor.read(cfg)
+        queue = open_work_queue(config)
+        made: Any = (config, no_tokenizer, engine, EngineGroup(), queue)
         assert setup._local_generator(*made).meeting is None
         monkeypatch.setattr(setup.dist, "get_world_size", lambda: 2)
         local = setup._local_generator(*made)
@@ -314,7 +316,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         cfg.trainer.ppo.batch_iterator.merge_with({"use_flask": True, "port": port})
         keys = r"choose a free port with trainer\.ppo\.batch_iterator\.port"
         with pytest.raises(OSError, match=rf"rollout work queue cannot listen on 127.0.0.1:{port} .*: {keys}"):
-            open_work_queue(cfg)
+            open_work_queue(PPOActor.read(cfg))
 
 
 def test_a_stop_signal_before_a_round_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +362,8 @@ def test_over_several_machines_the_queue_has_an_address_that_others_reach(
     cfg.trainer.ppo.batch_iterator.merge_with({"use_flask": True, "host": host, "port": 0})
     engine: Any = types.SimpleNamespace(num_slots=1, statistics=GenerationStatistics())
     with single_process():
-        source = build_work_source(cfg, engine, EngineGroup(), open_work_queue(cfg))
+        config = PPOActor.read(cfg)
+        source = build_work_source(config, engine, EngineGroup(), open_work_queue(config))
     source.start_round([5])
     assert isinstance(source, WorkQueueClient) and source.take(1) == [5]
     told, port = source._http.base_url.removeprefix("http://").split(":")
@@ -373,9 +376,9 @@ def test_addresses_of_ipv6() -> None:
     """The critic's and the queue's."""
     assert server_url("fd00::5", 5555) == server_url("[fd00::5]", 5555) == "http://[fd00::5]:5555"
     config = client_config(5555)
-    config["critic"]["ip"] = "fd00::5"
+    config = config.replaced(critic=config.critic.replaced(ip="fd00::5"))
     critic = CriticClient(config, infer_limits=TEST_LIMITS, train_limits=TEST_LIMITS)
-    assert critic._critic.base_url == "http://[fd00::5]:5555"
+    assert critic.base_url == "http://[fd00::5]:5555"
     try:
         server = WorkQueueServer(host="::1")
     except OSError:

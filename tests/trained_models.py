@@ -9,11 +9,13 @@ import torch
 from small_models import SHAPE, VOCAB
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config import schema
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
@@ -33,8 +35,14 @@ ARCHITECTURES = {
     "layernorm1p": ModelArchitecture(
         **SHAPE, normalization="layernorm1p", activation="squared-relu", gated=False, bias=True, rotary_percentage=0.5
     ),
+    "norms after": ModelArchitecture(**SHAPE, layer_norms="after", qk_layernorm=True, qk_norm_over_heads=True),
+    "norms both": ModelArchitecture(
+        **SHAPE, layer_norms="both", normalization="rmsnorm1p", activation="gelu-tanh", tied_embeddings=True,
+        attn_logit_softcapping=1.0, final_logit_softcapping=2.0, embedding_multiplier=5.0, softmax_scale=0.3,
+    ),
 }  # fmt: skip
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.1}
+ADAM = schema.Optimizer(**OPTIM)
 
 
 def tokens(rows: int = 5, width: int = 12, seed: int = 0) -> torch.Tensor:
@@ -65,9 +73,9 @@ def weighted_sum(outputs: torch.Tensor, batch: Weighted) -> tuple[torch.Tensor, 
 
 
 def make_actor(
-    model: MegatronModel, frozen: FrozenWeights | None, clip: float = 1.0, nonfinite: NonFinitePolicy = STOP
+    model: MegatronModel, frozen: FrozenWeights | None, clip: float = 1.0, nonfinite: Updates = STOP
 ) -> Actor:
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), clip, nonfinite)
+    optimizer = Optimizer(model, ADAM, Schedule(lr=1e-2, name="constant"), clip, nonfinite)
     return Actor(
         model, optimizer, frozen, training_batching=MicroBatching(5), forward_batching=MicroBatching(2),
         temperature=1.0, loss=LossSettings(entropy_bonus=0.01),

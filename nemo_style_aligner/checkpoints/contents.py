@@ -42,9 +42,9 @@ from nemo_style_aligner.checkpoints.sharded_writing import (
     write_tensors,
 )
 from nemo_style_aligner.errors import NonFiniteError
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.parallel.agreement import on_every_rank, on_first_rank
 from nemo_style_aligner.parsing import parse_json
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.gpt import MegatronModel

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
+
+from nemo_style_aligner.config.schema import ExpManager
 
 
 def monitored_name(monitor: str) -> str:
@@ -65,12 +66,9 @@ class CheckpointSettings:
         return None
 
     @classmethod
-    def from_config(cls, exp_manager: Mapping[str, Any]) -> CheckpointSettings:
-        """Read the ``exp_manager`` section. Keys that are absent or null take the defaults."""
-        fields = {field.name for field in dataclasses.fields(cls)}
-        keys = {**(exp_manager.get("checkpoint_callback_params") or {})}
-        keys |= {key: exp_manager.get(key) for key in fields if key.startswith("resume_")}
-        keys["nemo_name"] = exp_manager.get("name")
-        if keys.get("monitor") is not None:
-            keys["monitor"] = monitored_name(keys["monitor"])
-        return cls(**{key: value for key, value in keys.items() if key in fields and value is not None})
+    def from_config(cls, exp_manager: ExpManager) -> CheckpointSettings:
+        """Those of a job's ``exp_manager``."""
+        params = exp_manager.checkpoint_callback_params
+        given = vars(exp_manager) | vars(params) | {"nemo_name": exp_manager.name}
+        given["monitor"] = None if params.monitor is None else monitored_name(params.monitor)
+        return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls)})

@@ -53,11 +53,11 @@ from nemo_style_aligner.checkpoints.sharded_tensors import HEAD_PREFIX, MODEL_PR
 from nemo_style_aligner.checkpoints.sharded_writing import bytes_of_snapshot, own_parts, snapshot
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.errors import NotWrittenError, UserError
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.parallel.groups import all_reduce_max
 from nemo_style_aligner.parallel.machine import available_memory
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import some_of
 
 if TYPE_CHECKING:

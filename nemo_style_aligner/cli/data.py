@@ -16,8 +16,7 @@ import click
 from nemo_style_aligner.wording import unescaped
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
+    from nemo_style_aligner.config.job_config import JobConfig
     from nemo_style_aligner.data.encoding import Lines
     from nemo_style_aligner.data.examples import Example, Piece
     from nemo_style_aligner.data.jsonl import Record
@@ -106,18 +105,19 @@ def show(
     on_one_line = job not in ("rm", "dpo") or _HAS_BOTH & first.keys() or "label" in first
     lines_of_example = 1 if on_one_line else 2
     chosen = _lines(file, line, count, lines_of_example)
-    cfg = _config(job, file, first, keys)
+    config = _config(job, file, first, keys)
     tokenizer = tokenizer_of(model.expanduser())
-    dataset, written = _dataset(job, cfg, tokenizer)
+    tokenizer.format = tokenizer.format.with_special_tokens(config.get("model.special_tokens_as_text"))
+    dataset, written = _dataset(job, config, tokenizer)
     click.echo(f"{file}: read as {_JOBS[job][1]} (--job {job})")
     for lines in chosen:
         _show_lines(lines, dataset, tokenizer, tokens)
     if rewards is not None:
         _show_rewards(
-            cfg, [item for lines in chosen for item in dataset.of_lines(lines)[0]], tokenizer, responses, model
+            config, [item for lines in chosen for item in dataset.of_lines(lines)[0]], tokenizer, responses, model
         )
         return
-    _show_counts(dataset, written, tokenizer, cfg)
+    _show_counts(dataset, written, tokenizer, config)
     _show_notes(_lines(file, 1, _LOOKED_AT, lines_of_example), dataset, tokenizer)
 
 
@@ -159,10 +159,11 @@ def _lines(path: Path, line: int, count: int, per_example: int) -> list[Lines]:
     return found
 
 
-def _config(job: str, path: Path, first: Mapping[str, Any], keys: Sequence[str]) -> DictConfig:
+def _config(job: str, path: Path, first: Mapping[str, Any], keys: Sequence[str]) -> JobConfig:
     """The job's config with the keys given, and this file as its training data."""
     from nemo_style_aligner.config.command_line import config_with
     from nemo_style_aligner.config.loading import check_config
+    from nemo_style_aligner.config.schema import JOBS
 
     file = "'" + str(path.absolute()).replace("'", "\\'") + "'"
     given = {
@@ -177,10 +178,10 @@ def _config(job: str, path: Path, first: Mapping[str, Any], keys: Sequence[str])
         given.append(f"model.data.data_prefix={{train: [{file}]}}")
     cfg = config_with(_JOBS[job][0], [*given, *keys])
     check_config(cfg, _JOBS[job][0])
-    return cfg
+    return JOBS[_JOBS[job][0]].sections.read(cfg)
 
 
-def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[TextDataset[Any], TextFormat]:
+def _dataset(job: str, config: Any, tokenizer: Tokenizer) -> tuple[TextDataset[Any], TextFormat]:
     """The job's own dataset of the file, and how its texts are written."""
     from nemo_style_aligner.data.datasets import load_data_prefix
     from nemo_style_aligner.data.texts import TextDataset
@@ -191,12 +192,12 @@ def _dataset(job: str, cfg: DictConfig, tokenizer: Tokenizer) -> tuple[TextDatas
 
     made: Any
     if job == "sft":
-        made, written = sft_dataset(cfg, "train_ds", tokenizer)
+        made, written = sft_dataset(config, "train_ds", tokenizer)
     else:
-        source = load_data_prefix(cfg.model.data.data_prefix).train
+        source = load_data_prefix(config.model.data.data_prefix).train
         builds: Any = {"rm": reward_dataset, "dpo": pair_dataset, "kto": judged_dataset, "kd": distillation_dataset}
         build = builds.get(job, prompt_dataset)
-        made, written = build(cfg, source, tokenizer)
+        made, written = build(config, source, tokenizer)
     assert isinstance(made, TextDataset)  # of a single file
     return made, written
 
@@ -251,13 +252,13 @@ def _show_tokens(text: Example, tokenizer: Tokenizer) -> None:
 
 
 def _show_rewards(
-    cfg: DictConfig, prompts: Sequence[Any], tokenizer: Tokenizer, responses: Sequence[str], model: Path
+    config: Any, prompts: Sequence[Any], tokenizer: Tokenizer, responses: Sequence[str], model: Path
 ) -> None:
     """Print each response with its reward and the parts of it. Exit status 1 if one has none."""
     from nemo_style_aligner.data.examples import spelt
     from nemo_style_aligner.jobs.reward_trial import try_rewards
 
-    tried = try_rewards(cfg, prompts, tokenizer, [*map(unescaped, responses)], model.expanduser())
+    tried = try_rewards(config, prompts, tokenizer, [*map(unescaped, responses)], model.expanduser())
     for one in tried:
         parts = ", ".join(f"{name} {value:.6g}" for name, value in one.reward.parts.items())
         value = f"{one.reward.value:.6g} ({parts})" if one.reward.problem is None else f"none: {one.reward.problem}"
@@ -270,10 +271,9 @@ def _show_rewards(
 # ---- the whole file ----------------------------------------------------------------------------
 
 
-def _show_counts(dataset: TextDataset[Any], written: TextFormat, tokenizer: Tokenizer, cfg: DictConfig) -> None:
+def _show_counts(dataset: TextDataset[Any], written: TextFormat, tokenizer: Tokenizer, config: JobConfig) -> None:
     """Print counts over all texts that the job would use, and what ends responses."""
-    from omegaconf import OmegaConf
-
+    from nemo_style_aligner.config.schema import PPOActor
     from nemo_style_aligner.data.examples import has_end, texts_of
 
     ends = tokenizer.end_strings(written.end_strings)
@@ -293,11 +293,10 @@ def _show_counts(dataset: TextDataset[Any], written: TextFormat, tokenizer: Toke
     if learnt is not None:
         click.echo(f"learnt: {learnt:,} tokens, {learnt / total:.1%}")
     click.echo(f"begin with BOS: {with_bos:,} of {number:,}")
-    sampling = OmegaConf.select(cfg, "model.ppo.sampling_params")
-    if sampling is None:
-        click.echo(f"end where generation stops: {with_end:,} of {number:,}")
+    if isinstance(config, PPOActor):
+        ends = tokenizer.end_strings([*ends, *map(unescaped, config.model.ppo.sampling_params.end_strings or ())])
     else:
-        ends = tokenizer.end_strings([*ends, *map(unescaped, sampling.end_strings or ())])
+        click.echo(f"end where generation stops: {with_end:,} of {number:,}")
     stops = [tokenizer.ids_to_text([i], keep_special=True) for i in tokenizer.stop_ids]
     click.echo(f"a response ends with {' or '.join(map(repr, dict.fromkeys([*stops, *ends])))}")
 

@@ -47,6 +47,7 @@ def _origins(context: click.Context, parameter: click.Parameter, values: tuple[s
 @click.option(
     "--kv-cache-tokens", type=click.IntRange(min=16), help="Tokens of KV memory.  [default: all slots at full length]"
 )
+@click.option("--special-tokens-as-text", is_flag=True, help="In messages, <|im_end|> and the like are letters.")
 @click.option("--max-queued", type=click.IntRange(min=1), default=1024, help="Responses waiting or made; else 429.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=600, help="Seconds for a whole answer; else 504.")
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=30, help="To finish answers when stopped.")
@@ -58,6 +59,7 @@ def command(
     name: str | None,
     api_key_file: Path | None,
     no_auth: bool,
+    special_tokens_as_text: bool,
     allowed_origins: tuple[str, ...],
     max_queued: int,
     timeout: float,
@@ -92,6 +94,7 @@ def command(
     require_free(host, port, "the API")
     with single_process():
         engine, tokenizer = load_model(checkpoint, **of_engine)
+        tokenizer.format = tokenizer.format.with_special_tokens(special_tokens_as_text or None)
         served = ServedModel(
             engine,
             tokenizer,

@@ -8,17 +8,18 @@ run is resumed, and `Given` that the user has to give it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 T = TypeVar("T")
 
-_FREE, _GIVEN, _OPEN = "free", "given", "open"
+_FREE, _GIVEN, _OPEN, _FILLED = "free", "given", "open", "filled"
 
 Free = Annotated[T, _FREE]
 """A run computes the same whatever the value, rounding and sampled numbers aside: starts of a run may differ in it."""
@@ -26,12 +27,48 @@ Free = Annotated[T, _FREE]
 Given = Annotated[T, _GIVEN]
 """The user has to give a value, though the YAML files may have null for it, as NeMo-Aligner's do."""
 
+Filled = Annotated[T, _FILLED]
+"""With null, the value in the checkpoint's own config; jobs that need one are refused where that has none, too."""
+
 Open = Annotated[T, _OPEN]
 """A section in which the user chooses the keys."""
 
 
 class Section:
-    """A section of a config: its annotated attributes are keys with their defaults, the comments beside them docs."""
+    """A section of a config: its annotated attributes are keys with their defaults, the comments beside them docs.
+
+    An instance has the values of one config, as plain Python values of the annotated types; it never changes.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        """Read plain values; a key that is not given has its default."""
+        fields = self._fields()
+        if unknown := given.keys() - fields.keys():
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
+        for name, (field, nested) in fields.items():
+            is_computed = isinstance(field.default, str) and "${" in field.default  # of other keys, which `read` knows
+            default = {} if nested is not None else None if is_computed else field.default
+            vars(self)[name] = field.read(given.get(name, default), nested)
+
+    @classmethod
+    def among(cls, content: Mapping[str, Any], *, is_open: bool = False) -> Self:
+        """The section's keys among others, which are attributes as well where users choose them (`Open`)."""
+        section = cls(**{name: value for name, value in content.items() if name in cls._fields()})
+        vars(section).update({name: value for name, value in content.items() if is_open and name not in vars(section)})
+        return section
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name}: a config does not change; see `replaced`")
+
+    @classmethod
+    @functools.cache
+    def _fields(cls) -> Mapping[str, tuple[Field, type[Section] | None]]:
+        """The fields of its own keys, and the sections that they are."""
+        return {name: _field(hint, getattr(cls, name, None)) for name, hint in hints_of(cls).items()}
+
+    def replaced(self, **changes: Any) -> Self:
+        """The same with other values."""
+        return type(self)(**(vars(self) | changes))
 
 
 def of(default: Any) -> Any:
@@ -94,7 +131,7 @@ class Field:
 
     Attributes:
         kinds: the value's type is one of these.
-        element: a list's elements are of this type, and there are some; None: they are anything.
+        element: a list's elements are of this type, and of numbers there are some; None: they are anything.
         is_nullable: null is a value.
         choices: the only values, if there are any.
         range: of numbers.
@@ -132,12 +169,22 @@ class Field:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return str(value) if self.kinds == (str,) and is_number else value
 
+    def read(self, value: Any, nested: type[Section] | None) -> Any:
+        """A value as its annotation says: a section, floats where no whole number may be."""
+        value = self.typed(value)
+        if nested is not None and isinstance(value, Mapping):
+            return nested.among(value, is_open=self.is_open)
+        if isinstance(value, list) and self.element is not None:
+            return [_as(self.element, one) for one in value]
+        return _as(float, value) if float in self.kinds and int not in self.kinds else value
+
     def problem(self, key: str, value: Any) -> str | None:
         """What is wrong with a value other than null; None if nothing is."""
         if int in self.kinds and isinstance(value, int | float) and abs(value) > _LARGEST:
             return f"{key}={value}: too large; numbers here are below 2^63"
-        if isinstance(value, list) and self.element and not (value and all(_fits(one, self.element) for one in value)):
-            return f"{key}={value}: must be a list of {'numbers' if self.element is float else 'whole numbers'}"
+        element = self.element if self.element in (int, float) else None
+        if isinstance(value, list) and element and not (value and all(_fits(one, element) for one in value)):
+            return f"{key}={value}: must be a list of {'numbers' if element is float else 'whole numbers'}"
         if self.kinds and not any(_fits(value, kind) for kind in self.kinds):
             names = " or ".join(_NAMES[kind] for kind in self.kinds)
             return f"{key}={value!r}: must be {names}, this is {_NAMES.get(type(value), type(value).__name__)}"
@@ -156,8 +203,7 @@ def hints_of(section: type[Section]) -> dict[str, Any]:
 def fields_of(section: type[Section]) -> Mapping[str, Field]:
     """The fields of a section, by dotted key, and those of the sections in it, in their order."""
     fields: dict[str, Field] = {}
-    for name, hint in hints_of(section).items():
-        fields[name], nested = _field(hint, getattr(section, name, None))
+    for name, (fields[name], nested) in section._fields().items():
         for key, field in fields_of(nested).items() if nested is not None else ():
             marks = field.marks | (fields[name].marks & {_FREE})
             fields[f"{name}.{key}"] = dataclasses.replace(field, marks=marks)
@@ -176,7 +222,9 @@ def _field(hint: Any, default: Any) -> tuple[Field, type[Section] | None]:
         field, nested = _field(kind, default)
         limits = [extra for extra in extras if isinstance(extra, Range)]
         marks = field.marks.union(extra for extra in extras if isinstance(extra, str))
-        return dataclasses.replace(field, range=limits[0] if limits else field.range, marks=marks), nested
+        nullable = field.is_nullable or _FILLED in marks
+        limit = limits[0] if limits else field.range
+        return dataclasses.replace(field, range=limit, marks=marks, is_nullable=nullable), nested
     if get_origin(hint) in (Union, types.UnionType):
         parts = [_field(part, default) for part in get_args(hint) if part is not type(None)]
         return Field(
@@ -192,7 +240,8 @@ def _field(hint: Any, default: Any) -> tuple[Field, type[Section] | None]:
         return Field(tuple(dict.fromkeys(map(type, get_args(hint)))), choices=get_args(hint), default=default), None
     if (kind := get_origin(hint)) in (list, dict):
         element = get_args(hint)[-1]
-        return Field((kind,), element=element if element in (int, float) else None, default=default), None
+        is_known = element in (int, float) or (isinstance(element, type) and issubclass(element, Section))
+        return Field((kind,), element=element if is_known else None, default=default), None
     if isinstance(hint, type) and issubclass(hint, Section):
         return Field((dict,)), hint
     return Field((hint,), default=default), None
@@ -238,6 +287,12 @@ def _shown_default(key: str, defaults: DictConfig) -> Any:
         return OmegaConf.select(defaults, key, throw_on_missing=False)
     except OmegaConfBaseException:  # it refers to a key without a value
         return None
+
+
+def _as(kind: type, value: Any) -> Any:
+    if issubclass(kind, Section):
+        return kind.among(value) if isinstance(value, Mapping) else value
+    return float(value) if kind is float and type(value) is int else value
 
 
 def _fits(value: Any, kind: type) -> bool:

@@ -19,8 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config.fields import find_field, value_problems
 from nemo_style_aligner.config.foreign_keys import ConfigError, find_foreign, take_foreign
-from nemo_style_aligner.config.schema import fields_of_job
-from nemo_style_aligner.config.section_names import names_of
+from nemo_style_aligner.config.job_config import plain_config
+from nemo_style_aligner.config.schema import ExpManager, fields_of_job
+from nemo_style_aligner.config.section_names import given, names_of
 from nemo_style_aligner.masking import masked
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
@@ -145,11 +146,11 @@ def check_config(cfg: DictConfig, job: str) -> list[str]:
     return [note for note in notes if note]
 
 
-def log_directory(exp_manager: DictConfig) -> Path:
+def log_directory(exp_manager: ExpManager) -> Path:
     """Where a job writes: ``explicit_log_dir``, else ``<exp_dir>/<name>``, else ``nemo_experiments/<name>``."""
     if exp_manager.explicit_log_dir:
-        return Path(str(exp_manager.explicit_log_dir)).expanduser()
-    return Path(str(exp_manager.exp_dir or "nemo_experiments")).expanduser() / str(exp_manager.name)
+        return Path(exp_manager.explicit_log_dir).expanduser()
+    return Path(exp_manager.exp_dir or "nemo_experiments").expanduser() / exp_manager.name
 
 
 _PATHS = (
@@ -227,24 +228,11 @@ def leaves_of(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[st
             yield key, value
 
 
-def plain_config(content: Mapping[str, Any]) -> DictConfig:
-    """A config of plain values, in which nothing is computed: ``${...}`` in a text is text."""
-    return OmegaConf.create(_escaped(content))
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escaped(item) for item in value]
-    # In OmegaConf's grammar a backslash takes the meaning from ``${``, and from backslashes before it.
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def without_secrets(cfg: DictConfig) -> DictConfig:
-    """A copy for logs: interpolations resolved, secrets masked."""
-    content: Any = OmegaConf.to_container(cfg, resolve=True)
-    return plain_config(masked(content))
+def for_log(cfg: DictConfig) -> tuple[dict[str, Any], str]:
+    """A job's whole config for its user, plain and as YAML: interpolations resolved, secrets masked."""
+    content: Any = OmegaConf.to_container(given(cfg), resolve=True)
+    plain = masked(content)
+    return plain, OmegaConf.to_yaml(plain_config(plain))
 
 
 # What TRL, verl and OpenRLHF call settings of ours, by the last part of their names.

@@ -17,7 +17,8 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from nemo_style_aligner.architecture import LARGEST_LENGTH, ModelArchitecture
-from nemo_style_aligner.config.fields import Field, Free, Given, Open, Range, Section, fields_of, find_field, of
+from nemo_style_aligner.config.fields import Field, Filled, Free, Given, Open, Range, Section, fields_of, find_field, of
+from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.kinds import (
     LARGEST_PORT,
     MOST_ATTRIBUTES,
@@ -178,12 +179,12 @@ class Peft(Section):
 
 
 class TrainedModel(Model):
-    micro_batch_size: Free[Count | None] = 1  # sequences per forward-backward pass and rank, packed without padding
+    micro_batch_size: Free[Filled[Count]] = 1  # sequences per forward-backward pass and rank, packed without padding
     # At most this many tokens per pass and rank, in place of a number of sequences; longer sequences are computed
     # alone. null: off.
     max_tokens_per_micro_batch: Free[Count | None] = None
-    global_batch_size: Count | None = 64  # sequences per update, over all ranks
-    encoder_seq_length: Length | None = 4096  # longest sequence; longer comparisons are left out, with a count
+    global_batch_size: Filled[Count] = 64  # sequences per update, over all ranks
+    encoder_seq_length: Filled[Length] = 4096  # longest sequence; longer comparisons are left out, with a count
     # Positions of the model that is saved. null: the checkpoint's, or encoder_seq_length if that is larger.
     max_position_embeddings: Length | None = None
     # Recompute none (null), selective (norms, SwiGLU; TE: whole MLPs) or full.
@@ -193,6 +194,12 @@ class TrainedModel(Model):
     hidden_dropout: ShareBelow1 | None = 0.0  # dropout in training: of the outputs of embedding, attention, MLP
     attention_dropout: ShareBelow1 | None = 0.0  # dropout in training: of the attention weights
     peft: Peft
+
+
+class TrainedOnTexts(TrainedModel):
+    # True: the name of a special token in a message (<|im_end|>) is its letters; False: it is that token. null: as the
+    # model was trained, else False (docs/data.md)
+    special_tokens_as_text: bool | None = None
 
 
 class Schedule(Section):
@@ -364,12 +371,12 @@ class SFTData(ChatData):
     validation_ds: Free[SFTValidationFiles]
 
 
-class SFTModel(TrainedModel):
+class SFTModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     restore_from_path: Given[str] = of("???")  # the base model (.nemo)
-    global_batch_size: Count | None = of("${.data.train_ds.global_batch_size}")  # examples per update, over all ranks
+    global_batch_size: Filled[Count] = of("${.data.train_ds.global_batch_size}")  # examples per update, over all ranks
     # Examples per forward-backward pass and rank.
-    micro_batch_size: Free[Count | None] = of("${.data.train_ds.micro_batch_size}")
+    micro_batch_size: Free[Filled[Count]] = of("${.data.train_ds.micro_batch_size}")
 
     data: SFTData
 
@@ -379,7 +386,7 @@ class SFTModel(TrainedModel):
     optim: Optimizer
 
 
-class SFT(Section):
+class SFT(JobConfig):
     name: Free[str] = "megatron_gpt_sft"  # see exp_manager.name
     trainer: SFTTrainer
     exp_manager: Free[ExpManager]
@@ -391,16 +398,16 @@ class RewardLoop(SupervisedLoop):
     val_random_sampler: Free[bool] = False  # shuffle the validation data
 
 
-class SupervisedModel(TrainedModel):
+class SupervisedModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     # Examples (comparisons, pairs, responses, texts) per forward-backward pass and rank.
-    micro_batch_size: Free[Count | None] = 1
-    global_batch_size: Count | None = 64  # examples per update, over all ranks
+    micro_batch_size: Free[Filled[Count]] = 1
+    global_batch_size: Filled[Count] = 64  # examples per update, over all ranks
 
     optim: Optimizer
 
 
-class SupervisedJob(Section):
+class SupervisedJob(JobConfig):
     trainer: Trainer
     exp_manager: Free[ExpManager]
     pretrained_checkpoint: PretrainedCheckpoint
@@ -423,7 +430,7 @@ class RewardData(Data):
 
 
 class RewardModel(SupervisedModel):
-    micro_batch_size: Free[Count | None] = 2  # comparisons (binary_ranking: pairs) per forward-backward pass and rank
+    micro_batch_size: Free[Filled[Count]] = 2  # comparisons (binary_ranking: pairs) per forward-backward pass and rank
 
     # binary_ranking (Bradley-Terry) or regression (mean squared error on attributes).
     reward_model_type: str | None = "binary_ranking"
@@ -561,7 +568,7 @@ class TeacherData(ChatData):
 
 
 class TeacherModel(Model):
-    encoder_seq_length: Length | None = 4096  # longest sequence
+    encoder_seq_length: Filled[Length] = 4096  # longest sequence
     micro_batch_size: Free[Count] = 1  # sequences per pass and rank, packed without padding
     # At most this many tokens per pass and rank, in place of a number of sequences; longer sequences are computed
     # alone. null: off.
@@ -569,7 +576,7 @@ class TeacherModel(Model):
     global_batch_size: Free[Count] = 1  # examples between two writes, over all ranks
 
 
-class TeacherLogits(Section):
+class TeacherLogits(JobConfig):
     name: Free[str] = "megatron_gpt_infer_topk_logits"  # see exp_manager.name
     # JSONL, for model.data.data_prefix of the student; examples that it has already are not computed again.
     output_path: Given[str] = of(None)
@@ -587,7 +594,7 @@ class TeacherLogits(Section):
 
 
 class ServedRewardModel(Model):
-    forward_micro_batch_size: Free[Count | None] = 4  # sequences per pass, per rank, packed without padding
+    forward_micro_batch_size: Free[Filled[Count]] = 4  # sequences per pass, per rank, packed without padding
     # At most this many tokens per pass and rank, in place of a number of sequences; longer sequences are computed
     # alone. null: off.
     forward_max_tokens_per_micro_batch: Free[Count | None] = None
@@ -604,7 +611,7 @@ class RewardServer(Service):
     model_name: str = "reward_model"  # its model name on the wire
 
 
-class RewardService(Section):
+class RewardService(JobConfig):
     trainer: Trainer
     inference: Free[RewardServer]
     exp_manager: Free[ExpManager]
@@ -626,9 +633,9 @@ class CriticTrainer(Trainer):
 
 
 class CriticModel(TrainedModel):
-    global_batch_size: Count | None = 64  # sequences per critic update, over all ranks
+    global_batch_size: Filled[Count] = 64  # sequences per critic update, over all ranks
     # Sequences per pass in inference, per rank.
-    forward_micro_batch_size: Free[Count | None] = of("${.micro_batch_size}")
+    forward_micro_batch_size: Free[Filled[Count]] = of("${.micro_batch_size}")
     # Tokens per such pass, at most; null: off.
     forward_max_tokens_per_micro_batch: Free[Count | None] = of("${.max_tokens_per_micro_batch}")
     # While the critic scores, keep the optimizer's states (fp32 main weights, Adam's moments) in host memory and free
@@ -657,7 +664,7 @@ class CriticModel(TrainedModel):
     optim: Optimizer
 
 
-class Critic(Section):
+class Critic(JobConfig):
     trainer: CriticTrainer
     pretrained_checkpoint: PretrainedCheckpoint
     exp_manager: Free[ExpManager]
@@ -679,6 +686,20 @@ class RewardFunctions(Section):
     # of an `async def`.
     threads: Threads | None = None
     seconds: Seconds = 60  # longest time of one call; then it has failed, as with an error (on_nonfinite)
+
+
+class ListedReward(Section):
+    name: Filled[str] = of(None)  # by which it is logged; null: that of its function, model or kind
+    # exact_match, math_verify (responses against the prompt line's answer), FILE.py:NAME, MODEL.nemo (a reward model in
+    # this job), service (that of remote_critic_rm), http://HOST:PORT/NAME (another one) or environment (what
+    # trainer.ppo.environment gives).
+    source: Given[str] = of(None)
+    weight: float = 1.0  # of its rewards in the sum
+    # The prompts whose line has VALUE, or one of [VALUES], in FIELD: {FIELD: VALUE}.
+    only: Open[dict[str, Any]] = of({})
+    devices: CountFrom0 = 0  # how many of the job's ranks a reward model has for itself; 0: those that train
+    tensor_parallel_size: Count = 1  # of its own ranks, those that share each layer
+    pipeline_parallel_size: Count = 1  # of its own ranks, stages that the layers are divided into
 
 
 class OwnRanks(Section):
@@ -818,7 +839,7 @@ class ActorLoop(Updates):
     # model in this job), service (that of remote_critic_rm), http://HOST:PORT/NAME (another one), or environment (what
     # the episode's function returns).
     # only: the prompts whose line has VALUE, or one of [VALUES], in FIELD.
-    rewards: list[Any] | None = None
+    rewards: list[ListedReward] | None = None
     reward_functions: Free[RewardFunctions]  # those of rewards: FILE.py:NAME
     overlong: Overlong
 
@@ -983,7 +1004,7 @@ class Policy(Section):
     length_params: Lengths
 
 
-class ActorModel(TrainedModel):
+class ActorModel(TrainedOnTexts):
     encoder_seq_length: Length = 4096
     ppo: Policy
 
@@ -992,7 +1013,7 @@ class ActorModel(TrainedModel):
     data: Data
 
 
-class PPOActor(Section):
+class PPOActor(JobConfig):
     trainer: ActorTrainer
     remote_critic_rm: Free[RemoteCritic]
     exp_manager: Free[ExpManager]
@@ -1025,7 +1046,7 @@ class Job:
     """
 
     title: str
-    sections: type[Section]
+    sections: type[JobConfig]
     defaults: Mapping[str, Any]
     without: tuple[str, ...] = ()
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -1199,7 +1220,13 @@ _EXAMPLE = ModelArchitecture(
     vocab_size=1,
     rope_scaling=RopeScaling("llama3", 2.0, 2, 0.5, 2.0),
     no_rope_layers=(0,),
+    layer_norms="both",
+    normalization="rmsnorm1p",
+    qk_layernorm=True,
+    qk_norm_over_heads=True,
     softmax_scale=2.0,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=2.0,
     embedding_multiplier=2.0,
     residual_multiplier=2.0,
     logits_scaling=2.0,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from collections import defaultdict
 from typing import Any
 
 from nemo_style_aligner.data.chats import REASONING_KEYS
 from nemo_style_aligner.data.tokenizer import Message
+
+_MARK = re.compile("Qz7[a-z_0-9]*x[0-9]+k9Wv")
 
 
 def mark(i: int, part: str = "") -> str:
@@ -38,9 +42,23 @@ def marked(message: Message, i: int) -> tuple[dict[str, Any], list[tuple[str, st
     return result, parts
 
 
-def holds(flat: str, text: str, mark: str) -> bool:
-    """Whether ``text`` stands before its mark, as it is or as JSON, in ``flat``, which has no white space."""
-    return any(without_spaces(form) + mark in flat for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]))
+class MarkedText:
+    """A rendering with marks, each of which is found at once: a conversation may have many turns."""
+
+    def __init__(self, rendered: str) -> None:
+        self._flat = without_spaces(rendered)
+        self._places: dict[str, list[int]] = defaultdict(list)
+        for found in _MARK.finditer(self._flat):
+            self._places[found[0]].append(found.start())
+
+    def holds(self, text: str, mark: str) -> bool:
+        """Whether ``text`` stands before its mark, as it is or as JSON, but for white space."""
+        forms = [without_spaces(form) for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])]
+        return any(
+            end >= len(form) and self._flat.startswith(form, end - len(form))
+            for end in self._places.get(mark, ())
+            for form in forms
+        )
 
 
 def without_thoughts(content: str | None) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -20,12 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-from nemo_style_aligner.data.chat_marks import holds, mark, marked, without_spaces, without_thoughts
+from nemo_style_aligner.data.chat_marks import MarkedText, mark, marked, without_spaces, without_thoughts
 from nemo_style_aligner.data.chats import REASONING_KEYS, Conversation, Turn
-from nemo_style_aligner.data.encoding import Counts, seen
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.jsonl import Counts, DataError, Record, seen
 from nemo_style_aligner.data.text_format import ChatPromptTokens
-from nemo_style_aligner.data.tokenizer import Message, Tokenizer, TokenizerError
+from nemo_style_aligner.data.tokenizer import BREAK, Message, Tokenizer, TokenizerError
 from nemo_style_aligner.wording import common_start
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHANGE = "change the template (chat_template.jinja beside the tokenizer)"
+_MOST_ANSWERS = 1000
+_SPELT_BREAK = ascii(BREAK)[1:-1]
 _PROBED_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -110,6 +112,38 @@ class ChatRenderer:
         text = "".join(segment.text for segment in segments)
         return f"{text}{self.markers.turn_start}Assistant{self.markers.end_of_name}"
 
+    def as_text(self, conversation: Conversation) -> Conversation:
+        """The conversation; where its messages name special tokens that are to be text, with `BREAK` in the names."""
+        if not self.tokenizer.format.special_tokens_as_text:
+            return conversation
+        turns = []
+        for turn in conversation.turns:
+            texts = {key: self._without_markup(getattr(turn, key)) for key in ("content", "label", "extras")}
+            turns.append(dataclasses.replace(turn, **texts))
+        others = {key: self._without_markup(getattr(conversation, key)) for key in ("tools", "variables")}
+        return dataclasses.replace(conversation, turns=turns, **others)
+
+    def _without_markup(self, value: Any) -> Any:
+        """A value of JSON, with `BREAK` in its texts."""
+        if isinstance(value, list):
+            return [self._without_markup(item) for item in value]
+        if isinstance(value, Mapping):
+            return {key: self._without_markup(item) for key, item in value.items()}
+        if isinstance(value, str):
+            for name in self._markup:
+                while name in value:  # again where a name overlaps itself
+                    value = value.replace(name, name[0] + BREAK + name[1:])
+        return value
+
+    @functools.cached_property
+    def _markup(self) -> list[str]:
+        """Special tokens, and what else begins or ends turns."""
+        markers = () if self.markers is None else dataclasses.astuple(self.markers)
+        others = [i for i in map(self.tokenizer.token_to_id, markers) if i is not None]
+        ids = self.tokenizer.markup_ids.union(self.tokenizer.stop_ids, others)
+        names = [self.tokenizer.ids_to_text([i], keep_special=True) for i in sorted(ids)]
+        return [name for name in names if len(name) > 1]
+
     def continued(self, record: Record, conversation: Conversation) -> str:
         """A conversation that ends within an answer, up to there.
 
@@ -121,7 +155,8 @@ class ChatRenderer:
             record.fail("what is continued should be a text of the assistant's")
         if self.markers is None:
             return _InTemplate(record, conversation, self).continued()
-        return self.prompt(record, dataclasses.replace(conversation, turns=before)) + last.content
+        begun = self.as_text(dataclasses.replace(conversation, turns=[last])).turns[0].content
+        return self.prompt(record, dataclasses.replace(conversation, turns=before)) + str(begun)
 
     def begins_with_bos(self, asked: bool | None) -> bool:
         """Whether conversations begin with BOS: in markers as texts do; a template decides, if nothing else does."""
@@ -150,11 +185,16 @@ class ChatRenderer:
     def role(self, turn: Turn) -> str:
         """The role of a turn in the chat template: its own if the template names it, else what it means."""
         role = turn.role.lower()
-        named = rf"(==|!=|\bin\b)[^%}}]*?[\"']{re.escape(role)}[\"']"
-        if role == turn.kind or re.search(named, self.tokenizer.chat_template or ""):
+        if role == turn.kind or role in self._named_roles:
             return role
         self.counts["read as", turn.role, turn.kind] += 1
         return turn.kind
+
+    @functools.cached_property
+    def _named_roles(self) -> frozenset[str]:
+        """What the template compares roles with, and other texts."""
+        compared = re.findall(r"(?:==|!=|\bin\b)[^%}]*", self.tokenizer.chat_template or "")
+        return frozenset(text for part in compared for text in re.findall(r"""["'](?=([^"']*)["'])""", part))
 
     def opening(self, role: str) -> str | None:
         """What ends an answer where the template leaves that to the next turn, of this role: up to its first token.
@@ -202,6 +242,7 @@ class ChatRenderer:
         Generation stops at the start of the next turn, which is therefore learnt, and added after a last answer, too.
         """
         _refuse_beyond_markers(record, conversation)
+        conversation = self.as_text(conversation)
         turns, system = conversation.turns, ""
         if turns[0].kind == "system":
             system, turns = turns[0].content or "", turns[1:]
@@ -283,6 +324,7 @@ class _InTemplate:
 
     def __init__(self, record: Record, conversation: Conversation, renderer: ChatRenderer) -> None:
         self._record, self._renderer, self._tokenizer = record, renderer, renderer.tokenizer
+        conversation = renderer.as_text(conversation)
         self._turns = [turn for turn in conversation.turns if turn.content or turn.kind != "system"]
         self._messages = [_message(turn, renderer.role(turn)) for turn in self._turns]
         self._tools, self._variables = conversation.tools, conversation.variables
@@ -329,6 +371,8 @@ class _InTemplate:
 
     def _texts(self) -> list[_Text]:
         targets = [i for i, turn in enumerate(self._turns) if turn.is_target]
+        if len(targets) > _MOST_ANSWERS:  # before each, the conversation up to there is rendered
+            self._record.fail(f"{len(targets):,} answers in one conversation are more than {_MOST_ANSWERS}: divide it")
         texts: list[_Text] = []
         for i in reversed(targets):
             start, answered = self._answer(i)
@@ -384,7 +428,7 @@ class _InTemplate:
         return answered + eos, eos
 
     def _text(self, form: _Form, number: int) -> str:
-        """The first turns, rendered. Raises TokenizerError."""
+        """The first turns, rendered. Raises TokenizerError, and DataError where the template spells `BREAK`."""
         if (form, number) not in self._rendered:
             messages: Sequence[Message] = self._messages[:number]
             if form == "marked":
@@ -393,6 +437,8 @@ class _InTemplate:
             self._rendered[form, number] = self._tokenizer.apply_chat_template(
                 messages, form == "prompt", tools, self._variables, form == "continued"
             )
+            if self._tokenizer.format.special_tokens_as_text and _SPELT_BREAK in self._rendered[form, number]:
+                self._record.fail("names of special tokens cannot be text in what the chat template writes as ASCII")
         return self._rendered[form, number]
 
     # ---- the proof ----
@@ -401,13 +447,14 @@ class _InTemplate:
         """Raise unless the first ``length`` turns are rendered whole; of other answers, thoughts may be missing."""
         if self._tools and self._is_rendered_without_tools(length):
             self._fail_of_key("tools")
-        flat = without_spaces(self._text("marked", length))
+        rendered = MarkedText(self._text("marked", length))
         for i, turn in enumerate(self._turns[:length]):
             is_answer = i in answers
             visible = turn.content if is_answer or turn.kind != "assistant" else without_thoughts(turn.content)
-            if visible is not None and not holds(flat, visible, mark(i)):
-                self._fail_of_content(i, holds(flat, without_thoughts(turn.content) or "", mark(i)))
-            lost = [key for key, value, mark in marked(self._messages[i], i)[1] if not holds(flat, value, mark)]
+            if visible is not None and not rendered.holds(visible, mark(i)):
+                self._fail_of_content(i, rendered.holds(without_thoughts(turn.content) or "", mark(i)))
+            parts = marked(self._messages[i], i)[1]
+            lost = [key for key, value, mark in parts if not rendered.holds(value, mark)]
             thoughts = [key for key in REASONING_KEYS if self._messages[i].get(key)]
             if not is_answer or not set(thoughts) <= set(lost):  # of several names for thoughts one is enough
                 lost = [key for key in lost if key not in thoughts]

@@ -10,16 +10,19 @@ import json
 import math
 import os
 import resource
+import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from nemo_style_aligner.data.helper_process import HelperProcess
+from nemo_style_aligner.wanted import CHECK_SECONDS, wanted
 
 _CPU_SECONDS = 5  # for each text; the longest real ones take hundredths
 _MEMORY_BYTES = 512 << 20
 _TEXT_LENGTH = 64 << 20  # characters
 _WAIT_SECONDS = 300.0  # for a text, on a machine that has hardly time for it
+_SHORT = {"conversations": [[{"role": "user", "content": "Hi"}]], "tools": None}  # what any good template renders
 _TOO_MUCH = f"it takes more than {_CPU_SECONDS} s of computing or {_MEMORY_BYTES >> 20} MiB of memory"
 
 
@@ -35,7 +38,7 @@ class _Renderer:
         self._process: HelperProcess | None = None
         self._refused: set[str] = set()
 
-    def render(self, template: str, arguments: Mapping[str, Any]) -> str:
+    def render(self, template: str, arguments: dict[str, Any]) -> str:
         """Render a template, as transformers does; thread-safe.
 
         Args:
@@ -43,30 +46,41 @@ class _Renderer:
             arguments: of transformers' ``render_jinja_template``, as JSON has them.
 
         Raises:
-            TemplateError: the template raises an error; or it takes too much time or memory, and is not tried again.
+            TemplateError: the template raises an error; or it takes too much time or memory. One that does so for a
+                short text, too, is not tried again.
             TypeError: a variable that JSON does not have.
         """
         request = json.dumps([template, arguments])
-        with self._lock:
-            reply = None
-            if template not in self._refused:
-                reply = self._ask(request) or self._ask(request)  # the process may have been killed from outside
-            if reply is None:
-                self._refused.add(template)
+        while not self._lock.acquire(timeout=CHECK_SECONDS):
+            wanted.get()()
+        try:
+            if template in self._refused:
                 raise TemplateError(_TOO_MUCH)
+            reply = self._ask(request)
+            if reply is None:
+                if self._ask(json.dumps([template, arguments | _SHORT])) is None:
+                    self._refused.add(template)
+                raise TemplateError(_TOO_MUCH)
+        finally:
+            self._lock.release()
         if "error" in reply:
             raise TemplateError(reply["error"])
         return reply["text"]
 
     def _ask(self, request: str) -> dict[str, str] | None:
-        """The process's reply; None if it has ended or is silent, and the next request starts another one."""
-        if self._process is None or self._process.owner != os.getpid():
-            self._process = HelperProcess(__name__)
-        self._process.send(request)
-        reply: dict[str, str] | None = self._process.answer(_WAIT_SECONDS)
-        if reply is None:
-            self._process = None
-        return reply
+        """The process's reply; None if the request ends it, or it is silent. The next one starts another process."""
+        for _ in range(2):  # it may have been killed from outside
+            process, self._process = self._process, None
+            if process is None or process.owner != os.getpid():
+                process = HelperProcess(__name__)
+            process.send(request)
+            reply: dict[str, str] | None = process.answer(_WAIT_SECONDS)
+            if reply is not None:
+                self._process = process
+                return reply
+            if process.close() == -signal.SIGXCPU:
+                return None
+        return None
 
 
 render = _Renderer().render

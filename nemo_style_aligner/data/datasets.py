@@ -26,7 +26,7 @@ from nemo_style_aligner.data.preferences import ComparisonEncoder, JudgedEncoder
 from nemo_style_aligner.data.text_format import TextFormat, joined
 from nemo_style_aligner.data.texts import LabelledEncoder, PromptEncoder, TextDataset
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)

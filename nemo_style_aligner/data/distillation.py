@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples, seen
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
+from nemo_style_aligner.data.jsonl import Counts, DataError, Record, seen
 from nemo_style_aligner.data.sft import SFTItem
 from nemo_style_aligner.data.texts import TextDataset, TextEncoder, longer_than, report_dropped
 from nemo_style_aligner.data.tokenizer import Tokenizer

@@ -12,14 +12,14 @@ import logging
 import os
 import time
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_style_aligner.data.helper_process import HelperProcess
-from nemo_style_aligner.data.jsonl import DataError, Record, parse_line, read_lines
+from nemo_style_aligner.data.jsonl import Counts, DataError, Record, parse_line, read_lines
 from nemo_style_aligner.parallel.machine import available_cores, ranks_on_this_machine
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.wording import some_of
@@ -73,15 +73,6 @@ class Ragged:
             raise IndexError(f"sample {index} of {len(self)}")
         numbers: list[Any] = self.values[self.ends[index] : self.ends[index + 1]].tolist()
         return numbers
-
-
-Counts = Counter[Any]
-"""How many lines, turns, texts ... there were, by what they are: a word, or a tuple of a word and what was seen."""
-
-
-def seen(counts: Counts, what: str) -> list[Any]:
-    """What was seen of a kind, in order."""
-    return [key[1:] for key in counts if key[0] == what]
 
 
 @dataclass

@@ -19,6 +19,7 @@ FIRST_EXAMPLE = "the first training example, what is learnt in double brackets:\
 _CLIPPED = 600  # characters of each end of a text that a log shows
 # Keys whose values are not text of their own; tools and calls are proved to be in the text as it is rendered.
 _NO_TEXT = ("role", "from", "type", "mask", "tools", "tool_calls", "functions", "function_call", "tokenizer", "teacher")
+_MOST_STRINGS = 2000  # that are looked for
 _LONG = 20  # characters of a text that does not stand somewhere twice by chance
 
 
@@ -107,6 +108,8 @@ def shown(example: Example, tokenizer: Tokenizer, paint: Callable[[Piece], str] 
 def changes(lines: Sequence[Mapping[str, Any]], examples: Sequence[Example], tokenizer: Tokenizer) -> list[str]:
     """What of lines of a file is not in the texts that were made of them, and what is in them twice; in words."""
     given = [string for line in lines for string in _strings("", line)]
+    if len(given) > _MOST_STRINGS:
+        return [f"{len(given):,} texts are too many to look for each of them in what was made of them"]
     texts = [without_spaces(tokenizer.ids_to_text(example.token_ids, keep_special=True)) for example in examples]
     flat = [(name, without_spaces(string)) for name, string in given]
     missing = dict.fromkeys(name for name, string in flat if not any(string in text for text in texts))
@@ -116,7 +119,8 @@ def changes(lines: Sequence[Mapping[str, Any]], examples: Sequence[Example], tok
         times = max(text.count(string) for text in texts) if len(string) >= _LONG else 0
         if times > whole.count(string):
             found.append(f"{name} stands in the text {times} times")
-    special = [tokenizer.ids_to_text([i], keep_special=True) for i in sorted(tokenizer.markup_ids)]
+    markup = () if tokenizer.format.special_tokens_as_text else sorted(tokenizer.markup_ids)
+    special = [tokenizer.ids_to_text([i], keep_special=True) for i in markup]
     for name, string in given:
         if "[" in name and (own := [token for token in special if token in string]):
             found.append(f"{name} has special tokens of its own ({', '.join(own)}): was a template applied before?")

@@ -10,8 +10,11 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection
 from typing import Any
+
+from nemo_style_aligner.wanted import CHECK_SECONDS, wanted
 
 _ENVIRONMENT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH")  # of the variables, those that a process gets
 _START = "import sys; sys.path[:] = {path!r}; from {here} import _serve; _serve({descriptor}, {module!r})"
@@ -46,18 +49,27 @@ class HelperProcess:
             self._connection.send(question)
 
     def answer(self, seconds: float) -> Any | None:
-        """The answer; None if the process has ended or is silent for so long. Then it is closed."""
-        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-            if self._connection.poll(seconds):
-                return self._connection.recv()
-        self.close()
-        return None
+        """The answer; None if the process has ended or is silent for so long, or nobody waits. Then it is closed."""
+        deadline = time.monotonic() + seconds
+        with contextlib.ExitStack() as unless_answered:
+            unless_answered.callback(self.close)
+            while True:
+                try:
+                    if self._connection.poll(min(seconds, CHECK_SECONDS)):
+                        reply = self._connection.recv()
+                        unless_answered.pop_all()
+                        return reply
+                except (OSError, EOFError, pickle.UnpicklingError):
+                    return None
+                wanted.get()()
+                if time.monotonic() >= deadline:
+                    return None
 
-    def close(self) -> None:
-        """End it."""
+    def close(self) -> int:
+        """End it; returns its exit status, or minus the signal that has ended it."""
         self._process.kill()
-        self._process.wait()
         self._connection.close()
+        return self._process.wait()
 
 
 def _serve(descriptor: int, module: str) -> None:

@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,14 @@ from typing import Any, NoReturn
 from nemo_style_aligner.errors import LFS_POINTER, UserError, is_lfs_pointer
 from nemo_style_aligner.parsing import MAX_BYTES, parse_json
 from nemo_style_aligner.trusted_paths import unless_planted
+
+Counts = Counter[Any]
+"""How many lines, turns, texts ... there were, by what they are: a word, or a tuple of a word and what was seen."""
+
+
+def seen(counts: Counts, what: str) -> list[Any]:
+    """What was seen of a kind, in order."""
+    return [key[1:] for key in counts if key[0] == what]
 
 
 class DataError(UserError, ValueError):

@@ -26,8 +26,8 @@ from nemo_style_aligner.data.chats import (
     read_turn,
     system_turn,
 )
-from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
+from nemo_style_aligner.data.jsonl import Counts, DataError, Record
 from nemo_style_aligner.data.texts import (
     CONTEXT_KEYS,
     ScoredText,
@@ -38,7 +38,7 @@ from nemo_style_aligner.data.texts import (
     report_unused,
     scored_text,
 )
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.wording import common_start
 
 logger = logging.getLogger(__name__)

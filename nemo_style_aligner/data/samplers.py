@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nemo_style_aligner.data.jsonl import DataError
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -16,17 +16,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nemo_style_aligner.config.kinds import TruncationMethod
+from nemo_style_aligner.config.schema import ChatData, SFTFiles
 from nemo_style_aligner.data.chat_rendering import Segment
 from nemo_style_aligner.data.chats import is_conversation, is_instruction, read_conversation
-from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.encoding import Lines, Ragged, Samples
+from nemo_style_aligner.data.jsonl import Counts, DataError, Record
 from nemo_style_aligner.data.text_format import ChatPromptTokens
 from nemo_style_aligner.data.texts import CONTEXT_KEYS, TextDataset, TextEncoder, report_dropped, report_unused
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.wording import unescaped
 
 logger = logging.getLogger(__name__)
@@ -75,23 +75,23 @@ class SFTFormat:
             )
 
     @classmethod
-    def from_config(
-        cls, model: Mapping[str, Any], part: str, chat_prompt_tokens: ChatPromptTokens | None = None
-    ) -> SFTFormat:
-        """Read the ``model`` section: ``data.train_ds`` or ``data.validation_ds``, whichever ``part`` names.
+    def from_config(cls, files: SFTFiles, data: ChatData, answer_only_loss: bool, *, has_template: bool) -> SFTFormat:
+        """That of some of the files of ``data``.
+
+        Args:
+            has_template: a tokenizer's chat template renders chats, whatever marks ``data`` has for them.
 
         Raises:
             DataError: options that do not fit together.
         """
-        section = model["data"][part]
-        keys = [field.name for field in dataclasses.fields(cls) if field.name in section]
-        given = {key: section[key] for key in keys} | {
-            "prompt_template": unescaped(section["prompt_template"]),
-            "truncation_field": section["truncation_field"] or "",
-            "answer_only_loss": bool(model["answer_only_loss"]),
-            "chats_only": bool(model["data"]["chat"]),
-        }
-        return cls(**given, chat_prompt_tokens=chat_prompt_tokens)
+        given = {field.name: vars(files)[field.name] for field in dataclasses.fields(cls) if field.name in vars(files)}
+        return cls(
+            **given
+            | {"prompt_template": unescaped(files.prompt_template), "truncation_field": files.truncation_field or ""},
+            answer_only_loss=answer_only_loss,
+            chats_only=data.chat,
+            chat_prompt_tokens=None if has_template else ChatPromptTokens(**vars(data.chat_prompt_tokens)),
+        )
 
     @property
     def template_keys(self) -> list[str]:

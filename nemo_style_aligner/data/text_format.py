@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ ChatForm = Literal["template", "markers", "text"]
 """Conversations in the tokenizer's chat template or in NeMo's markers; or none, but texts as the data have them."""
 
 _NAMES = {"chat": "conversations", "chat_prompt_tokens": "their markers", "end_strings": "responses end with"}
+_NAMES |= {"special_tokens_as_text": "special tokens that messages name are text"}
 
 
 class TextFormatError(UserError, ValueError):
@@ -52,6 +53,7 @@ class TextFormat:
         end_strings: what ends a response, besides the tokenizer's own stop tokens.
         add_bos: whether texts began with the BOS token.
         append_eod: whether texts that a reward model scored ended with the EOS token.
+        special_tokens_as_text: whether the name of a special token in a message is its letters; else it is the token.
     """
 
     chat: ChatForm | None = None
@@ -59,6 +61,7 @@ class TextFormat:
     end_strings: tuple[str, ...] = ()
     add_bos: bool | None = None
     append_eod: bool | None = None
+    special_tokens_as_text: bool | None = None
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any] | None, source: str) -> TextFormat:
@@ -83,6 +86,10 @@ class TextFormat:
         """The section, without what is not known."""
         fields = dataclasses.asdict(self) | {"end_strings": list(self.end_strings)}
         return {key: value for key, value in fields.items() if value not in (None, [])}
+
+    def with_special_tokens(self, as_text: bool | None) -> TextFormat:
+        """This format, except for names of special tokens in messages; None changes nothing."""
+        return self if as_text is None else dataclasses.replace(self, special_tokens_as_text=as_text)
 
     def followed_by(self, written: TextFormat) -> TextFormat:
         """What a model was trained on that had this format, and then texts that were ``written``.

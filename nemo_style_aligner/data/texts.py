@@ -13,11 +13,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from nemo_style_aligner.data.chat_rendering import ChatRenderer, is_in_chat_template
 from nemo_style_aligner.data.chats import Conversation, is_conversation, read_conversation
-from nemo_style_aligner.data.encoding import Counts, Lines, Ragged, Samples, encode_files, seen
-from nemo_style_aligner.data.jsonl import DataError, Record
+from nemo_style_aligner.data.encoding import Lines, Ragged, Samples, encode_files
+from nemo_style_aligner.data.jsonl import Counts, DataError, Record, seen
 from nemo_style_aligner.data.text_format import ChatForm, ChatPromptTokens, TextFormat
-from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.data.tokenizer import BREAK, Tokenizer
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class PromptEncoder(TextEncoder):
                 counts["long"] += 1
             else:
                 samples.columns["tokens"].append(ids)
-                samples.columns["text"].append(prompt.response.encode() if prompt.is_chat else b"")
+                samples.columns["text"].append(prompt.response.replace(BREAK, "").encode() if prompt.is_chat else b"")
                 samples.columns["place"].append((lines.file, number))
         return samples
 

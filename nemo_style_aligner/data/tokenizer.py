@@ -8,15 +8,17 @@ network is never touched. A directory's files are kept as they are: what is save
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import hashlib
 import itertools
 import json
 import logging
+import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ import sentencepiece
 from nemo_style_aligner.data import chat_templates
 from nemo_style_aligner.data.sentencepiece_model import to_fast_tokenizer, user_defined_ids
 from nemo_style_aligner.data.text_format import TextFormat
+from nemo_style_aligner.data.tokenizer_growth import check_growth
 from nemo_style_aligner.errors import LFS_POINTER, UserError, is_lfs_pointer
 from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.wording import download_hint
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+
+BREAK = "\udcff"
+"""In a text where the name of a special token is to be letters: half of a surrogate pair, which no other text has."""
 
 # Written into tokenizer_config.json beside a sentencepiece model, so that a saved directory is read
 # back by the same backend and gives the same ids.
@@ -52,6 +58,7 @@ _EXAMPLE = "User: What is 3*(17-4)?\nAssistant: It is 39, naturally.  \tdef f(x)
 # Many tokenizers encode the start of a text differently when it follows a special token.
 _BEHIND_SPECIAL = ("It is 39", " naturally")
 _SPECIALS_IN_EXAMPLE = 16
+_LONGEST_PANIC = 200  # characters
 PART_OF_A_CHARACTER = "\ufffd"
 """What a text has in the place of bytes that are no whole character."""
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
@@ -77,6 +84,9 @@ TOKENIZER_FILES = (
 )
 
 
+os.environ["RUST_BACKTRACE"] = "0"  # a panic's message says as much about a tokenizer as its hundred lines of frames
+
+
 class TokenizerError(UserError, ValueError):
     """A tokenizer cannot be loaded, or lacks what is asked of it."""
 
@@ -90,6 +100,7 @@ class Tokenizer(ABC):
         pad_id: falls back to ``eos_id``.
         unk_id: stands for what the vocabulary lacks; None where the tokenizer has none.
         vocab_size: one more than the largest id; the model's embedding may have more rows.
+        longest_token: in characters; a few may seem longer than their text is.
         special_ids: ids that are markup rather than text; left out by `ids_to_text`.
         added_ids: these, and other tokens that were added to the vocabulary, such as ``<tool_call>``.
         named_tokens: special tokens by the names that chat templates use for them, such as ``bos_token``.
@@ -109,6 +120,7 @@ class Tokenizer(ABC):
     pad_id: int
     unk_id: int | None
     vocab_size: int
+    longest_token: int
     special_ids: frozenset[int]
     added_ids: frozenset[int]
     named_tokens: Mapping[str, str]
@@ -144,8 +156,17 @@ class Tokenizer(ABC):
         return self.texts_to_ids([text])[0]
 
     @abstractmethod
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts without `BREAK`."""
+
     def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """`text_to_ids` of many texts, faster than one by one."""
+        """`text_to_ids` of many texts, faster than one by one. No token spans a `BREAK`, which is no text itself."""
+        cut = [text.split(BREAK) for text in texts]
+        encoded = self._encode([parts[0] for parts in cut])
+        return [
+            ids + [i for part in rest for i in self._continuation_ids(part)]
+            for ids, (_, *rest) in zip(encoded, cut, strict=True)
+        ]
 
     def parts_to_ids(self, parts: Sequence[str]) -> list[list[int]]:
         """Ids of each part of one text: those of the whole text, except that no token spans two parts.
@@ -337,6 +358,18 @@ def _behind(before: list[int], both: list[int]) -> list[int] | None:
     return both[len(before) :] if both[: len(before)] == before else None
 
 
+@contextlib.contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """Panics of the tokenizers library, which are no `Exception`, become errors: its regular expressions give up so."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        message = " ".join(str(error)[:_LONGEST_PANIC].split())
+        raise TokenizerError(f"the tokenizer cannot encode or decode a text: {message}") from None
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """Wraps a fast tokenizer of transformers."""
 
@@ -357,7 +390,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.bos_id = tokenizer.bos_token_id
         self.pad_id = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         # Ids may have gaps, so the number of tokens may be too small.
-        self.vocab_size = 1 + max(tokenizer.get_vocab().values())
+        vocabulary = tokenizer.get_vocab()
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary))
         added = tokenizer.added_tokens_decoder.items()
         self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, token in added if token.special}
         self.added_ids = self.special_ids | {i for i, token in added if token.content.strip()}
@@ -366,8 +401,8 @@ class HuggingFaceTokenizer(Tokenizer):
         template = tokenizer.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template
 
-    def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.texts_to_ids`."""
+    @_panics_are_errors()
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
         # verbose=False: no warning about a model_max_length that says nothing about our models.
@@ -376,6 +411,7 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         return encoded["input_ids"]
 
+    @_panics_are_errors()
     def ids_to_text(self, ids: Sequence[int], keep_special: bool = False) -> str:
         """See `Tokenizer.ids_to_text`."""
         kept = [int(i) for i in ids if keep_special or int(i) not in self.special_ids]
@@ -414,6 +450,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.pad_id = self.eos_id if pad_id < 0 else pad_id
         self.adds_bos = self.bos_id is not None and bool(_config_in(self.files).get("add_bos_token"))
         self.vocab_size = model.get_piece_size()
+        self.longest_token = max(len(model.id_to_piece(i)) for i in range(self.vocab_size))
         self.special_ids = frozenset(i for i in range(self.vocab_size) if model.is_control(i))
         self.added_ids = self.special_ids | {i for i in user_defined_ids(model) if model.id_to_piece(i).strip(" ▁\n\t")}
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
@@ -423,8 +460,7 @@ class SentencePieceTokenizer(Tokenizer):
         longest_first = sorted((model.id_to_piece(i) for i in self.special_ids), key=len, reverse=True)
         self._split_at = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
-    def texts_to_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.texts_to_ids`."""
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         cut = [self._split_at.split(text) for text in texts]  # each text: part, special token, part, ...
         encoded: list[list[int]] = self._model.encode([parts[0] for parts in cut], out_type=int)
         for ids, parts in zip(encoded, cut, strict=True):
@@ -628,19 +664,24 @@ def load_for_transformers(directory: Path) -> transformers.PreTrainedTokenizerBa
     whole = (directory / "tokenizer.json").is_file()
     options = {"local_files_only": True, "trust_remote_code": False}  # unset, the latter asks on the terminal
     try:
-        loaded = (as_it_is if whole else transformers.AutoTokenizer).from_pretrained(str(directory), **options)
-        if loaded.eos_token is None:  # old files leave special tokens to the class that they name
-            named = transformers.AutoTokenizer.from_pretrained(str(directory), **options)
-            for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
-                token = getattr(named, name)
-                if token in loaded.get_vocab() and getattr(loaded, name) is None:
-                    setattr(loaded, name, token)
+        with _panics_are_errors():
+            loaded = (as_it_is if whole else transformers.AutoTokenizer).from_pretrained(str(directory), **options)
+            if loaded.eos_token is None:  # old files leave special tokens to the class that they name
+                named = transformers.AutoTokenizer.from_pretrained(str(directory), **options)
+                for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
+                    token = getattr(named, name)
+                    if token in loaded.get_vocab() and getattr(loaded, name) is None:
+                        setattr(loaded, name, token)
     except Exception as error:
         raise TokenizerError(f"{directory}: transformers cannot load this tokenizer: {error}") from error
     return loaded
 
 
 def _load_hugging_face(directory: Path, files: Mapping[str, bytes]) -> HuggingFaceTokenizer:
+    try:
+        check_growth(parse_json(files.get("tokenizer.json", b"{}").decode()))
+    except (ValueError, AttributeError) as error:
+        raise TokenizerError(f"{directory / 'tokenizer.json'} cannot be used: {error}") from error
     loaded = load_for_transformers(directory)
     try:
         tokenizer = HuggingFaceTokenizer(loaded, files)

@@ -131,6 +131,12 @@ class ModelShard:
         """Rows of the k projection (and of v) held here."""
         return self.num_groups * self.architecture.kv_channels
 
+    @property
+    def qk_norm_sizes(self) -> tuple[int, ...]:
+        """Weights held here of a layer's norms of queries and of keys; empty: there are none."""
+        a = self.architecture
+        return (self.query_size, self.group_size) if a.qk_norm_over_heads else a.qk_norm_sizes
+
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's view of the full tensor with Hugging Face name ``name``."""
         if self.size == 1:
@@ -138,9 +144,10 @@ class ModelShard:
         module, _, kind = name.rpartition(".")
         projection = module.rpartition(".")[2]
         channels = self.architecture.kv_channels
-        if projection == "q_proj":
+        over_heads = self.architecture.qk_norm_over_heads
+        if projection == "q_proj" or (over_heads and projection == "q_norm"):
             return tensor.narrow(0, self.rank * self.query_size, self.query_size)
-        if projection in ("k_proj", "v_proj"):
+        if projection in ("k_proj", "v_proj") or (over_heads and projection == "k_norm"):
             return tensor.narrow(0, self.first_group * channels, self.group_size)
         if projection in ("gate_proj", "up_proj"):
             return tensor.narrow(0, self.rank * self.ffn_size, self.ffn_size)

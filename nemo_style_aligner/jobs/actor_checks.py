@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import ListConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.config.schema import ListedReward
 from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.jobs.job_view import (
@@ -41,11 +41,11 @@ from nemo_style_aligner.models.policy_losses import LOSSES, find_policy_loss
 from nemo_style_aligner.models.restore import lay_over
 from nemo_style_aligner.rl.episodes.runner import load_environment
 from nemo_style_aligner.rl.estimators import ESTIMATORS, Estimator, find_estimator
+from nemo_style_aligner.rl.experience import kl_estimator
 from nemo_style_aligner.rl.math_verifier import MathVerifier
-from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, FrozenSpec, RewardSpec, reward_specs
+from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, kind_of, reward_problems, reward_specs
 from nemo_style_aligner.rl.reward_functions import load_reward_function
 from nemo_style_aligner.rl.rollouts.setup import engine_size
-from nemo_style_aligner.rl.settings import kl_estimator
 
 _PPO_LENGTH = "model.ppo.length_params.max_length"
 ESTIMATOR, LOSS = "trainer.ppo.estimator", "trainer.ppo.policy_loss"
@@ -104,7 +104,7 @@ def _trtllm(view: JobView) -> Iterator[str]:
     if view.get(engine) != "trtllm":
         return
     try:
-        find_trtllm(view.cfg)
+        find_trtllm(view.actor.trainer.ppo.trt_llm.sidecar_python)
     except (TensorRTLLMUnavailable, TensorRTLLMMismatch) as error:
         yield f"{view.show(engine)}: {error}"
 
@@ -198,34 +198,32 @@ def needs_critic(view: JobView) -> bool:
 
 def has_remote_critic(view: JobView) -> bool:
     """Whether there must be a critic in a job of its own."""
-    return needs_critic(view) and not has_critic_here(view.cfg)
+    return needs_critic(view) and not has_critic_here(view.actor)
 
 
 def uses_reward_service(view: JobView) -> bool:
     """Whether rewards come from the service that ``remote_critic_rm`` names."""
-    is_here = needs_critic(view) and has_critic_here(view.cfg) and has_reward_model_here(view.cfg)
-    return not is_here and any(spec.kind == "service" for spec in listed_rewards(view))
+    is_here = needs_critic(view) and has_critic_here(view.actor) and has_reward_model_here(view.actor)
+    return not is_here and any(kind_of(spec.source) == "service" for spec in listed_rewards(view))
 
 
 def shares_secret(view: JobView) -> bool:
     """Whether the actor job serves anybody, or asks a service."""
-    is_asking = (
-        has_remote_critic(view) or uses_reward_service(view) or any(s.kind == "url" for s in listed_rewards(view))
-    )
+    asks_others = any(kind_of(spec.source) == "url" for spec in listed_rewards(view))
+    is_asking = has_remote_critic(view) or uses_reward_service(view) or asks_others
     serves = bool({*view.apart} - {ROLLOUT}) or bool(view.get("trainer.ppo.batch_iterator.use_flask"))
     return is_asking or serves
 
 
-def listed_rewards(view: JobView) -> list[RewardSpec]:
+def listed_rewards(view: JobView) -> list[ListedReward]:
     """Where rewards come from; nowhere if that cannot be read, which `_rewards` reports."""
-    with contextlib.suppress(ConfigError):
-        return reward_specs(_plain_rewards(view))
-    return []
+    return [] if _reward_problems(view) else reward_specs(view.actor.trainer.ppo.rewards)
 
 
-def _plain_rewards(view: JobView) -> Any:
+def _reward_problems(view: JobView) -> list[str]:
     rewards = view.get(REWARDS)
-    return OmegaConf.to_container(rewards, resolve=True) if isinstance(rewards, ListConfig) else None
+    plain: Any = OmegaConf.to_container(rewards, resolve=True) if isinstance(rewards, ListConfig) else []
+    return [*reward_problems(plain)]
 
 
 def _estimator(view: JobView) -> Iterator[str]:
@@ -265,7 +263,7 @@ def _policy_loss(view: JobView) -> Iterator[str]:
     if view.get(kl_in) == "loss" and view.get(KL_PENALTY) == 0:
         yield f"{view.show(kl_in, KL_PENALTY)}: there is no penalty to put there; give it one, or set {kl_in}=reward"
     chosen, absolute = "trainer.ppo.kl_estimator", "trainer.ppo.use_absolute_kl"
-    if view.get(kl_in) == "loss" and kl_estimator(view.cfg.trainer.ppo) == "k1":
+    if view.get(kl_in) == "loss" and kl_estimator(view.actor.trainer.ppo) == "k1":
         yield (
             f"{view.show(kl_in, chosen, absolute)}: the gradient of k1 is 0 on average, whatever the divergence, so "
             f"this would add noise and no penalty; set {chosen}=k3, or {kl_in}=reward"
@@ -303,26 +301,25 @@ def _overlong(view: JobView) -> Iterator[str]:
 
 
 def _rewards(view: JobView) -> Iterator[str]:
-    try:
-        specs = reward_specs(_plain_rewards(view))
-    except ConfigError as error:
-        yield from str(error).splitlines()
+    yield from (problems := _reward_problems(view))
+    if problems or view.is_apart:
         return
-    if view.is_apart:
-        return
+    specs = listed_rewards(view)
     if not specs and not view.get(TEACHER_ARCHIVE):
         yield f"{REWARDS}=[]: nothing would be rewarded; list a source, or give null for the service"
     for place, spec in enumerate(specs):
         entry = f"{REWARDS}[{place}]"
         yield from (
-            _misfits(view, spec, entry, "source") if spec.kind == "archive" else _missing(spec, f"{entry}.source")
+            _misfits(view, spec, entry, "source")
+            if kind_of(spec.source) == "archive"
+            else _missing(spec, f"{entry}.source")
         )
 
 
 def _environment(view: JobView) -> Iterator[str]:
     """Episodes need the embedded engine, and rewards of their own."""
     key, enable, engine = "trainer.ppo.environment", "trainer.ppo.trt_llm.enable", "trainer.ppo.generation.engine"
-    named, is_rewarded = view.get(key), any(spec.kind == "environment" for spec in listed_rewards(view))
+    named, is_rewarded = view.get(key), any(kind_of(spec.source) == "environment" for spec in listed_rewards(view))
     if is_rewarded and named is None:
         yield f"{REWARDS} has the source environment, but there is none: give {key}"
     if named is None:
@@ -345,7 +342,7 @@ def _teacher(view: JobView) -> Iterator[str]:
     path, weight = view.get(TEACHER_ARCHIVE), f"{TEACHER}.weight"
     yield from _own_ranks(view, TEACHER, TEACHER_ARCHIVE, "there is no teacher")
     if path and not view.is_apart:
-        yield from _misfits(view, frozen_spec(view.cfg, TEACHER), TEACHER, "restore_from_path")
+        yield from _misfits(view, frozen_spec(view.actor, TEACHER), TEACHER, "restore_from_path")
     if path and not view.get(weight):
         yield f"{view.show(TEACHER_ARCHIVE, weight)}: nothing would be learnt from it; give a weight, or leave it out"
     if not path and view.get(ESTIMATOR) == "on_policy_distillation":
@@ -358,8 +355,8 @@ def _reference(view: JobView) -> Iterator[str]:
     if not view.get(devices):
         return
     if view.architecture is not None:
-        yield from _layout_problems(view, frozen_spec(view.cfg, REFERENCE), REFERENCE, view.architecture)
-    lora, init = LoraSettings.from_config(view.cfg.model), "model.peft.lora_tuning.row_init_method"
+        yield from _layout_problems(view, frozen_spec(view.actor, REFERENCE), REFERENCE, view.architecture)
+    lora, init = LoraSettings.from_config(view.config.given.model), "model.peft.lora_tuning.row_init_method"
     if lora is not None and (view.get(start) or "zero" not in (lora.init_a, lora.init_b)):
         yield (
             f"{view.show(devices, start, init)}: a reference there has no adapters, and the policy begins with some "
@@ -376,12 +373,11 @@ def _own_ranks(view: JobView, role: str, needed: str, why_not: str) -> Iterator[
         yield f"{view.show(*given)}: it is of ranks that this model has for itself: give {devices}"
 
 
-def _misfits(view: JobView, spec: FrozenSpec, role: str, source: str) -> Iterator[str]:
+def _misfits(view: JobView, spec: ListedReward, role: str, source: str) -> Iterator[str]:
     """Problems of a frozen model in this job, as far as its config tells; the key ``source`` names its archive."""
     key = f"{role}.{source}"
     try:
-        given = OmegaConf.to_container(as_served(view.cfg).model, resolve=True)
-        config = lay_over(base_config(spec.source, key), given)
+        config = lay_over(base_config(spec.source, key), as_served(view.config).model_given())
         RewardHeadConfig.from_model_config(config)
         problems = [*_layout_problems(view, spec, role, ModelArchitecture.from_nemo_config(config))]
     except (ValueError, KeyError) as error:
@@ -390,7 +386,7 @@ def _misfits(view: JobView, spec: FrozenSpec, role: str, source: str) -> Iterato
         yield problem if problem.startswith(role) else f"{key}={spec.source}: {problem}"
 
 
-def _layout_problems(view: JobView, spec: FrozenSpec, role: str, architecture: ModelArchitecture) -> Iterator[str]:
+def _layout_problems(view: JobView, spec: ListedReward, role: str, architecture: ModelArchitecture) -> Iterator[str]:
     """Why a frozen model cannot be divided among the ranks that train, or its own."""
     if not spec.devices:
         yield from architecture.layout_problems(view.tp_size, view.pp_size)
@@ -402,12 +398,12 @@ def _layout_problems(view: JobView, spec: FrozenSpec, role: str, architecture: M
         yield problem.replace(TP, f"{role}.tensor_parallel_size").replace(PP, f"{role}.pipeline_parallel_size")
 
 
-def _missing(spec: RewardSpec, key: str) -> Iterator[str]:
+def _missing(spec: ListedReward, key: str) -> Iterator[str]:
     """A problem if what a source of rewards needs is not on this machine."""
     try:
-        if spec.kind == "function":
+        if kind_of(spec.source) == "function":
             load_reward_function(spec.source, key)
-        elif spec.kind == "math_verify":
+        elif kind_of(spec.source) == "math_verify":
             MathVerifier()
     except UserError as error:
         yield str(error) if str(error).startswith(key) else f"{key}={spec.source}: {error}"

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import why_unwritable
 from nemo_style_aligner.checkpoints.directory import DAMAGED, LAST, checkpoint_name
@@ -27,8 +25,9 @@ from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings, monitored_name
 from nemo_style_aligner.config.fields import value_problems
 from nemo_style_aligner.config.foreign_keys import section_of_job
-from nemo_style_aligner.config.loading import ConfigError, load_defaults, plain_config
-from nemo_style_aligner.config.schema import fields_of_job
+from nemo_style_aligner.config.job_config import JobConfig
+from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.config.schema import SFT, Data, Optimizer, SFTData, fields_of_job
 from nemo_style_aligner.data.datasets import data_source
 from nemo_style_aligner.data.sft import SFTFormat
 from nemo_style_aligner.jobs.actor_checks import actor_problems, needs_critic, shares_secret
@@ -81,12 +80,12 @@ _LONGEST_NAME = 200  # file systems allow 255; numbers grow, and suffixes are ad
 _ARCHIVES = ("pretrained_checkpoint.restore_from_path", "model.restore_from_path", "rm_model_file")  # a job has one
 
 
-def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
+def check_job(name: str, config: JobConfig, world_size: int) -> None:
     """Check a job's settings against each other and against its model.
 
     Args:
         name: the job's YAML file, without its ending.
-        cfg: its config, which `config.check_config` has passed; left as it is.
+        config: its config, which `config.check_config` has passed.
         world_size: ranks that the job will have.
 
     Raises:
@@ -94,10 +93,10 @@ def check_job(name: str, cfg: DictConfig, world_size: int) -> None:
         PlaceTakenError: a port is taken.
     """
     rank = detect_launch(os.environ).rank
-    problems = find_problems(name, cfg, world_size, rank)
+    problems = find_problems(name, config, world_size, rank)
     if problems:
         raise ConfigError("these settings cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
-    view = JobView(name, cfg, world_size, None)
+    view = JobView(name, config, world_size, None)
     if rank == 0:
         _require_free_ports(view)
         for doubt in _doubts(view):
@@ -117,23 +116,20 @@ def _require_free_ports(view: JobView) -> None:
 
 
 def find_problems(
-    name: str, cfg: DictConfig, world_size: int, rank: int = 0, checks: Sequence[Check] | None = None
+    name: str, config: JobConfig, world_size: int, rank: int = 0, checks: Sequence[Check] | None = None
 ) -> list[str]:
     """The problems that `check_job` raises, one line each; ``checks``: those to make, by default all."""
     problems: list[str] = []
-    cfg = cfg.copy()
     architecture = None
     key = next(key for key in _ARCHIVES if key in fields_of_job(name))
     try:
-        base = base_config(OmegaConf.select(cfg, key), key)
-        OmegaConf.set_struct(cfg, False)
-        cfg.model = plain_config(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
-        if wrong := list(value_problems(cfg, fields_of_job(name), load_defaults(name))):  # of the checkpoint's config
+        config = config.changed({"model": lay_over(base_config(config.get(key), key), config.model_given())})
+        if wrong := [*value_problems(config.given, fields_of_job(name), load_defaults(name))]:  # of the checkpoint's
             return wrong
-        architecture = ModelArchitecture.from_nemo_config(cfg.model)
+        architecture = ModelArchitecture.from_nemo_config(config.given.model)
     except (OSError, ValueError, KeyError) as error:
         problems.append(str(error.args[0] if isinstance(error, KeyError) else error))
-    view = JobView(name, cfg, world_size, architecture, rank)
+    view = JobView(name, config, world_size, architecture, rank)
     return problems + [problem for check in checks or _CHECKS for problem in check(view)]
 
 
@@ -149,33 +145,32 @@ def _attempt(read: Callable[[], Any]) -> Iterator[str]:
 
 
 def _values_that_are_read_as_a_whole(view: JobView) -> Iterator[str]:
-    cfg = view.cfg
-    yield from _attempt(lambda: parse_precision(cfg.trainer.precision))
-    yield from _attempt(lambda: parse_duration(cfg.exp_manager.max_time_per_run))
-    yield from _archive_name(str(cfg.exp_manager.name))
+    trainer, exp_manager = view.config.trainer, view.config.exp_manager
+    yield from _attempt(lambda: parse_precision(trainer.precision))
+    yield from _attempt(lambda: parse_duration(exp_manager.max_time_per_run))
+    yield from _archive_name(exp_manager.name)
     if view.has("exp_manager.checkpoint_callback_params"):
-        yield from _attempt(lambda: CheckpointSettings.from_config(cfg.exp_manager))
-        yield from _checkpoint_name(view, cfg.exp_manager.checkpoint_callback_params.filename)
-    if view.has("model.optim"):
-        betas = view.get("model.optim.betas")
-        if betas is not None and len(betas) != 2:
-            yield f"model.optim.betas={list(betas)}: give two numbers"
-        yield from _attempt(lambda: Schedule.from_config(cfg.model.optim, 1))
+        yield from _attempt(lambda: CheckpointSettings.from_config(exp_manager))
+        yield from _checkpoint_name(view, exp_manager.checkpoint_callback_params.filename)
+    if isinstance(optim := vars(view.config.model).get("optim"), Optimizer):
+        if len(optim.betas) != 2:
+            yield f"{view.show('model.optim.betas')}: give two numbers"
+        yield from _attempt(lambda: Schedule.from_config(optim, 1))
     if view.has("model.force_head_dtype"):
-        yield from _attempt(lambda: RewardHeadConfig.from_model_config(cfg.model))
+        yield from _attempt(lambda: RewardHeadConfig.from_model_config(view.config.given.model))
     if view.is_actor:
-        for problem in _attempt(lambda: sampling_params(cfg)):
+        for problem in _attempt(lambda: sampling_params(view.actor.model.ppo, view.actor.trainer.ppo.trt_llm.seed)):
             yield f"model.ppo.sampling_params and length_params: {problem}"
 
 
 def _sft_format(view: JobView) -> Iterator[str]:
-    if not view.has("model.data.train_ds"):
+    if not isinstance(view.config, SFT):
         return
-    data = view.cfg.model.data
-    for part in ("train_ds", "validation_ds"):
-        if data[part].file_path:
-            for problem in _attempt(functools.partial(SFTFormat.from_config, view.cfg.model, part)):
-                yield f"model.data.{part}: {problem}"
+    data, answer_only = view.config.model.data, view.config.model.answer_only_loss
+    for part, files in (("train_ds", data.train_ds), ("validation_ds", data.validation_ds)):
+        if files.file_path:
+            read = functools.partial(SFTFormat.from_config, files, data, answer_only, has_template=True)
+            yield from (f"model.data.{part}: {problem}" for problem in _attempt(read))
 
 
 def _trackers(view: JobView) -> Iterator[str]:
@@ -199,14 +194,14 @@ def _profile(view: JobView) -> Iterator[str]:
 def _paths(view: JobView) -> Iterator[str]:
     has_checkpoints = view.has("exp_manager.checkpoint_callback_params")
     if has_checkpoints or view.get("exp_manager.watchdog_minutes") is not None:
-        yield from log_directory_problems(view.cfg.exp_manager)  # where every rank's watchdog writes
+        yield from log_directory_problems(view.config.exp_manager)  # where every rank's watchdog writes
     if view.is_apart:
         return
     if has_checkpoints:
-        yield from checkpoint_directory_problems(view.cfg.exp_manager)
-        yield from resume_problems(view.cfg.exp_manager)
-    if view.has("model.data"):
-        yield from data_problems(view.cfg.model.data)
+        yield from checkpoint_directory_problems(view.config.exp_manager)
+        yield from resume_problems(view.config.exp_manager)
+    if isinstance(data := vars(view.config.model).get("data"), SFTData | Data):
+        yield from data_problems(data)
     if view.is_actor and not shares_secret(view):
         return
     for token in ("remote_critic_rm.token", "trainer.ppo.token", "inference.token"):  # each in another job
@@ -215,16 +210,15 @@ def _paths(view: JobView) -> Iterator[str]:
 
 def _doubts(view: JobView) -> Iterator[str]:
     """Settings that work, but hardly as intended."""
-    cfg = view.cfg
     watchdog, limit = "exp_manager.watchdog_minutes", "trainer.distributed_timeout_minutes"
-    minutes, timeout = OmegaConf.select(cfg, watchdog), OmegaConf.select(cfg, limit)
+    minutes, timeout = view.get(watchdog), view.get(limit)
     if minutes is not None and minutes >= timeout:
         yield (
             f"{watchdog}={minutes} is not below {limit}={timeout}: a hanging collective will end the job before the "
             "watchdog can report who held it up"
         )
     reshard = "trainer.ppo.trt_llm.reshard"
-    if OmegaConf.select(cfg, reshard) and (OmegaConf.select(cfg, PP) or 1) == 1:
+    if view.get(reshard) and view.pp_size == 1:
         yield (
             f"{reshard}=True has no effect without pipeline stages ({PP}=1): the number of ranks that share an engine "
             "is set by trainer.ppo.generation.tensor_parallel_size"
@@ -232,7 +226,7 @@ def _doubts(view: JobView) -> Iterator[str]:
     yield from settings_in_vain(view)
     for key in (GLOBAL_BATCH, MICRO_BATCH):
         of_data = key.replace("model.", "model.data.train_ds.")
-        size, other = OmegaConf.select(cfg, key), OmegaConf.select(cfg, of_data)
+        size, other = view.get(key), view.get(of_data)
         if other is not None and size != other:
             yield f"{of_data}={other} has no effect: {key}={size} wins"
 
@@ -301,7 +295,7 @@ def _adapters(view: JobView) -> Iterator[str]:
     if not view.has("model.peft"):
         return
     start, tuning = "model.peft.restore_from_path", "model.peft.lora_tuning"
-    lora = LoraSettings.from_config(view.cfg.model)
+    lora = LoraSettings.from_config(view.config.given.model)
     if lora is None:
         if view.get(start):
             yield f"{view.show(start)}: needs model.peft.peft_scheme=lora"
@@ -327,14 +321,14 @@ def _keep_activations(view: JobView) -> Iterator[str]:
     """With placement ``auto`` only `keep_passes` can tell, once the model is built, whether weights are swapped."""
     if view.is_actor:
         key, placement = "model.ppo.keep_activations", "trainer.ppo.reference_policy_placement"
-        has_second = has_reference_here(view.cfg)
+        has_second = has_reference_here(view.actor.trainer.ppo)
     else:
         key, placement = "model.keep_activations", "model.rm_placement"
         has_second = bool(view.get("trainer.ppo.combine_rm_and_critic_server"))
     if view.get(key) != "always":
         return
     drops_out = any(view.get(f"model.{name}") for name in ("hidden_dropout", "attention_dropout"))
-    lora = LoraSettings.from_config(view.cfg.model)  # with it, nothing is swapped
+    lora = LoraSettings.from_config(view.config.given.model)  # with it, nothing is swapped
     swaps = has_second and view.get(placement) == "swap" and lora is None
     reasons = [why_not_kept(swaps, view.pp_size, drops_out or bool(lora and lora.dropout))]
     logprobs = "trainer.ppo.policy_logprobs"
@@ -357,14 +351,14 @@ def _ranking(view: JobView) -> Iterator[str]:
     key = f"{params}.save_best_model"
     if not view.get(key):
         return
-    section = f"trainer.{section_of_job(view.cfg)}"
+    section = f"trainer.{section_of_job(view.config.given)}"
     save_interval, val_check_interval = (view.get(f"{section}.{name}_interval") or 0 for name in ("save", "val_check"))
     if not any(view.get(f"model.data.{files}") for files in ("validation_ds.file_path", "data_prefix.validation")):
         val_check_interval = 0
     # Shares of a run are a number of steps when its length is known.
     if isinstance(save_interval, int) and isinstance(val_check_interval, int):
         with contextlib.suppress(ValueError):  # reported by other checks
-            settings = CheckpointSettings.from_config(view.cfg.exp_manager)
+            settings = CheckpointSettings.from_config(view.config.exp_manager)
             if (reason := settings.why_best_is_unknown(section, save_interval, val_check_interval)) is not None:
                 yield f"{key}=True: {reason}"
 
@@ -422,10 +416,10 @@ def _reward_head(view: JobView) -> Iterator[str]:
         return
     precision, head, optim = "trainer.precision", "model.force_head_dtype", "model.optim.name"
     try:
-        dtypes = parse_precision(view.get(precision)), RewardHeadConfig.from_model_config(view.cfg.model).dtype
+        dtypes = parse_precision(view.get(precision)), RewardHeadConfig.from_model_config(view.config.given.model).dtype
     except (ValueError, TypeError):
         return  # `_values_that_are_read_as_a_whole` reports it
-    if dtypes[0].itemsize > dtypes[1].itemsize and not uses_distributed_optimizer(view.cfg.model):
+    if dtypes[0].itemsize > dtypes[1].itemsize and not uses_distributed_optimizer(view.get(optim)):
         yield (
             f"{view.show(head, precision, optim)}: this optimizer cannot train a head less precise than the model; set "
             f"{head}=float32, or {optim}=distributed_fused_adam"
@@ -457,7 +451,7 @@ def _preferences(view: JobView) -> Iterator[str]:
         folder = f"{section}.reference_logprobs_dir"
         if view.get(folder) and (reason := why_unwritable(Path(os.path.expanduser(view.get(folder))))) is not None:
             yield f"{view.show(folder)} cannot be written to ({reason}): give a folder that you may write to"
-        start, lora = "model.peft.restore_from_path", LoraSettings.from_config(view.cfg.model)
+        start, lora = "model.peft.restore_from_path", LoraSettings.from_config(view.config.given.model)
         if view.get(folder) and lora is not None and (view.get(start) or lora.init_b != "zero"):
             init = "model.peft.lora_tuning.row_init_method"
             yield (
@@ -494,20 +488,20 @@ def _model_name(view: JobView) -> Iterator[str]:
 
 def _critic_here(view: JobView) -> Iterator[str]:
     """Problems of a critic in the actor's job: those that a job of its own would have."""
-    if not view.is_actor or not needs_critic(view) or not has_critic_here(view.cfg) or view.is_apart:
+    if not view.is_actor or not needs_critic(view) or not has_critic_here(view.actor) or view.is_apart:
         return
     try:
-        critic = critic_config(view.cfg)
+        critic = critic_config(view.actor)
     except ConfigError as error:
         yield from str(error).splitlines()
         return
     start = "critic.model.peft.restore_from_path"
-    if view.get(start) and has_reward_model_here(view.cfg):
+    if view.get(start) and has_reward_model_here(view.actor):
         yield (
             f"{view.show(start)}: the reward model beside this critic would be without these adapters; merge them into "
             f"its archive (nsa convert), or set critic.trainer.ppo.combine_rm_and_critic_server=False"
         )
-    is_apart = has_critic_apart(view.cfg)
+    is_apart = has_critic_apart(view.actor)
     ranks = critic.trainer.devices if is_apart else view.training_ranks
     for problem in find_problems(CRITIC_JOB, critic, ranks, view.rank, _OF_MODELS):
         yield of_critic(problem, is_apart=is_apart)

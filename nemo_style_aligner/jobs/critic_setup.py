@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
-
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.jobs.job_setup import forward_batching, training_batching
 from nemo_style_aligner.models.critic import Critic
 from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.kept_passes import keep_passes
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 
 
-def make_critic(cfg: DictConfig, model: MegatronModel, head: RewardHeadConfig, frozen: FrozenWeights | None) -> Critic:
+def make_critic(
+    config: schema.Critic, model: MegatronModel, head: RewardHeadConfig, frozen: FrozenWeights | None
+) -> Critic:
     """The critic whose weights ``model`` has, and its optimizer.
 
     Args:
-        cfg: of the critic's job, or `critic_config`.
+        config: of the critic's job, or `critic_config`.
         frozen: a reward model's weights that may take the place of the critic's.
     """
+    batch = config.model.global_batch_size
     critic = Critic(
         model,
-        make_optimizer(cfg, model),
+        make_optimizer(config, model),
         head,
-        training_batching=training_batching(cfg.model),
-        global_batch_size=int(cfg.model.global_batch_size),
-        forward_batching=forward_batching(cfg.model),
-        loss_clip=float(cfg.model.loss_clip_val or 0.0),
+        training_batching=training_batching(config.model),
+        global_batch_size=batch,
+        forward_batching=forward_batching(config.model),
+        loss_clip=config.model.loss_clip_val or 0.0,
     )
-    keep_passes(model, frozen, cfg.model.keep_activations, int(cfg.model.global_batch_size))
+    keep_passes(model, frozen, config.model.keep_activations, batch)
     return critic
 
 
-def make_optimizer(cfg: DictConfig, model: MegatronModel) -> Optimizer:
+def make_optimizer(config: schema.Critic, model: MegatronModel) -> Optimizer:
     """A critic's optimizer, which has made no update."""
-    ppo = cfg.trainer.ppo
-    schedule = Schedule.from_config(cfg.model.optim, int(ppo.max_steps))
-    clip, offload = float(ppo.gradient_clip_val or 0.0), bool(cfg.model.offload_adam_states)
-    return Optimizer(model, cfg.model.optim, schedule, clip, NonFinitePolicy.from_config(ppo), offload=offload)
+    ppo, optim = config.trainer.ppo, config.model.optim
+    clip, offload = ppo.gradient_clip_val or 0.0, bool(config.model.offload_adam_states)
+    return Optimizer(model, optim, Schedule.from_config(optim, ppo.max_steps), clip, ppo, offload=offload)

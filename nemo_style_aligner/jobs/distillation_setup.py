@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
+from nemo_style_aligner.config.schema import DistillationTraining, TeacherData, TeacherLogits
 from nemo_style_aligner.data.datasets import Dataset, DataSource, data_source, pad_rows
 from nemo_style_aligner.data.distillation import DistillationDataset, DistillationItem
 from nemo_style_aligner.data.examples import FIRST_EXAMPLE, for_log
 from nemo_style_aligner.data.jsonl import DataError, parse_line
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
-from nemo_style_aligner.data.text_format import ChatPromptTokens, TextFormat
+from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, start_service_watchdog
 from nemo_style_aligner.jobs.supervised_setup import build_supervised_trainer, prefix_task
@@ -39,24 +39,25 @@ logger = logging.getLogger(__name__)
 # ---- the student --------------------------------------------------------------------------------
 
 
-def build_distillation_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
+def build_distillation_trainer(config: DistillationTraining, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Knowledge distillation from stored logits; see `supervised_setup.BuildTrainer`."""
-    loop, section, tokenizer = cfg.trainer.knowledge_distillation, cfg.model.knowledge_distillation, base.tokenizer
-    build = functools.partial(distillation_dataset, cfg, tokenizer=tokenizer, vocab_size=base.architecture.vocab_size)
-    task = prefix_task(cfg, loop, tokenizer, build, distillation_collate(tokenizer), 1)
-    numbers = ("kd_loss_weight", "sft_loss_weight", "logits_scale", "target_logits_scale")
-    objective = distillation_objective(section.kd_loss, **{name: float(section[name]) for name in numbers})
-    return build_supervised_trainer(cfg, loop, run, base.load(), task, objective)
+    loop, model, tokenizer = config.trainer.knowledge_distillation, config.model, base.tokenizer
+    build = functools.partial(
+        distillation_dataset, config, tokenizer=tokenizer, vocab_size=base.architecture.vocab_size
+    )
+    task = prefix_task(config, loop, tokenizer, build, distillation_collate(tokenizer), 1)
+    objective = distillation_objective(**vars(model.knowledge_distillation))
+    return build_supervised_trainer(config, loop, run, base.load(), task, objective)
 
 
 def distillation_dataset(
-    cfg: DictConfig, source: DataSource, tokenizer: Tokenizer, vocab_size: int | None = None
+    config: DistillationTraining, source: DataSource, tokenizer: Tokenizer, vocab_size: int | None = None
 ) -> tuple[Dataset[DistillationItem], TextFormat]:
     """The texts of a part of ``model.data.data_prefix``, and how they are written.
 
     ``vocab_size``: the student's; None: the tokenizer's.
     """
-    data, found = cfg.model.data, set[int]()
+    data, found = config.model.data, set[int]()
     settings = {"vocab_size": vocab_size or tokenizer.vocab_size, "seq_length": data.seq_length, "top_k": data.top_k}
 
     def make(paths: Sequence[Path]) -> DistillationDataset:
@@ -90,7 +91,7 @@ def distillation_collate(tokenizer: Tokenizer) -> Collate:
 # ---- the teacher --------------------------------------------------------------------------------
 
 
-def store_teacher_logits(cfg: DictConfig) -> int:
+def store_teacher_logits(config: TeacherLogits) -> int:
     """Write the top-k logits of ``pretrained_checkpoint`` for a file; return the job's exit status. Collective.
 
     Examples whose lines are in ``output_path`` already are not computed again: a job that was stopped goes on.
@@ -98,30 +99,30 @@ def store_teacher_logits(cfg: DictConfig) -> int:
     Raises:
         DataError: the file lacks examples that are asked for, or the lines that are there are of something else.
     """
-    tp_size, pp_size = cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size
-    initialize_model_parallel(tp_size, pp_size, cfg.model.seed, cfg.trainer.distributed_timeout_minutes)
-    control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
-    watchdog = start_service_watchdog(cfg.exp_manager)
-    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    dataset = _texts(cfg, base.tokenizer)
-    first, last = cfg.start_from_idx or 0, len(dataset) - 1 if cfg.end_at_idx is None else cfg.end_at_idx
+    tp_size, pp_size = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
+    initialize_model_parallel(tp_size, pp_size, config.model.seed, config.trainer.distributed_timeout_minutes)
+    control = RunControl(parse_duration(config.exp_manager.max_time_per_run))
+    watchdog = start_service_watchdog(config.exp_manager)
+    base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)
+    dataset = _texts(config.data, base.tokenizer)
+    first, last = config.start_from_idx or 0, len(dataset) - 1 if config.end_at_idx is None else config.end_at_idx
     if not first <= last < len(dataset):
         raise DataError(f"start_from_idx={first}, end_at_idx={last}: the file has {len(dataset)} examples, from 0 on")
-    made_by = {"tokenizer": base.tokenizer.fingerprint(), "teacher": on_first_rank(base.identity), "k": int(cfg.top_k)}
-    path = Path(cfg.output_path).expanduser()
+    made_by = {"tokenizer": base.tokenizer.fingerprint(), "teacher": on_first_rank(base.identity), "k": config.top_k}
+    path = Path(config.output_path).expanduser()
     known = on_first_rank(lambda: _indices_in(path, made_by, dataset))
     missing = [index for index in range(first, last + 1) if index not in known]
     logger.info("%s: %d examples to compute, %d are there", path, len(missing), last + 1 - first - len(missing))
     model = base.load(trainable=False)
-    batching = MicroBatching(int(cfg.model.micro_batch_size), cfg.model.max_tokens_per_micro_batch)
+    batching = MicroBatching(config.model.micro_batch_size, config.model.max_tokens_per_micro_batch)
     control.begin()
-    done, size = 0, int(cfg.model.global_batch_size)
+    done, size = 0, config.model.global_batch_size
     try:
         with activity.phase("teacher"), activity.counting("examples", lambda: (done, len(missing))):
             for start in range(0, len(missing), size):
                 control.check()
                 items = {index: dataset[index] for index in missing[start : start + size]}
-                lines = teacher_lines(model, items, batching, int(cfg.top_k))
+                lines = teacher_lines(model, items, batching, config.top_k)
                 on_first_rank(lambda: _append(path, [line | made_by for line in lines]))  # noqa: B023
                 done += len(items)
     except StopEarlyError as reason:
@@ -131,10 +132,9 @@ def store_teacher_logits(cfg: DictConfig) -> int:
     return control.status
 
 
-def _texts(cfg: DictConfig, tokenizer: Tokenizer) -> SFTDataset:
-    markup = None if tokenizer.chat_template else ChatPromptTokens(**cfg.data.chat_prompt_tokens)
-    options = SFTFormat.from_config({"data": cfg.data, "answer_only_loss": True}, "data", markup)
-    dataset = SFTDataset(data_source(cfg.data.data.file_path, "data.data.file_path").paths, tokenizer, options)
+def _texts(data: TeacherData, tokenizer: Tokenizer) -> SFTDataset:
+    options = SFTFormat.from_config(data.data, data, True, has_template=bool(tokenizer.chat_template))
+    dataset = SFTDataset(data_source(data.data.file_path, "data.data.file_path").paths, tokenizer, options)
     logger.info(FIRST_EXAMPLE, for_log(dataset[0], tokenizer))
     return dataset
 

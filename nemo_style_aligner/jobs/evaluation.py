@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, require_reward_head
@@ -33,7 +32,7 @@ from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, forward
 from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
-from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
+from nemo_style_aligner.models.restore import BaseModel, read_base_model, require_same_tokenizer
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.rl.math_verifier import MathVerifier
 from nemo_style_aligner.seeds import derive_seed
@@ -231,7 +230,7 @@ def open_policy(path: Path, precision: str) -> BaseModel:
 
 
 def _open(path: Path, precision: str) -> BaseModel:
-    return open_base_model(str(path), OmegaConf.create({"model": {}, "trainer": {"precision": precision}}))
+    return read_base_model(str(path), {}, precision)
 
 
 def read_prompts(bases: Sequence[BaseModel], settings: EvaluationSettings) -> list[PromptItem]:

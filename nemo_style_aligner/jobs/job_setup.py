@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
+from nemo_style_aligner.config import schema
+from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.kinds import Placement
-from nemo_style_aligner.config.loading import ConfigError, log_directory
+from nemo_style_aligner.config.loading import ConfigError, for_log, log_directory
 from nemo_style_aligner.data.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.jobs.log_lock import hold_log_directory
@@ -49,6 +50,7 @@ from nemo_style_aligner.services.dashboard import Dashboard
 from nemo_style_aligner.services.secret import AUTO, resolve_token
 from nemo_style_aligner.telemetry import timeline
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.telemetry.trackers import start_trackers
 from nemo_style_aligner.telemetry.watchdog import Watchdog
 from nemo_style_aligner.training.run_control import RunControl, parse_duration
 from nemo_style_aligner.wording import size_of, some_of
@@ -93,8 +95,8 @@ class Run:
     watchdog: Watchdog | None = None
     dashboard: Dashboard | None = None
 
-    def resume(self, cfg: DictConfig, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
-        """Continue from the checkpoint that ``exp_manager`` selects, if there is one. Log the job's config ``cfg``.
+    def resume(self, config: JobConfig, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
+        """Continue from the checkpoint that ``exp_manager`` selects, if there is one. Log the job's config.
 
         Raises:
             ConfigError: it is a checkpoint of another kind of job, or of a run that began with another archive.
@@ -107,9 +109,11 @@ class Run:
                 f"{error}. To train another model than that of this run, give another exp_manager.explicit_log_dir"
             ) from error
         if self.checkpoints.nemo is not None and self.checkpoints.nemo.tokenizer is not None:
-            cfg.model[TEXT_FORMAT] = self.checkpoints.nemo.tokenizer.format.to_config()  # for archives of checkpoints
+            config.given.model[TEXT_FORMAT] = (
+                self.checkpoints.nemo.tokenizer.format.to_config()
+            )  # for archives of checkpoints
         # Not before: a start that is refused has nothing to do with what is here.
-        self.metrics.log_hyperparameters(cfg)
+        self.metrics.log_hyperparameters(*for_log(config.given))
         if state is not None:
             self._warn_of_other_settings(state.get(RUN_SETTINGS) or {})
             trainer.load_state_dict(state)
@@ -166,7 +170,7 @@ class Run:
         return self.control.status
 
 
-def start_run(cfg: DictConfig) -> Run:
+def start_run(config: JobConfig) -> Run:
     """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it).
 
     Raises:
@@ -174,29 +178,30 @@ def start_run(cfg: DictConfig) -> Run:
         NotWrittenError: there is no room in it.
     """
     layout = initialize_model_parallel(
-        int(cfg.model.tensor_model_parallel_size),
-        int(cfg.model.pipeline_model_parallel_size),
-        int(cfg.model.seed),
-        cfg.trainer.distributed_timeout_minutes,
+        config.model.tensor_model_parallel_size,
+        config.model.pipeline_model_parallel_size,
+        config.model.seed,
+        config.trainer.distributed_timeout_minutes,
     )
-    log_dir = log_directory(cfg.exp_manager)
-    on_first_rank(lambda: hold_log_directory(log_dir, cfg.exp_manager.name))
+    exp_manager, log_dir, rank = config.exp_manager, log_directory(config.exp_manager), dist.get_rank()
+    on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
     require_shared(log_dir)
-    run_settings = settings_of_run(cfg)
-    if "data" in cfg.model and dist.get_rank() == 0:  # whose settings are saved and compared
-        run_settings |= digests_of_data(cfg.model.data)
+    run_settings = settings_of_run(config.given)
+    data = vars(config.model).get("data")
+    if isinstance(data, schema.SFTData | schema.Data) and not rank:  # whose settings are saved and compared
+        run_settings |= digests_of_data(data)
     return Run(
         log_dir=log_dir,
         layout=layout,
-        metrics=MetricsLogger.from_config(cfg.exp_manager, log_dir, dist.get_rank()),
-        control=RunControl(parse_duration(cfg.exp_manager.max_time_per_run)),
+        metrics=MetricsLogger(log_dir, rank, () if rank else start_trackers(exp_manager, log_dir)),
+        control=RunControl(parse_duration(exp_manager.max_time_per_run)),
         checkpoints=CheckpointManager(
             log_dir / "checkpoints",
-            CheckpointSettings.from_config(cfg.exp_manager),
+            CheckpointSettings.from_config(exp_manager),
             run_settings=run_settings,
         ),
-        watchdog=start_watchdog(cfg.exp_manager.watchdog_minutes, log_dir),
-        dashboard=start_dashboard(cfg.exp_manager, log_dir),
+        watchdog=start_watchdog(exp_manager.watchdog_minutes, log_dir),
+        dashboard=start_dashboard(exp_manager, log_dir),
     )
 
 
@@ -227,7 +232,7 @@ def require_shared(log_dir: Path) -> None:
         )
 
 
-def start_service_watchdog(exp_manager: DictConfig) -> Watchdog | None:
+def start_service_watchdog(exp_manager: schema.ExpManager) -> Watchdog | None:
     """The watchdog of a service that writes nothing else in its log directory. Collective.
 
     Raises:
@@ -251,7 +256,7 @@ def start_watchdog(minutes: float | None, log_dir: Path) -> Watchdog | None:
         rank, size = dist.get_rank(), dist.get_world_size()
     else:
         rank, size = channel.rank, channel.size - sum(channel.apart.values()) + channel.num_rollout_ranks
-    watchdog = Watchdog(log_dir, rank, size, float(minutes) * 60, failures.run, abort_job, failures.first)
+    watchdog = Watchdog(log_dir, rank, size, minutes * 60, failures.run, abort_job, failures.first)
     watchdog.start()
     return watchdog
 
@@ -261,14 +266,14 @@ def frozen_policy(model: MegatronModel, base: BaseModel, placement: Placement) -
     return FrozenWeights(model, placement, lambda: base.build(trainable=False))
 
 
-def start_timeline(exp_manager: DictConfig, log_dir: Path) -> None:
+def start_timeline(exp_manager: schema.ExpManager, log_dir: Path) -> None:
     """Note this rank's phases from now on, if that is asked for."""
     if exp_manager.timeline or exp_manager.dashboard_port is not None:
         channel = roles.channel()
         timeline.record(log_dir, dist.get_rank() if channel is None else channel.rank)
 
 
-def start_dashboard(exp_manager: DictConfig, log_dir: Path) -> Dashboard | None:
+def start_dashboard(exp_manager: schema.ExpManager, log_dir: Path) -> Dashboard | None:
     """Note phases and, on rank 0, serve the page, if that is asked for. Collective.
 
     Raises:
@@ -278,27 +283,26 @@ def start_dashboard(exp_manager: DictConfig, log_dir: Path) -> Dashboard | None:
     start_timeline(exp_manager, log_dir)
     opened = list[Dashboard]()
 
-    def serve() -> None:
-        token = resolve_token(AUTO, "exp_manager.dashboard_port")
-        opened.append(Dashboard(log_dir, int(exp_manager.dashboard_port), token))
+    def serve(port: int) -> None:
+        opened.append(Dashboard(log_dir, port, resolve_token(AUTO, "exp_manager.dashboard_port")))
 
-    if exp_manager.dashboard_port is not None:
-        on_first_rank(serve)
+    if (port := exp_manager.dashboard_port) is not None:
+        on_first_rank(lambda: serve(port))
     return opened[0] if opened else None
 
 
-def training_batching(model: DictConfig, group: int = 1, micro_batch_size: int | None = None) -> MicroBatching:
+def training_batching(model: schema.TrainedModel, group: int = 1, micro_batch_size: int | None = None) -> MicroBatching:
     """Micro batches of forward-backward passes, from the ``model`` section; ``group`` rows make an example.
 
     ``micro_batch_size``, if given, replaces the section's.
     """
-    examples = int(model.micro_batch_size) if micro_batch_size is None else micro_batch_size
+    examples = model.micro_batch_size if micro_batch_size is None else micro_batch_size
     return MicroBatching(examples * group, model.max_tokens_per_micro_batch, group)
 
 
-def forward_batching(section: DictConfig) -> MicroBatching:
+def forward_batching(section: schema.Policy | schema.CriticModel | schema.ServedRewardModel) -> MicroBatching:
     """Micro batches of passes without gradients, from ``model.ppo`` of an actor or ``model`` of a service."""
-    return MicroBatching(int(section.forward_micro_batch_size), section.forward_max_tokens_per_micro_batch)
+    return MicroBatching(section.forward_micro_batch_size, section.forward_max_tokens_per_micro_batch)
 
 
 def announce_checkpoints(run: Run, base: BaseModel, critic: BaseModel | None = None) -> None:
@@ -325,7 +329,7 @@ def _checkpoint_bytes(base: BaseModel) -> int:
     return trained * (base.dtype.itemsize + _BYTES_OF_STATE)
 
 
-def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
+def register_model(config: JobConfig, run: Run, base: BaseModel) -> None:
     """Log the model once; tell the checkpoints what their archives need, and what the run begins with. Collective.
 
     Raises:
@@ -333,15 +337,14 @@ def register_model(cfg: DictConfig, run: Run, base: BaseModel) -> None:
 
     For other errors see `archive_identity`.
     """
-    config: Any = OmegaConf.to_container(base.config, resolve=True)
-    portable = portable_config(config, base.architecture, cfg.trainer, base.path)
-    lora = LoraSettings.from_config(config)
+    portable = portable_config(base.config, base.architecture, vars(config.trainer), base.path)
+    lora = LoraSettings.from_config(base.config)
     identity = on_first_rank(base.identity)
     if lora is not None:
-        config["peft"][BASE_FINGERPRINT] = cfg.model.peft[BASE_FINGERPRINT] = identity.partition("+")[0]
-    is_adapter = lora is not None and config["peft"]["archive"] == "adapter"
+        config.given.model.peft[BASE_FINGERPRINT] = identity.partition("+")[0]
+    is_adapter = lora is not None and base.config["peft"]["archive"] == "adapter"
     if is_adapter:
-        portable |= {"peft": config["peft"], "seed": config["seed"]}
+        portable |= {key: config.model_given()[key] for key in ("peft", "seed")}
     run.checkpoints.nemo = NemoExport(portable, base.tokenizer, is_adapter)
     announce_checkpoints(run, base)
     began_with = on_first_rank(lambda: base_of_run(base.path, identity, base.tokenizer))

@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import fields_of_job
+from nemo_style_aligner.config.schema import PPOActor, RewardService, fields_of_job
 from nemo_style_aligner.launch.roles import CRITIC, ROLLOUT, TEACHER, devices_key, ranks_apart
 from nemo_style_aligner.models.restore import read_base_config
 
@@ -30,21 +29,21 @@ class JobView:
 
     Attributes:
         name: the job's YAML file, without its ending.
-        cfg: the config, its ``model`` section laid over the checkpoint's.
+        config: its ``model`` section is laid over the checkpoint's.
         world_size: ranks of the job.
         architecture: the model's shape; None if the checkpoint's config could not be read.
         rank: this process's.
     """
 
     name: str
-    cfg: DictConfig
+    config: JobConfig
     world_size: int
     architecture: ModelArchitecture | None
     rank: int = 0
 
     def get(self, key: str) -> Any:
         """The value of a key; None if it is not set."""
-        return OmegaConf.select(self.cfg, key)
+        return self.config.get(key)
 
     def has(self, key: str) -> bool:
         """Whether it is a key or a section of this job."""
@@ -57,12 +56,19 @@ class JobView:
     @property
     def is_actor(self) -> bool:
         """Whether the job trains a policy by reinforcement learning, whatever the algorithm."""
-        return self.has("remote_critic_rm")
+        return isinstance(self.config, PPOActor)
+
+    @property
+    def actor(self) -> PPOActor:
+        """The config of such a job."""
+        assert isinstance(self.config, PPOActor)
+        return self.config
 
     @property
     def responses(self) -> int:
         """Responses that a step of an actor trains on."""
-        return int(self.get(PROMPTS)) * int(self.get(self._of_prompt))
+        responses: int = self.get(PROMPTS) * self.get(self._of_prompt)
+        return responses
 
     @property
     def shown_responses(self) -> str:
@@ -76,7 +82,7 @@ class JobView:
     @property
     def apart(self) -> dict[str, int]:
         """Ranks set apart: see `roles.ranks_apart`."""
-        return ranks_apart(self.cfg)
+        return ranks_apart(self.config.trainer.ppo) if isinstance(self.config, PPOActor) else {}
 
     @property
     def rollout_ranks(self) -> int:
@@ -96,12 +102,12 @@ class JobView:
     @property
     def tp_size(self) -> int:
         """The tensor-parallel size that the config asks for."""
-        return int(self.get(TP) or 1)
+        return self.config.model.tensor_model_parallel_size
 
     @property
     def pp_size(self) -> int:
         """The pipeline-parallel size that the config asks for."""
-        return int(self.get(PP) or 1)
+        return self.config.model.pipeline_model_parallel_size
 
 
 Check = Callable[[JobView], Iterator[str]]
@@ -121,14 +127,12 @@ def base_config(path: str | None, key: str) -> dict[str, Any]:
         raise ValueError(text if text.startswith(key) else f"{key}={path}: {text}") from error
 
 
-def as_served(cfg: DictConfig) -> DictConfig:
+def as_served(config: JobConfig) -> RewardService:
     """The config with which ``serve_reward_model.py`` would serve a reward model in the layout of an actor's job.
 
     A teacher is of the same layout. As in the critic's job, the attributes of a regression model are merged.
     """
-    served = load_defaults("inference_rm")
-    for key in (TP, PP, "model.sequence_parallel", "trainer.precision"):
-        if (value := OmegaConf.select(cfg, key)) is not None:
-            OmegaConf.update(served, key, value)
-    served.model.regression.merge_attributes = True
-    return served
+    given = {key: config.get(key) for key in (TP, PP, "model.sequence_parallel", "trainer.precision")}
+    shared = {key: value for key, value in given.items() if value is not None}
+    served = RewardService.read(load_defaults("inference_rm"))
+    return served.changed(shared | {"model.regression.merge_attributes": True})

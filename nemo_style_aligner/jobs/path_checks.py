@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from nemo_style_aligner.arguments import may_not_read, why_unwritable
-from nemo_style_aligner.checkpoints.directory import (
-    DAMAGED,
-    had_resumed_from,
-    no_checkpoint,
-    origin_in,
-    present_name,
-)
+from nemo_style_aligner.checkpoints.directory import DAMAGED, had_resumed_from, no_checkpoint, origin_in, present_name
 from nemo_style_aligner.checkpoints.durable import UNFINISHED
 from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
 from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
 from nemo_style_aligner.config.loading import log_directory
+from nemo_style_aligner.config.schema import Data, ExpManager, SFTData
 from nemo_style_aligner.data.datasets import data_source, load_data_prefix
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.jobs.log_lock import untrusted_log_directory
@@ -42,22 +35,27 @@ from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER
 from nemo_style_aligner.trusted_paths import why_untrusted
 
 
-def data_problems(data: DictConfig) -> Iterator[str]:
+def data_problems(data: SFTData | Data) -> Iterator[str]:
     """Problems of the files that ``model.data`` names: some to train on, for SFT perhaps none to validate."""
-    for name in ("data_prefix",) if "data_prefix" in data else ("train_ds", "validation_ds"):
-        try:
-            if name == "data_prefix":
-                load_data_prefix(data.data_prefix)
-            elif data[name].file_path or name == "train_ds":
-                data_source(data[name].file_path, f"model.data.{name}.file_path")
-        except DataError as error:
-            yield str(error)
+    if isinstance(data, Data):
+        yield from _unreadable(lambda: load_data_prefix(data.data_prefix))
+        return
+    yield from _unreadable(lambda: data_source(data.train_ds.file_path, "model.data.train_ds.file_path"))
+    if data.validation_ds.file_path:
+        yield from _unreadable(lambda: data_source(data.validation_ds.file_path, "model.data.validation_ds.file_path"))
 
 
-def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
+def _unreadable(read: Callable[[], object]) -> Iterator[str]:
+    try:
+        read()
+    except DataError as error:
+        yield str(error)
+
+
+def log_directory_problems(exp_manager: ExpManager) -> Iterator[str]:
     """Problems if the log directory, or the watchdog's in it, is no folder to write to, and cannot be made one."""
-    keys = [name for name in ("explicit_log_dir", "exp_dir") if exp_manager.get(name)] or ["explicit_log_dir"]
-    given = f"exp_manager.{keys[0]}={exp_manager.get(keys[0])}"
+    keys = [name for name in ("explicit_log_dir", "exp_dir") if getattr(exp_manager, name)] or ["explicit_log_dir"]
+    given = f"exp_manager.{keys[0]}={getattr(exp_manager, keys[0])}"
     try:
         log_dir = log_directory(exp_manager).absolute()
     except RuntimeError as error:  # `~` or `~user` has no home directory
@@ -76,18 +74,18 @@ def log_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
         yield f"{given}: TensorBoard cannot write to {log_dir}, whose name is not UTF-8: give another folder"
 
 
-def checkpoint_directory_problems(exp_manager: DictConfig) -> Iterator[str]:
+def checkpoint_directory_problems(exp_manager: ExpManager) -> Iterator[str]:
     """A problem if what is in the place of the directory of checkpoints is none that can be written to."""
     with contextlib.suppress(RuntimeError):  # `log_directory_problems` reports it
         yield from _problems_in_place_of(_checkpoint_directory(exp_manager), "checkpoints cannot be written")
 
 
-def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
+def resume_problems(exp_manager: ExpManager) -> Iterator[str]:
     """A problem if there must be a checkpoint and there is nothing. What there is is judged when it is loaded.
 
     Or if ``resume_from_checkpoint`` is no checkpoint, and the newest here is not of a run resumed from it.
     """
-    named = exp_manager.get("resume_from_checkpoint")
+    named = exp_manager.resume_from_checkpoint
     if not named:
         with contextlib.suppress(OSError, RuntimeError):  # which other checks and the job itself report
             directory = _checkpoint_directory(exp_manager)
@@ -115,7 +113,7 @@ def resume_problems(exp_manager: DictConfig) -> Iterator[str]:
     )
 
 
-def _checkpoint_directory(exp_manager: DictConfig) -> Path:
+def _checkpoint_directory(exp_manager: ExpManager) -> Path:
     return log_directory(exp_manager).absolute() / "checkpoints"
 
 

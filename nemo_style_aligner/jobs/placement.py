@@ -10,15 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from nemo_style_aligner.config.fields import values
 from nemo_style_aligner.config.loading import ConfigError, check_config, load_defaults, log_directory
+from nemo_style_aligner.config.schema import ActorLoop, Critic, ListedReward, PPOActor, RewardService
 from nemo_style_aligner.jobs.job_view import CRITIC_RANKS, LENGTH, PP, ROLLOUT_RANKS, TP, JobView, as_served
 from nemo_style_aligner.launch.roles import REFERENCE, ROLLOUT, TEACHER
-from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, FrozenSpec, reward_specs
+from nemo_style_aligner.rl.reward_config import LAYOUT, REWARDS, reward_specs
 
 Strategy = Literal["interleave", "flatten", "separate"]
 
@@ -40,38 +41,37 @@ _OF_CRITIC_APART = (
 )
 
 
-def strategy_of(cfg: DictConfig) -> Strategy:
+def strategy_of(config: PPOActor) -> Strategy:
     """Which strategy the job's config asks for, by one of its names or, with null, by ``rollout_devices``."""
-    name = OmegaConf.select(cfg, PLACEMENT)
+    name = config.placement
     if name is None:
-        return "separate" if cfg.trainer.ppo.rollout_devices else "interleave"
-    return _OTHER_NAMES.get(name, name)
+        return "separate" if config.trainer.ppo.rollout_devices else "interleave"
+    return _OTHER_NAMES.get(name) or cast(Strategy, name)
 
 
-def has_critic_here(cfg: DictConfig) -> bool:
+def has_critic_here(config: PPOActor) -> bool:
     """Whether the critic is in the actor's job, if the estimator needs one."""
-    return strategy_of(cfg) == "flatten" or bool(OmegaConf.select(cfg, CRITIC_ARCHIVE))
+    return strategy_of(config) == "flatten" or bool(config.get(CRITIC_ARCHIVE))
 
 
-def has_critic_apart(cfg: DictConfig) -> bool:
+def has_critic_apart(config: PPOActor) -> bool:
     """Whether it has ranks of that job for itself."""
-    return bool(OmegaConf.select(cfg, CRITIC_RANKS))
+    return config.trainer.ppo.critic_devices > 0
 
 
-def has_reward_model_here(cfg: DictConfig) -> bool:
+def has_reward_model_here(config: PPOActor) -> bool:
     """Whether a critic in this job brings the reward model that the source ``service`` means."""
-    return bool(OmegaConf.select(cfg, "critic.trainer.ppo.combine_rm_and_critic_server", default=True))
+    return config.get("critic.trainer.ppo.combine_rm_and_critic_server") is not False
 
 
-def critic_config(cfg: DictConfig) -> DictConfig:
+def critic_config(config: PPOActor) -> Critic:
     """The config of a critic in the actor's job, complete, as that of a job of its own.
 
     Raises:
         ConfigError: keys or values that cannot be; one line for each.
     """
-    given = OmegaConf.create(OmegaConf.to_container(cfg.critic, resolve=True))
-    assert isinstance(given, DictConfig)
-    is_apart = has_critic_apart(cfg)
+    given = OmegaConf.create(config.critic)
+    is_apart = has_critic_apart(config)
     shared = _SHARED if is_apart else (*_LAYOUT, *_SHARED)
     allowed = (*_OF_CRITIC, *_OF_CRITIC_APART) if is_apart else _OF_CRITIC
     problems = []
@@ -85,63 +85,70 @@ def critic_config(cfg: DictConfig) -> DictConfig:
     if problems:
         raise ConfigError("\n".join(problems))
     critic = load_defaults(CRITIC_JOB)
-    for key in shared:
-        OmegaConf.update(critic, key, OmegaConf.select(cfg, key))
+    settings = {key: config.get(key) for key in shared}
     if is_apart:
-        critic.trainer.devices = cfg.trainer.ppo.critic_devices
-        _be_part(critic, cfg, "critic")
-        critic.trainer.ppo.port, critic.trainer.ppo.token = 0, cfg.remote_critic_rm.token
+        settings |= _as_part(config, "critic") | {"trainer.devices": config.trainer.ppo.critic_devices}
+        settings |= {"trainer.ppo.port": 0, "trainer.ppo.token": config.remote_critic_rm.token}
     else:
-        critic.model.offload_adam_states = cfg.model.ppo.offload_adam_states
-        critic.exp_manager.explicit_log_dir = None
-    complete = OmegaConf.merge(critic, given)
-    assert isinstance(complete, DictConfig)
+        settings["model.offload_adam_states"] = config.model.ppo.offload_adam_states
+        settings["exp_manager.explicit_log_dir"] = None
+    for key, value in settings.items():
+        OmegaConf.update(critic, key, value)
+    complete: Any = OmegaConf.merge(critic, given)
     try:
         check_config(complete, CRITIC_JOB)
     except ConfigError as error:
         raise ConfigError(of_critic(str(error), is_apart=is_apart)) from error
-    return complete
+    return Critic.read(complete)
 
 
-def has_reference_here(cfg: DictConfig) -> bool:
+def has_reference_here(ppo: ActorLoop) -> bool:
     """Whether the ranks that train have the initial policy."""
-    return float(cfg.trainer.ppo.initial_policy_kl_penalty) > 0 and not cfg.trainer.ppo.reference.devices
+    return ppo.initial_policy_kl_penalty > 0 and not ppo.reference.devices
 
 
-def frozen_spec(cfg: DictConfig, role: str) -> FrozenSpec:
-    """The frozen model of a role: the reference, the teacher, or one of the reward models."""
+def frozen_spec(config: PPOActor, role: str) -> ListedReward:
+    """The frozen model of a role: one of the reward models or, as if it were one, the reference or the teacher."""
+    ppo = config.trainer.ppo
     if role not in (REFERENCE, TEACHER):
-        listed: Any = OmegaConf.to_container(cfg.trainer.ppo.rewards, resolve=True)
-        return next(spec for place, spec in enumerate(reward_specs(listed)) if f"{REWARDS}[{place}]" == role)
-    section = OmegaConf.select(cfg, role)
-    archive = (cfg.pretrained_checkpoint if role == REFERENCE else section).restore_from_path
-    return FrozenSpec(role.rpartition(".")[2], archive, **{key: section[key] for key in LAYOUT})
+        return next(spec for place, spec in enumerate(reward_specs(ppo.rewards)) if f"{REWARDS}[{place}]" == role)
+    ranks, archive = ppo.reference, config.pretrained_checkpoint.restore_from_path
+    if role == TEACHER:
+        ranks, archive = ppo.teacher, str(ppo.teacher.restore_from_path)
+    return ListedReward(name=role.rpartition(".")[2], source=archive, **{key: vars(ranks)[key] for key in LAYOUT})
 
 
-def frozen_config(cfg: DictConfig, role: str) -> DictConfig:
+def frozen_config(config: PPOActor, role: str) -> RewardService:
     """The config of a frozen model on ranks of its own, as that of a job of its own (``inference_rm``)."""
-    served, spec, ppo = as_served(cfg), frozen_spec(cfg, role), cfg.model.ppo
-    served.rm_model_file = spec.source
-    OmegaConf.set_struct(served, False)
-    if role == REFERENCE:  # what the job says about its policy holds for this one, too
-        served.model = OmegaConf.to_container(cfg.model, resolve=True)
-    served.model.tensor_model_parallel_size = spec.tensor_parallel_size
-    served.model.pipeline_model_parallel_size = spec.pipeline_parallel_size
-    served.model.sequence_parallel = False
-    served.model.forward_micro_batch_size = ppo.forward_micro_batch_size
-    served.model.forward_max_tokens_per_micro_batch = ppo.forward_max_tokens_per_micro_batch
-    served.trainer.devices = spec.devices
-    served.inference.model_name = spec.name
-    served.inference.port, served.inference.token = 0, cfg.remote_critic_rm.token
-    _be_part(served, cfg, spec.name if role in (REFERENCE, TEACHER) else f"reward_{spec.name}")
-    return served
+    spec, ppo = frozen_spec(config, role), config.model.ppo
+    folder = spec.name if role in (REFERENCE, TEACHER) else f"reward_{spec.name}"
+    # What the job says about its policy holds for the reference, too.
+    of_policy = {"model": config.model_given()} if role == REFERENCE else {}
+    return as_served(config).changed(
+        of_policy
+        | {
+            "rm_model_file": spec.source,
+            "model.tensor_model_parallel_size": spec.tensor_parallel_size,
+            "model.pipeline_model_parallel_size": spec.pipeline_parallel_size,
+            "model.sequence_parallel": False,
+            "model.forward_micro_batch_size": ppo.forward_micro_batch_size,
+            "model.forward_max_tokens_per_micro_batch": ppo.forward_max_tokens_per_micro_batch,
+            "trainer.devices": spec.devices,
+            "inference.model_name": spec.name,
+            "inference.port": 0,
+            "inference.token": config.remote_critic_rm.token,
+        }
+        | _as_part(config, folder)
+    )
 
 
-def _be_part(service: DictConfig, cfg: DictConfig, folder: str) -> None:
-    """Set what a service has of the job of which it is a part."""
-    service.trainer.distributed_timeout_minutes = cfg.trainer.distributed_timeout_minutes
-    service.exp_manager.explicit_log_dir = str(log_directory(cfg.exp_manager) / folder)
-    service.exp_manager.watchdog_minutes = cfg.exp_manager.watchdog_minutes
+def _as_part(config: PPOActor, folder: str) -> dict[str, Any]:
+    """What a service has of the job of which it is a part."""
+    return {
+        "trainer.distributed_timeout_minutes": config.trainer.distributed_timeout_minutes,
+        "exp_manager.explicit_log_dir": str(log_directory(config.exp_manager) / folder),
+        "exp_manager.watchdog_minutes": config.exp_manager.watchdog_minutes,
+    }
 
 
 def of_critic(text: str, *, is_apart: bool) -> str:
@@ -159,7 +166,7 @@ def placement_problems(view: JobView) -> Iterator[str]:
     """A strategy and other keys that contradict each other, one line for each."""
     if not view.is_actor:
         return
-    strategy = strategy_of(view.cfg)
+    strategy = strategy_of(view.actor)
     if strategy == "separate" and not view.rollout_ranks:
         yield f"{view.show(PLACEMENT, ROLLOUT_RANKS)}: give the number of ranks that only generate"
     elif strategy != "separate" and view.rollout_ranks:
@@ -174,7 +181,7 @@ def placement_problems(view: JobView) -> Iterator[str]:
                     f"{view.show(PLACEMENT)}: all roles are on all ranks, and {role} has {count} for itself; choose "
                     f"{PLACEMENT}=interleave, or leave these out"
                 )
-    is_apart = has_critic_apart(view.cfg)
+    is_apart = has_critic_apart(view.actor)
     if strategy == "interleave" and view.get("critic") and not is_apart:
         yield (
             f"{view.show(PLACEMENT)} with keys below critic: give the ranks of this job that it has for itself "

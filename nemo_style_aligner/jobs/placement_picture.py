@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.kinds import Placement
 from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.config.schema import ActorModel, CriticModel, PPOActor, TrainedModel
 from nemo_style_aligner.jobs.placement import (
     CRITIC_ARCHIVE,
     critic_config,
@@ -35,14 +34,15 @@ from nemo_style_aligner.models.gpt import uses_distributed_optimizer
 from nemo_style_aligner.models.logprobs import chunk_bytes
 from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.models.sizes import Layout, Sizes
 from nemo_style_aligner.parallel.groups import current_layout, device
 from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
-from nemo_style_aligner.placement.costs import Layout, Sizes
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.rl.remote_scores import RemoteScores
 from nemo_style_aligner.rl.reward_config import REWARDS, reward_specs
 from nemo_style_aligner.rl.reward_models import ModelRewards
-from nemo_style_aligner.rl.rewards import RemoteRewards, RewardSource, RewardSum
+from nemo_style_aligner.rl.rewards import RewardSource, RewardSum
 from nemo_style_aligner.rl.rollouts.setup import engine_size
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.wording import counted, size_of
@@ -74,17 +74,17 @@ class Role:
     note: str = ""
 
 
-def announce_placement(cfg: DictConfig, policy: BaseModel, scorer: Scorer, teacher: BaseModel | None) -> None:
+def announce_placement(config: PPOActor, policy: BaseModel, scorer: Scorer, teacher: BaseModel | None) -> None:
     """Log the picture on rank 0.
 
     Raises:
         ConfigError: weights, gradients and optimizer states do not fit into a rank's memory.
     """
-    found = list(_roles(cfg, policy, scorer, teacher))
-    layout, ranks = current_layout(), dist.get_world_size() + sum(ranks_apart(cfg).values())
+    found = list(_roles(config, policy, scorer, teacher))
+    layout, ranks = current_layout(), dist.get_world_size() + sum(ranks_apart(config.trainer.ppo).values())
     sizes = f"tensor {layout.tp_size} x pipeline {layout.pp_size} x data {layout.dp_size}"
     if dist.get_rank() == 0:
-        heading = f"placement={strategy_of(cfg)}: {counted(ranks, 'ranks')}, {sizes}"
+        heading = f"placement={strategy_of(config)}: {counted(ranks, 'ranks')}, {sizes}"
         logger.info("%s", "\n".join([heading, *picture(found, ranks)]))
     if short := [*_shortages(found)]:
         raise ConfigError(
@@ -157,50 +157,48 @@ class _Place:
         return [place // self.layout.tp % self.layout.dp for place in range(len(self.ranks))]
 
 
-def _roles(cfg: DictConfig, policy: BaseModel, scorer: Scorer, teacher: BaseModel | None) -> Iterator[Role]:
-    ppo, itemsize, layout = cfg.trainer.ppo, policy.dtype.itemsize, current_layout()
+def _roles(config: PPOActor, policy: BaseModel, scorer: Scorer, teacher: BaseModel | None) -> Iterator[Role]:
+    ppo, itemsize, layout = config.trainer.ppo, policy.dtype.itemsize, current_layout()
     here = _Place(range(dist.get_world_size()), Layout(layout.tp_size, layout.pp_size, layout.dp_size))
-    yield _trained("policy", cfg, policy.architecture, itemsize, here)
+    yield _trained("policy", config.model, policy.architecture, itemsize, here)
     if ppo.reference.devices:
-        yield _apart("reference", cfg, REFERENCE, policy.architecture, itemsize)
-    elif has_reference_here(cfg):
-        yield _reference(cfg, policy.architecture, itemsize, here)
+        yield _apart("reference", config, REFERENCE, policy.architecture, itemsize)
+    elif has_reference_here(ppo):
+        yield _reference(config, policy.architecture, itemsize, here)
     if teacher is not None and ppo.teacher.devices:
-        yield _apart("teacher", cfg, TEACHER, teacher.architecture, itemsize)
+        yield _apart("teacher", config, TEACHER, teacher.architecture, itemsize)
     elif teacher is not None:
         swaps = _swaps(ppo.reference_policy_placement, teacher.architecture, itemsize, here)
         yield _frozen("teacher", teacher.architecture, itemsize, here, swaps=swaps)
-    yield from _critic(cfg, scorer, itemsize, here)
-    specs: Any = None if ppo.rewards is None else OmegaConf.to_container(ppo.rewards, resolve=True)
-    for number, (spec, source) in enumerate(zip(reward_specs(specs), _reward_sources(scorer), strict=True)):
-        name, entry = f"reward {spec.name}" if specs else "reward", f"{REWARDS}[{number}]"
+    yield from _critic(config, scorer, itemsize, here)
+    for number, (spec, source) in enumerate(zip(reward_specs(ppo.rewards), _reward_sources(scorer), strict=True)):
+        name, entry = f"reward {spec.name}" if ppo.rewards else "reward", f"{REWARDS}[{number}]"
         if spec.devices:
-            base = open_base_model(spec.source, frozen_config(cfg, entry), key=f"{entry}.source")
-            yield _apart(name, cfg, entry, base.architecture, itemsize)
+            base, _ = open_base_model(spec.source, frozen_config(config, entry), key=f"{entry}.source")
+            yield _apart(name, config, entry, base.architecture, itemsize)
         else:
             yield _reward(name, source, itemsize, here)
-    yield _engine(cfg, policy.architecture, itemsize, here)
+    yield _engine(config, policy.architecture, itemsize, here)
 
 
-def _critic(cfg: DictConfig, scorer: Scorer, itemsize: int, here: _Place) -> Iterator[Role]:
+def _critic(config: PPOActor, scorer: Scorer, itemsize: int, here: _Place) -> Iterator[Role]:
     """The critic's role, and that of the reward model beside it on ranks of their own."""
     if isinstance(scorer.values, LocalCritic):
         architecture = scorer.values.base.architecture
         swaps = _swaps(scorer.values.placement, architecture, itemsize, here)
-        yield _trained("critic", critic_config(cfg), architecture, itemsize, here, swaps=swaps)
-    elif scorer.values is not None and has_critic_apart(cfg):
-        own = critic_config(cfg)
-        architecture = open_base_model(
-            own.pretrained_checkpoint.restore_from_path, own, key=CRITIC_ARCHIVE
-        ).architecture
+        yield _trained("critic", critic_config(config).model, architecture, itemsize, here, swaps=swaps)
+    elif scorer.values is not None and has_critic_apart(config):
+        own = critic_config(config)
+        base, own = open_base_model(own.pretrained_checkpoint.restore_from_path, own, key=CRITIC_ARCHIVE)
+        architecture = base.architecture
         tp, pp = own.model.tensor_model_parallel_size, own.model.pipeline_model_parallel_size
         place = _Place.apart(CRITIC, tp, pp)
-        yield _trained("critic", own, architecture, itemsize, place)
-        if has_reward_model_here(cfg):
+        yield _trained("critic", own.model, architecture, itemsize, place)
+        if has_reward_model_here(config):
             swaps = _swaps(own.model.rm_placement, architecture, itemsize, place)
             yield _frozen("its reward model", architecture, itemsize, place, swaps=swaps)
     elif scorer.values is not None:
-        section = cfg.remote_critic_rm.critic
+        section = config.remote_critic_rm.critic
         yield Role("critic", note=f"a job of its own at {section.ip}:{section.port}")
 
 
@@ -214,29 +212,32 @@ def _reward(name: str, source: RewardSource, itemsize: int, here: _Place) -> Rol
         architecture = source.base.architecture
         swaps = _swaps(source.placement, architecture, itemsize, here)
         return _frozen(name, architecture, itemsize, here, swaps=swaps)
-    if isinstance(source, RemoteRewards):
-        return Role(name, note=f"at {source.url}")
     if isinstance(source, RemoteCritic):
         return Role(name, note="with the critic")
+    if isinstance(source, RemoteScores):
+        return Role(name, note=f"at {source.client.base_url}")
     return Role(name, here.ranks, here.copies, note="a function")
 
 
 def _trained(
-    name: str, cfg: DictConfig, architecture: ModelArchitecture, itemsize: int, place: _Place, *, swaps: bool = False
+    name: str,
+    own: ActorModel | CriticModel,
+    architecture: ModelArchitecture,
+    itemsize: int,
+    place: _Place,
+    *,
+    swaps: bool = False,
 ) -> Role:
     model, layout = Sizes(architecture, itemsize), place.layout
-    shards = layout if uses_distributed_optimizer(cfg.model) else dataclasses.replace(layout, dp=1)
-    moments = 0.0 if cfg.model.optim.name == "sgd" else model.optimizer(shards)
-    states = _trained_share(cfg, architecture) * (model.gradients(layout) + moments)
+    shards = layout if uses_distributed_optimizer(own.optim.name) else dataclasses.replace(layout, dp=1)
+    moments = 0.0 if own.optim.name == "sgd" else model.optimizer(shards)
+    states = _trained_share(own, architecture) * (model.gradients(layout) + moments)
     weights = model.weights(layout)
-    tokens = cfg.model.max_tokens_per_micro_batch
-    tokens = int(tokens or cfg.model.micro_batch_size * cfg.model.encoder_seq_length)
-    activations = tokens * activation_bytes(
-        architecture, itemsize, cfg.model.activations_checkpoint_granularity, layout.tp
-    )
+    tokens = own.max_tokens_per_micro_batch or own.micro_batch_size * own.encoder_seq_length
+    activations = tokens * activation_bytes(architecture, itemsize, own.activations_checkpoint_granularity, layout.tp)
     if name == "policy":  # the other has no output layer
         activations += min(chunk_bytes(device()), 4 * tokens * architecture.vocab_size // layout.tp)
-    is_away = device().type != "cpu" and bool((cfg.model.get("ppo") or cfg.model).offload_adam_states)
+    is_away = device().type != "cpu" and bool((own.ppo if isinstance(own, ActorModel) else own).offload_adam_states)
     always = (0 if swaps else weights) + (0 if is_away else states)
     in_turn = activations + (weights if swaps else 0) + (states if is_away else 0)
     away = " and ".join(["weights"] * swaps + ["optimizer's states"] * is_away)
@@ -244,19 +245,19 @@ def _trained(
     return Role(name, place.ranks, place.copies, always, in_turn, weights + states, note)
 
 
-def _trained_share(cfg: DictConfig, architecture: ModelArchitecture) -> float:
+def _trained_share(own: TrainedModel, architecture: ModelArchitecture) -> float:
     """Of a model's parameters; all, unless it has adapters."""
-    lora = LoraSettings.from_config(cfg.model)
+    lora = LoraSettings.of(own.peft, own.seed)
     return 1.0 if lora is None else lora.num_parameters(architecture) / architecture.num_parameters
 
 
-def _reference(cfg: DictConfig, architecture: ModelArchitecture, itemsize: int, here: _Place) -> Role:
+def _reference(config: PPOActor, architecture: ModelArchitecture, itemsize: int, here: _Place) -> Role:
     """A second set of the weights that are trained."""
-    if _swaps(cfg.trainer.ppo.reference_policy_placement, architecture, itemsize, here):
+    if _swaps(config.trainer.ppo.reference_policy_placement, architecture, itemsize, here):
         note = "in the place of the policy's weights, in host memory between turns"
         return Role("reference", here.ranks, here.copies, note=note)
     role = _frozen("reference", architecture, itemsize, here)
-    size = role.always * _trained_share(cfg, architecture)
+    size = role.always * _trained_share(config.model, architecture)
     return dataclasses.replace(role, always=size, surely=size)
 
 
@@ -267,21 +268,21 @@ def _frozen(name: str, architecture: ModelArchitecture, itemsize: int, place: _P
     return Role(name, place.ranks, place.copies, weights, 0, weights)
 
 
-def _apart(name: str, cfg: DictConfig, role: str, architecture: ModelArchitecture, itemsize: int) -> Role:
+def _apart(name: str, config: PPOActor, role: str, architecture: ModelArchitecture, itemsize: int) -> Role:
     """A frozen model on ranks of its own."""
-    spec = frozen_spec(cfg, role)
+    spec = frozen_spec(config, role)
     place = _Place.apart(role, spec.tensor_parallel_size, spec.pipeline_parallel_size)
     return _frozen(name, architecture, itemsize, place)
 
 
-def _engine(cfg: DictConfig, architecture: ModelArchitecture, itemsize: int, here: _Place) -> Role:
-    ppo, layout, apart = cfg.trainer.ppo, here.layout, _Place.apart(ROLLOUT, 1, 1).ranks
-    size = engine_size(ppo.generation.tensor_parallel_size, bool(ppo.trt_llm.reshard), layout.tp, layout.pp)
+def _engine(config: PPOActor, architecture: ModelArchitecture, itemsize: int, here: _Place) -> Role:
+    ppo, layout, apart = config.trainer.ppo, here.layout, _Place.apart(ROLLOUT, 1, 1).ranks
+    size = engine_size(ppo.generation.tensor_parallel_size, ppo.trt_llm.reshard, layout.tp, layout.pp)
     ranks = apart or here.ranks
     model = Sizes(architecture, itemsize)
-    longest = int(ppo.trt_llm.max_input_len) + int(cfg.model.ppo.length_params.max_length)
-    slots = int(ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size)
-    cache = int(ppo.generation.kv_cache_tokens or slots * longest) * model.kv_bytes(size)
+    longest = ppo.trt_llm.max_input_len + config.model.ppo.length_params.max_length
+    slots = ppo.generation.num_slots or config.model.ppo.rollout_micro_batch_size
+    cache = (ppo.generation.kv_cache_tokens or slots * longest) * model.kv_bytes(size)
     views = device().type == "cuda" and not apart and (layout.tp, layout.pp) == (size, 1)
     weights = 0 if views else model.weights(Layout(size))
     copies = [place // size for place in range(len(ranks))]

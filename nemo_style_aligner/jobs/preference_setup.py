@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.data.datasets import (
     Dataset,
     DataSource,
@@ -24,60 +24,56 @@ from nemo_style_aligner.data.datasets import (
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, frozen_policy
-from nemo_style_aligner.jobs.supervised_setup import SupervisedTask, build_supervised_trainer, prefix_task
+from nemo_style_aligner.jobs.supervised_setup import BuildDataset, SupervisedTask, build_supervised_trainer, prefix_task
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.lora import LoraSettings
 from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.preference_losses import (
-    PreferenceBatch,
-    PreferenceSettings,
-    dpo_objective,
-    kto_objective,
-    with_kl,
-)
+from nemo_style_aligner.models.preference_losses import PreferenceBatch, dpo_objective, kto_objective, with_kl
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.agreement import on_first_rank
 from nemo_style_aligner.training.reference import Reference, keep_reference, with_reference
 from nemo_style_aligner.training.supervised import SupervisedTrainer
 
-BuildDataset = Callable[..., tuple[Dataset[Any], TextFormat]]
-"""Of a config, a part of ``model.data.data_prefix`` and a tokenizer; see `prefix_task`."""
 
-
-def build_dpo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
+def build_dpo_trainer(config: schema.DPOTraining, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Direct preference optimization; see `supervised_setup.BuildTrainer`."""
-    settings = preference_settings(cfg.model.dpo)
-    task, model, reference, batching = _starting_point(cfg, run, base, "dpo", pair_dataset)
-    objective = dpo_objective(settings, partial(with_reference, reference=reference, batching=batching))
-    return build_supervised_trainer(cfg, cfg.trainer.dpo, run, model, task, objective)
+    loop, method = config.trainer.dpo, config.model.dpo
+    build = partial(pair_dataset, config, tokenizer=base.tokenizer)
+    task, model, reference, batching = _starting_point(config, method, loop, base, build)
+    objective = dpo_objective(method, partial(with_reference, reference=reference, batching=batching))
+    return build_supervised_trainer(config, loop, run, model, task, objective)
 
 
-def build_kto_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
+def build_kto_trainer(config: schema.KTOTraining, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Kahneman-Tversky optimization; see `supervised_setup.BuildTrainer`."""
-    settings = preference_settings(cfg.model.kto)
-    task, model, reference, batching = _starting_point(cfg, run, base, "kto", mismatched_dataset)
+    loop, method = config.trainer.kto, config.model.kto
+    build = partial(mismatched_dataset, config, tokenizer=base.tokenizer)
+    task, model, reference, batching = _starting_point(config, method, loop, base, build)
 
     def prepare(batch: PreferenceBatch) -> PreferenceBatch:
-        return with_kl(model, with_reference(batch, reference, batching), settings, batching)
+        return with_kl(model, with_reference(batch, reference, batching), method, batching)
 
-    objective = kto_objective(settings, prepare)
-    return build_supervised_trainer(cfg, cfg.trainer.kto, run, model, task, objective)
+    objective = kto_objective(method, prepare)
+    return build_supervised_trainer(config, loop, run, model, task, objective)
 
 
 def _starting_point(
-    cfg: DictConfig, run: Run, base: BaseModel, section: str, dataset: BuildDataset
+    config: schema.DPOTraining | schema.KTOTraining,
+    method: schema.Preferences,
+    loop: schema.RewardLoop,
+    base: BaseModel,
+    build: BuildDataset,
 ) -> tuple[SupervisedTask, MegatronModel, Reference | None, MicroBatching]:
     """The task, the model to train, the reference (None if the task's items know its log-probs) and its micro batches.
 
     The reference is the model that the run began with: this is before a checkpoint is loaded.
     """
-    method, collate = cfg.model[section], preference_collate(base.tokenizer)
-    build = partial(dataset, cfg, tokenizer=base.tokenizer)
-    task = prefix_task(cfg, cfg.trainer[section], base.tokenizer, build, collate, 2)
+    collate = preference_collate(base.tokenizer)
+    task = prefix_task(config, loop, base.tokenizer, build, collate, 2)
     # It says how a reward model's texts end.
     task = dataclasses.replace(task, written=dataclasses.replace(task.written, append_eod=None))
     model = base.load()
-    batching = MicroBatching(2 * int(method.log_prob_forward_micro_batch_size), cfg.model.max_tokens_per_micro_batch, 2)
+    batching = MicroBatching(2 * method.log_prob_forward_micro_batch_size, config.model.max_tokens_per_micro_batch, 2)
     if method.reference_logprobs_dir is None:
         return task, model, frozen_policy(model, base, method.reference_policy_placement), batching
     described = {"model": on_first_rank(base.identity), "shape": str(base.architecture), "dtype": str(base.dtype)}
@@ -89,45 +85,32 @@ def _starting_point(
     return dataclasses.replace(task, train=keep(task.train), validation=kept_validation), model, None, batching
 
 
-def preference_settings(section: DictConfig) -> PreferenceSettings:
-    """Read ``model.dpo`` or ``model.kto``."""
-    return PreferenceSettings(
-        beta=float(section.ref_policy_kl_penalty),
-        loss=section.get("preference_loss", "dpo"),
-        loss_weight=float(section.preference_loss_weight),
-        sft_weight=float(section.sft_loss_weight),
-        averages=bool(section.preference_average_log_probs),
-        sft_averages=bool(section.sft_average_log_probs),
-        reward_scale=float(section.get("gt_reward_scale", 1.0)),
-        good_weight=float(section.get("desirable_loss_weight", 1.0)),
-        bad_weight=float(section.get("undesirable_loss_weight", 1.0)),
-    )
-
-
-def _encoder_settings(data: DictConfig) -> dict[str, Any]:
-    return {"add_bos": data.add_bos, "append_eod": bool(data.append_eod), "seq_length": int(data.seq_length)}
+def _encoder_settings(data: schema.RewardData) -> dict[str, Any]:
+    return {"add_bos": data.add_bos, "append_eod": data.append_eod, "seq_length": data.seq_length}
 
 
 def pair_dataset(
-    cfg: DictConfig, source: DataSource, tokenizer: Tokenizer
+    config: schema.DPOTraining, source: DataSource, tokenizer: Tokenizer
 ) -> tuple[Dataset[PreferenceItem], TextFormat]:
     """The pairs of a part of ``model.data.data_prefix``, and how their texts are written."""
-    data = cfg.model.data
-    rewards = float(data.default_chosen_reward), float(data.default_rejected_reward)
+    data = config.model.data
+    rewards = data.default_chosen_reward, data.default_rejected_reward
     return source.build(lambda paths: PreferenceDataset(paths, tokenizer, _encoder_settings(data), rewards))
 
 
-def judged_dataset(cfg: DictConfig, source: DataSource, tokenizer: Tokenizer) -> tuple[Dataset[JudgedItem], TextFormat]:
+def judged_dataset(
+    config: schema.KTOTraining, source: DataSource, tokenizer: Tokenizer
+) -> tuple[Dataset[JudgedItem], TextFormat]:
     """The judged responses of a part of ``model.data.data_prefix``, and how their texts are written."""
-    return source.build(lambda paths: JudgedDataset(paths, tokenizer, _encoder_settings(cfg.model.data)))
+    return source.build(lambda paths: JudgedDataset(paths, tokenizer, _encoder_settings(config.model.data)))
 
 
 def mismatched_dataset(
-    cfg: DictConfig, source: DataSource, tokenizer: Tokenizer
+    config: schema.KTOTraining, source: DataSource, tokenizer: Tokenizer
 ) -> tuple[Dataset[PreferenceItem], TextFormat]:
     """`judged_dataset`, each response with a mismatched one beside it."""
-    judged, written = judged_dataset(cfg, source, tokenizer)
-    return MismatchedDataset(judged, int(cfg.model.seed), int(cfg.model.data.seq_length)), written
+    judged, written = judged_dataset(config, source, tokenizer)
+    return MismatchedDataset(judged, config.model.seed, config.model.data.seq_length), written
 
 
 def preference_collate(tokenizer: Tokenizer) -> Callable[[Sequence[PreferenceItem], torch.Tensor], PreferenceBatch]:

@@ -1,14 +1,13 @@
 """A service that answers as a reward model does, with the rewards of a Python function of the user's.
 
 The function gets the prompt's whole line, with the right answer, say, which the actor's job sends with each sequence
-(`PROMPT_LENGTHS`, `LINES` of `services.endpoints`).
+(`PROMPT_LENGTHS`, `LINES` of `services.scores`).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import functools
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,75 +17,42 @@ from nemo_style_aligner.engine.contract import text_before_end
 from nemo_style_aligner.rl.reward_functions import FunctionRewards
 from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.services.endpoints import ModelLimits, reward_endpoint
-from nemo_style_aligner.services.jobs import InferJob, JobQueue, QueueState
+from nemo_style_aligner.services.endpoints import Job, ModelLimits, Service
 from nemo_style_aligner.services.protocol import ProtocolError
-from nemo_style_aligner.services.routes import HttpSettings, ServiceMetrics, start_http_server
+from nemo_style_aligner.services.scores import REWARDS, ScoreEndpoint
 
-_POLL_SECONDS = 0.25  # how soon a stop request is noticed
-_DRAIN_SECONDS = 60.0  # after a stop request
 _MIN_LENGTH = 1  # model.ppo.length_params.min_length by default: so many tokens do not end a response
 
 
-class RewardFunctionService:
-    """Serves a function as the reward model ``reward_model``. Listens once it is made, and answers during `run`.
+class FunctionEndpoint(ScoreEndpoint):
+    """A function as the reward model ``reward_model``. Each request is computed by itself, beside the others.
 
     If the function raises, or returns anything but finite numbers, the answer is 500: the actor's job repeats such a
     request a few times, then ends with an error that names function and sample.
 
     Args:
-        rewards: calls the function; `run` closes it.
+        rewards: calls the function.
         tokenizer: the policy's.
-        http: where to listen.
         end_strings: a response's text ends before the first of them, unless its first token completes it; so do those
             that the policy has learnt (`Tokenizer.format`).
     """
 
-    def __init__(
-        self,
-        rewards: FunctionRewards,
-        tokenizer: Tokenizer,
-        http: HttpSettings,
-        *,
-        end_strings: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, rewards: FunctionRewards, tokenizer: Tokenizer, end_strings: Sequence[str] = ()) -> None:
+        limits = ModelLimits(vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint())
+        super().__init__("reward_model", [REWARDS], limits, takes_prompts=True)
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._end_strings = tokenizer.end_strings(end_strings)
-        self._stop_requested = False  # a plain bool: set from a signal handler, where no lock may be taken
-        self._queue = JobQueue(http.max_outstanding_requests)
-        self._metrics = ServiceMetrics()
-        limits = ModelLimits(vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint())
-        endpoints = reward_endpoint(limits, takes_prompts=True)
-        self._http = start_http_server(endpoints, self._queue, http, self._metrics)
 
-    def request_stop(self) -> None:
-        """Let `run` finish the accepted requests, then return. Call it from any thread or a signal handler."""
-        self._stop_requested = True
-
-    def run(self) -> None:
-        """Serve until `request_stop`."""
-        self._queue.set_state(QueueState.SERVING)
-        while not self._stop_requested:
-            self._begin_next()
-        self._queue.set_state(QueueState.DRAINING)
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        while self._queue.outstanding and time.monotonic() < deadline:
-            self._begin_next()
-        self._rewards.close()
-        self._http.stop()
-
-    def _begin_next(self) -> None:
-        """Have the next request scored, if one comes soon."""
-        for job in self._queue.take(_POLL_SECONDS, 1, 0.0):  # one row: an error fails one request only
-            assert isinstance(job, InferJob)  # there is no other endpoint
-            job.taken, job.batch_rows = time.monotonic(), job.rows
-            self._metrics.queue_time.observe(job.taken - job.arrived)
-            self._metrics.batch_rows.observe(job.rows)
+    def answer(self, jobs: Sequence[Job], service: Service) -> None:
+        """See `Endpoint.answer`: later, in the thread that has called the function last."""
+        for job in jobs:
+            job.batch_rows = job.rows
+            service.metrics.batch_rows.observe(job.rows)
             rewards = self._rewards.score([self._sample(job, row) for row in range(job.rows)])
-            rewards.add_done_callback(functools.partial(self._answer, job))
+            rewards.add_done_callback(functools.partial(self._end, job))
 
-    def _answer(self, job: InferJob, scored: concurrent.futures.Future[list[Reward]]) -> None:
+    def _end(self, job: Job, scored: concurrent.futures.Future[list[Reward]]) -> None:
         try:
             rewards = scored.result()
         except Exception as error:  # noqa: BLE001 - the service ends; the client hears of anything else, too
@@ -97,13 +63,13 @@ class RewardFunctionService:
             job.future.set_exception(ProtocolError(500, problem))
         else:
             values = np.array([reward.value for reward in rewards], dtype=np.float32)
-            job.future.set_result({"rewards": values.reshape(-1, 1)})
+            job.future.set_result({REWARDS.name: values.reshape(-1, 1)})
 
-    def _sample(self, job: InferJob, row: int) -> Sample:
-        assert job.lines is not None and job.prompt_lengths is not None  # the endpoint asks for them
-        step = 0 if job.steps is None else int(job.steps[row])
-        tokens = job.tokens[row, : job.lengths[row]].tolist()
-        return Sample(row, row, job.lines[row], tokens, int(job.prompt_lengths[row]), True, self._decode, "", step)
+    def _sample(self, job: Job, row: int) -> Sample:
+        given = job.arguments
+        tokens = given["tokens"][row, : given["lengths"][row]].tolist()
+        prompt_length, step = (int(given[name][row]) for name in ("prompt_lengths", "steps"))
+        return Sample(row, row, given["lines"][row], tokens, prompt_length, True, self._decode, "", step)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         response_ids = self._tokenizer.without_end(list(token_ids))

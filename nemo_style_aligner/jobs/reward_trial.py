@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import OmegaConf
 
 from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.config.schema import ListedReward, PPOActor
 from nemo_style_aligner.data.datasets import PromptItem
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.jobs.evaluation import EvaluationSettings, generate, open_policy
 from nemo_style_aligner.jobs.scoring_setup import build_listed_rewards
 from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.rl.reward_config import RewardSpec
+from nemo_style_aligner.rl.reward_config import reward_problems
 from nemo_style_aligner.rl.rewards import Reward, RewardSource
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 
 _READY_SECONDS = 10.0  # for services
 
@@ -32,29 +34,33 @@ class Tried:
 
 
 def try_rewards(
-    cfg: DictConfig, prompts: Sequence[PromptItem], tokenizer: Tokenizer, given: Sequence[str], model: Path
+    config: PPOActor, prompts: Sequence[PromptItem], tokenizer: Tokenizer, given: Sequence[str], model: Path
 ) -> list[Tried]:
     """The rewards of an actor's config for responses to each prompt: those given, or one that ``model`` gives.
 
     Raises:
         UserError: the rewards are not as they should be, a line lacks what they need, or nothing can be generated.
     """
-    source = build_listed_rewards(cfg, _needs_job, lambda spec, entry: _needs_job(spec))
+    listed: Any = OmegaConf.to_container(config.given.trainer.ppo.rewards, resolve=True)
+    if problems := [*reward_problems(listed)]:
+        raise ConfigError("\n".join(problems))
+    rewards = config.trainer.ppo.rewards or ()
+    source = build_listed_rewards(config, rewards, _needs_job, lambda spec, entry: _needs_job(spec))
     try:
         source.check({prompt.place: prompt.line for prompt in prompts})
-        samples = _given(prompts, tokenizer, given) if given else _generated(cfg, prompts, model)
+        samples = _given(prompts, tokenizer, given) if given else _generated(config, prompts, model)
         longest = max(len(sample.token_ids) for sample in samples)
         source.wait_until_ready(
             _READY_SECONDS, SequencesToScore(longest, tokenizer.vocab_size, tokenizer.fingerprint())
         )
-        rewards = source.score(samples).result()
+        scores = source.score(samples).result()
     finally:
         source.close()
     by_place = {prompt.place: prompt for prompt in prompts}
-    return [Tried(by_place[s.place], s.response, reward) for s, reward in zip(samples, rewards, strict=True)]
+    return [Tried(by_place[s.place], s.response, reward) for s, reward in zip(samples, scores, strict=True)]
 
 
-def _needs_job(spec: RewardSpec | None = None) -> RewardSource:
+def _needs_job(spec: ListedReward | None = None) -> RewardSource:
     what = "the service of remote_critic_rm" if spec is None else f"the reward model {spec.source}"
     raise ConfigError(
         f"--rewards: {what} is asked within a job; here functions, built-in sources and http://HOST:PORT/NAME can be "
@@ -70,8 +76,8 @@ def _given(prompts: Sequence[PromptItem], tokenizer: Tokenizer, given: Sequence[
     ]
 
 
-def _generated(cfg: DictConfig, prompts: Sequence[PromptItem], model: Path) -> list[Sample]:
-    how = EvaluationSettings(model=model, max_length=int(cfg.model.ppo.length_params.max_length), precision="32")
+def _generated(config: PPOActor, prompts: Sequence[PromptItem], model: Path) -> list[Sample]:
+    how = EvaluationSettings(model=model, max_length=config.model.ppo.length_params.max_length, precision="32")
     with single_process(how.seed):
         base = open_policy(model, how.precision)
         rows = generate(base, base.load(trainable=False), prompts, how).rows

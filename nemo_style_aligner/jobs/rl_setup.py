@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
-
 from nemo_style_aligner.config.loading import log_directory
+from nemo_style_aligner.config.schema import ActorLoop, Policy, PPOActor
 from nemo_style_aligner.jobs.job_setup import (
     Run,
     announce_checkpoints,
@@ -30,7 +29,7 @@ from nemo_style_aligner.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.models.policy_losses import LossSettings, find_policy_loss
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.agreement import on_first_rank
-from nemo_style_aligner.rl.experience import AdvantageSettings
+from nemo_style_aligner.rl.experience import kl_estimator
 from nemo_style_aligner.rl.local_critic import LocalCritic
 from nemo_style_aligner.rl.loop import RLTrainer
 from nemo_style_aligner.rl.rewards import RewardSum
@@ -43,34 +42,35 @@ from nemo_style_aligner.rl.rollouts.setup import (
     require_kv_cache,
     response_text,
     sampling_params,
+    shared_token,
 )
 from nemo_style_aligner.rl.settings import RLSettings
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 from nemo_style_aligner.serving.policy import PolicyServer
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
 
 
-def run_actor(cfg: DictConfig) -> int:
+def run_actor(config: PPOActor) -> int:
     """Train a policy, or generate or score for the ranks that do; return the job's exit status. Collective.
 
     For errors see `build_ppo_trainer`.
     """
     channel = roles.channel()
     if channel is not None and channel.serves:
-        return serve_in_job(cfg, channel)
+        return serve_in_job(config, channel)
     if roles.is_rollout_rank():
-        return serve_rollouts(cfg)
-    run = start_run(cfg)
-    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    register_model(cfg, run, base)
-    trainer = build_ppo_trainer(cfg, run, base)
+        return serve_rollouts(config)
+    run = start_run(config)
+    base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)
+    register_model(config, run, base)
+    trainer = build_ppo_trainer(config, run, base)
     trainer.fit()
     trainer.close()
     return run.close()
 
 
-def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
+def build_ppo_trainer(config: PPOActor, run: Run, base: BaseModel) -> RLTrainer:
     """Build the trainer with everything it needs, resumed if there is a checkpoint. Collective.
 
     Waits for the services that it needs, ``remote_critic_rm.timeouts.ready_seconds`` at most.
@@ -84,36 +84,40 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
         ServerUnavailableError: the service is not there in time.
         SequenceConflictError: the critic cannot be brought to where this run is.
     """
-    sampling_params(cfg, base.tokenizer)  # its errors are told before any weight is read
-    queue = open_work_queue(cfg)
-    train_prompts, val_prompts = build_prompt_sources(cfg, base.tokenizer)
-    longest_response = int(cfg.model.ppo.length_params.max_length)
-    longest = longest_response + max(prompts.longest for prompts in (train_prompts, val_prompts) if prompts is not None)
-    require_kv_cache(cfg, longest)
-    policy_server = PolicyServer(cfg, base, longest) if cfg.trainer.ppo.serve_policy.enable else None
-    settings = RLSettings.from_config(cfg, train_prompts.batches_per_epoch)
+    ppo, seed = config.trainer.ppo, config.trainer.ppo.trt_llm.seed
+    sampling = sampling_params(config.model.ppo, seed, base.tokenizer)  # its errors are told before weights are read
+    queue = open_work_queue(config)
+    train_prompts, val_prompts = build_prompt_sources(config, base.tokenizer)
+    longest_prompt = max(prompts.longest for prompts in (train_prompts, val_prompts) if prompts is not None)
+    longest = sampling.max_new_tokens + longest_prompt
+    require_kv_cache(ppo.generation, longest)
+    served = ppo.serve_policy
+    policy_server = (
+        PolicyServer(served, base, longest, shared_token(config.remote_critic_rm)) if served.enable else None
+    )
+    settings = RLSettings.from_config(config, train_prompts.batches_per_epoch)
     vocab_size = min(base.tokenizer.vocab_size, base.architecture.vocab_size)
     sequences = SequencesToScore(longest, vocab_size, base.tokenizer.fingerprint())
     estimator = settings.advantages.estimator
-    scorer = build_scorer(cfg, run, estimator, base, sequences)  # the secret may be missing: before weights are read
+    scorer = build_scorer(config, run, estimator, base, sequences)  # the secret may be missing: before weights are read
     if isinstance(scorer.rewards, RewardSum):
         scorer.rewards.check(train_prompts.lines() | ({} if val_prompts is None else val_prompts.lines()))
-    teacher = open_teacher(cfg, base, sequences)
-    announce_placement(cfg, base, scorer, teacher)
+    teacher = open_teacher(config, base, sequences)
+    announce_placement(config, base, scorer, teacher)
     if isinstance(scorer.values, LocalCritic):
         announce_checkpoints(run, base, scorer.values.base)
         load_local_critic(run, scorer.values)
     scorer.load_models()  # first: while weights arrive, the policy's optimizer takes no memory
-    actor = build_actor(cfg, base, base.load(), settings, teacher)
-    ready_seconds = float(cfg.remote_critic_rm.timeouts.ready_seconds)
+    actor = build_actor(config, base, base.load(), settings, teacher)
+    ready_seconds = config.remote_critic_rm.timeouts.ready_seconds
     with activity.phase("waiting for the services"), activity.bounded(ready_seconds):
         scorer.wait_until_ready(ready_seconds, sequences)
     collector = RolloutCollector(
-        build_generator(cfg, actor.model, base.tokenizer, longest, queue),
+        build_generator(config, actor.model, base.tokenizer, longest, queue),
         scorer,
         base.tokenizer,
-        response_text(cfg, base.tokenizer),
-        scoring_batch_size=int(cfg.model.ppo.rollout_micro_batch_size),
+        response_text(sampling, base.tokenizer),
+        scoring_batch_size=config.model.ppo.rollout_micro_batch_size,
         follower=policy_server,
     )
     trainer = RLTrainer(
@@ -128,8 +132,8 @@ def build_ppo_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> RLTrainer:
         ScopedTimer(take_peak=peak_meter()),
     )
     run.note_format(train_prompts.written)
-    trainer.profile = cfg.trainer.profile
-    run.resume(cfg, actor.model, actor.optimizer, trainer)
+    trainer.profile = config.trainer.profile
+    run.resume(config, actor.model, actor.optimizer, trainer)
     actor.optimizer.schedule.warn_if_nothing_decays()
     if trainer.critic is not None:
         trainer.critic.begin()
@@ -145,64 +149,62 @@ def load_local_critic(run: Run, local: LocalCritic) -> None:
     critic.optimizer.schedule.warn_if_nothing_decays()
 
 
-def serve_rollouts(cfg: DictConfig) -> int:
+def serve_rollouts(config: PPOActor) -> int:
     """Run a rank that only generates (``trainer.ppo.rollout_devices``) until the job ends; return its exit status."""
     channel = roles.channel()
     if channel is None or not channel.is_rollout_rank:
         raise RuntimeError("this rank trains: trainer.ppo.rollout_devices does not make it a rollout rank")
-    watchdog = start_watchdog(cfg.exp_manager.watchdog_minutes, log_directory(cfg.exp_manager))
-    start_timeline(cfg.exp_manager, log_directory(cfg.exp_manager))
-    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    status = build_rollout_rank(cfg, channel, base.architecture, base.dtype, base.tokenizer).serve()
+    log_dir = log_directory(config.exp_manager)
+    watchdog = start_watchdog(config.exp_manager.watchdog_minutes, log_dir)
+    start_timeline(config.exp_manager, log_dir)
+    base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)
+    status = build_rollout_rank(config, channel, base.architecture, base.dtype, base.tokenizer).serve()
     if watchdog is not None:
         watchdog.stop()
     return status
 
 
 def build_actor(
-    cfg: DictConfig, base: BaseModel, model: MegatronModel, settings: RLSettings, teacher: BaseModel | None = None
+    config: PPOActor, base: BaseModel, model: MegatronModel, settings: RLSettings, teacher: BaseModel | None = None
 ) -> Actor:
     """Build the policy, its optimizer, and if they are on these ranks, the initial policy and the teacher."""
-    reference, placement = None, cfg.trainer.ppo.reference_policy_placement
-    if has_reference_here(cfg):
+    ppo, policy = config.trainer.ppo, config.model.ppo
+    reference, placement = None, ppo.reference_policy_placement
+    if has_reference_here(ppo):
         # Frozen before a checkpoint is loaded: the penalty refers to the model that the run started from.
         reference = frozen_policy(model, base, placement)
-    per_prompt = settings.top_n_rollouts or cfg.trainer.ppo.num_rollouts_per_prompt
-    samples = cfg.model.ppo.num_rollout_samples * per_prompt
-    updates_per_step = samples // settings.global_batch_size * settings.num_ppo_epochs
-    schedule = Schedule.from_config(cfg.model.optim, settings.max_steps * updates_per_step)
-    clip, offload = float(cfg.trainer.ppo.gradient_clip_val or 0.0), bool(cfg.model.ppo.offload_adam_states)
-    if cfg.trainer.ppo.teacher.devices:
+    samples = policy.num_rollout_samples * (ppo.top_n_rollouts or ppo.num_rollouts_per_prompt)
+    updates_per_step = samples // settings.global_batch_size * ppo.num_ppo_epochs
+    optim, clip, offload = config.model.optim, ppo.gradient_clip_val or 0.0, policy.offload_adam_states
+    schedule = Schedule.from_config(optim, settings.max_steps * updates_per_step)
+    if ppo.teacher.devices:
         teacher = None
-    optimizer = Optimizer(model, cfg.model.optim, schedule, clip, settings.nonfinite, offload=offload)
-    keep_passes(model, reference, cfg.model.ppo.keep_activations, settings.global_batch_size)
+    optimizer = Optimizer(model, optim, schedule, clip, ppo, offload=offload)
+    keep_passes(model, reference, policy.keep_activations, settings.global_batch_size)
     return Actor(
         model,
         optimizer,
         reference,
         teacher=None if teacher is None else FrozenModel(teacher.load(trainable=False), placement),
-        training_batching=training_batching(cfg.model),
-        forward_batching=forward_batching(cfg.model.ppo),
-        temperature=sampling_params(cfg).logprob_temperature,
-        loss=loss_settings(cfg, settings.advantages),
+        training_batching=training_batching(config.model),
+        forward_batching=forward_batching(policy),
+        temperature=sampling_params(policy, ppo.trt_llm.seed).logprob_temperature,
+        loss=loss_settings(ppo, policy),
     )
 
 
-def loss_settings(cfg: DictConfig, advantages: AdvantageSettings) -> LossSettings:
+def loss_settings(ppo: ActorLoop, policy: Policy) -> LossSettings:
     """What the policy's updates minimise."""
-    trainer, model = cfg.trainer.ppo, cfg.model.ppo
-    low = float(model.ratio_eps)
-    constant = trainer.loss_constant_length or model.length_params.max_length
     return LossSettings(
-        policy_loss=find_policy_loss(trainer.policy_loss),
-        clip_low=low,
-        clip_high=low if model.ratio_eps_high is None else float(model.ratio_eps_high),
-        dual_clip=trainer.dual_clip,
-        ratio_cap=float(model.cispo_ratio_max),
-        aggregation=trainer.loss_aggregation,
-        constant_length=int(constant),
-        kl_coef=float(trainer.initial_policy_kl_penalty) if trainer.kl_in == "loss" else 0.0,
-        kl_estimator=advantages.kl_estimator,
-        kl_clamp=advantages.kl_clamp,
-        entropy_bonus=float(model.entropy_bonus),
+        policy_loss=find_policy_loss(ppo.policy_loss),
+        clip_low=policy.ratio_eps,
+        clip_high=policy.ratio_eps if policy.ratio_eps_high is None else policy.ratio_eps_high,
+        dual_clip=ppo.dual_clip,
+        ratio_cap=policy.cispo_ratio_max,
+        aggregation=ppo.loss_aggregation,
+        constant_length=ppo.loss_constant_length or policy.length_params.max_length,
+        kl_coef=ppo.initial_policy_kl_penalty if ppo.kl_in == "loss" else 0.0,
+        kl_estimator=kl_estimator(ppo),
+        kl_clamp=ppo.kl_clamp,
+        entropy_bonus=policy.entropy_bonus,
     )

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.checkpoints.manifest import describe_file
 from nemo_style_aligner.config.loading import leaves_of
-from nemo_style_aligner.config.schema import may_change
+from nemo_style_aligner.config.schema import Data, SFTData, may_change
 from nemo_style_aligner.data.datasets import data_source, load_data_prefix
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.masking import masked
@@ -44,16 +44,12 @@ def settings_of_run(cfg: DictConfig) -> dict[str, str]:
     return {key: value for key, value in leaves.items() if not may_change(key)}
 
 
-def digests_of_data(data: DictConfig) -> dict[str, str]:
-    """SHA-256 of each file that a run trains on, by name: with other contents it is not the same run either.
-
-    Args:
-        data: the section ``model.data``.
-    """
-    if "data_prefix" in data:
-        source = load_data_prefix(data.data_prefix).train
-    else:
+def digests_of_data(data: SFTData | Data) -> dict[str, str]:
+    """SHA-256 of each file that a run trains on, by name: with other contents it is not the same run either."""
+    if isinstance(data, SFTData):
         source = data_source(data.train_ds.file_path, "model.data.train_ds.file_path")
+    else:
+        source = load_data_prefix(data.data_prefix).train
     return {f"SHA-256 of {path}": describe_file(path)["sha256"][:16] for path in source.paths}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
-from omegaconf import DictConfig
 
 from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights
 from nemo_style_aligner.checkpoints.random_states import random_states, set_random_states
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.config.loading import log_directory
 from nemo_style_aligner.jobs.critic_setup import make_critic, make_optimizer
 from nemo_style_aligner.jobs.job_setup import (
@@ -35,66 +36,63 @@ from nemo_style_aligner.parallel.detection import LOOPBACK
 from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
 from nemo_style_aligner.rl.rollouts.setup import sampling_params
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
 from nemo_style_aligner.services.critic_service import CriticService, LogprobService, RewardService
-from nemo_style_aligner.services.endpoints import (
-    LOGPROBS,
-    InferEndpoint,
-    ModelLimits,
-    TensorSpec,
-    critic_endpoints,
-    rewards_spec,
-)
+from nemo_style_aligner.services.endpoints import ModelLimits
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.services.http_server import ConnectionLimits
-from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer, ScoringBackend
+from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.routes import HttpSettings
+from nemo_style_aligner.services.scores import REWARDS, Score, ScoreEndpoint, ScoringBackend
 from nemo_style_aligner.services.secret import resolve_token
 from nemo_style_aligner.training.run_control import RunControl, parse_duration
 
 _LISTEN_SECONDS = 0.2  # between two looks at whether the job ends
 
 
-def run_critic(cfg: DictConfig, channel: Channel | None = None) -> int:
+def run_critic(config: schema.Critic, channel: Channel | None = None) -> int:
     """Serve a critic until the job ends; return the job's exit status. Collective.
 
     Args:
-        cfg: of a critic's job.
+        config: of a critic's job.
         channel: to the ranks that train, where these are ranks of their job.
     """
-    run = start_run(cfg)
-    base = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
-    register_model(cfg, run, base)
-    server = listen_as_critic(cfg, run, base)
-    status = serve(server, lambda: build_critic_service(cfg, run, base, server.ledger), run.control, channel)
+    run = start_run(config)
+    base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)
+    register_model(config, run, base)
+    server = listen_as_critic(config.trainer.ppo, run, base)
+    status = serve(server, lambda: build_critic_service(config, run, base, server.ledger), run.control, channel)
     run.close()
     return status
 
 
-def run_frozen_model(cfg: DictConfig, channel: Channel | None = None, temperature: float | None = None) -> int:
+def run_frozen_model(
+    config: schema.RewardService, channel: Channel | None = None, temperature: float | None = None
+) -> int:
     """Serve a model that is never trained until the job ends; see `run_critic`.
 
     Args:
         temperature: of the log-probs that it gives; None: it is a reward model.
     """
     layout = initialize_model_parallel(
-        cfg.model.tensor_model_parallel_size,
-        cfg.model.pipeline_model_parallel_size,
-        cfg.model.seed,
-        cfg.trainer.distributed_timeout_minutes,
+        config.model.tensor_model_parallel_size,
+        config.model.pipeline_model_parallel_size,
+        config.model.seed,
+        config.trainer.distributed_timeout_minutes,
     )
-    control = RunControl(parse_duration(cfg.exp_manager.max_time_per_run))
-    watchdog = start_service_watchdog(cfg.exp_manager)
-    base = open_base_model(cfg.rm_model_file, cfg, key="rm_model_file")
+    control = RunControl(parse_duration(config.exp_manager.max_time_per_run))
+    watchdog = start_service_watchdog(config.exp_manager)
+    base, config = open_base_model(config.rm_model_file, config, key="rm_model_file")
     if temperature is None:
-        output = rewards_spec(RewardHeadConfig.from_model_config(cfg.model).num_rewards)
+        scores = [Score(REWARDS.name, columns=RewardHeadConfig.from_model_config(base.config).num_rewards)]
     else:
-        output = LOGPROBS
-    server = listen_as_frozen_model(cfg, layout, base, output)
+        scores = [*LogprobService.scores]
+    server = listen_as_frozen_model(config.inference, layout, base, scores)
 
     def build() -> ScoringBackend:
         if temperature is None:
-            return build_reward_service(cfg, base)
-        return LogprobService(base.load(trainable=False), temperature, forward_batching(cfg.model))
+            return build_reward_service(config, base)
+        return LogprobService(base.load(trainable=False), temperature, forward_batching(config.model))
 
     status = serve(server, build, control, channel)
     if watchdog is not None:
@@ -102,51 +100,49 @@ def run_frozen_model(cfg: DictConfig, channel: Channel | None = None, temperatur
     return status
 
 
-def serve_in_job(cfg: DictConfig, channel: Channel) -> int:
+def serve_in_job(config: schema.PPOActor, channel: Channel) -> int:
     """Serve the model that this rank of an actor's job is set apart for; return the job's exit status. Collective."""
-    start_timeline(cfg.exp_manager, log_directory(cfg.exp_manager))
+    start_timeline(config.exp_manager, log_directory(config.exp_manager))
+    host = LOOPBACK if is_on_one_machine() else None
     if channel.role == CRITIC:
-        critic = critic_config(cfg)
-        critic.trainer.ppo.host = LOOPBACK if is_on_one_machine() else None
-        return run_critic(critic, channel)
-    served = frozen_config(cfg, channel.role)
-    served.inference.host = LOOPBACK if is_on_one_machine() else None
-    gives_logprobs = channel.role in (REFERENCE, TEACHER)
-    return run_frozen_model(served, channel, sampling_params(cfg).logprob_temperature if gives_logprobs else None)
+        return run_critic(critic_config(config).changed({"trainer.ppo.host": host}), channel)
+    served = frozen_config(config, channel.role).changed({"inference.host": host})
+    if channel.role not in (REFERENCE, TEACHER):
+        return run_frozen_model(served, channel)
+    sampling = sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed)
+    return run_frozen_model(served, channel, sampling.logprob_temperature)
 
 
-def listen_as_critic(cfg: DictConfig, run: Run, base: BaseModel) -> ModelServer:
+def listen_as_critic(ppo: schema.CriticLoop, run: Run, base: BaseModel) -> ModelServer:
     """Open the critic's port: the service is alive from now on, and ready once `serve` runs the backend."""
-    ppo = cfg.trainer.ppo
-    combined = bool(ppo.combine_rm_and_critic_server)
-    limits = _limits(base)
-    endpoints = critic_endpoints(limits, combined=combined, tokenize=base.tokenizer.text_as_trained)
-    http = _http_settings(ppo, "trainer.ppo")
-    return ModelServer(endpoints, http, _dispatch(ppo, run.layout, limits))
+    combined = ppo.combine_rm_and_critic_server
+    endpoints = critic_endpoints(_limits(base), combined=combined, **_scoring(ppo, base))
+    http = _http_settings(ppo, "trainer.ppo", ppo.command_timeout_seconds)
+    return ModelServer(endpoints, http, _dispatch(ppo, run.layout))
 
 
-def listen_as_frozen_model(cfg: DictConfig, layout: ParallelLayout, base: BaseModel, output: TensorSpec) -> ModelServer:
-    """Open the port of a model that is never trained and gives ``output``; see `listen_as_critic`."""
-    limits = _limits(base)
-    endpoint = InferEndpoint(cfg.inference.model_name, [output], limits, base.tokenizer.text_as_trained)
-    http = _http_settings(cfg.inference, "inference")
-    return ModelServer([endpoint], http, _dispatch(cfg.inference, layout, limits))
+def listen_as_frozen_model(
+    section: schema.RewardServer, layout: ParallelLayout, base: BaseModel, scores: Sequence[Score]
+) -> ModelServer:
+    """Open the port of a model that is never trained and gives ``scores``; see `listen_as_critic`."""
+    endpoint = ScoreEndpoint(section.model_name, scores, _limits(base), **_scoring(section, base))
+    return ModelServer([endpoint], _http_settings(section, "inference"), _dispatch(section, layout))
 
 
-def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:
+def build_critic_service(config: schema.Critic, run: Run, base: BaseModel, ledger: TrainingLedger) -> CriticService:
     """Build the critic, its optimizer and (if combined) the reward model, resumed if there is a checkpoint.
 
     If combined, both start from the reward model's weights.
     """
-    head = RewardHeadConfig.from_model_config(cfg.model, merge_attributes=True)
-    is_combined = bool(cfg.trainer.ppo.combine_rm_and_critic_server)
+    head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
+    is_combined = config.trainer.ppo.combine_rm_and_critic_server
     model = base.load(head=head, needs_head=is_combined)
     reward_model, weights = None, None
     if is_combined:
         # Frozen before a checkpoint is loaded: the reward model never changes.
-        weights = FrozenWeights(model, cfg.model.rm_placement, lambda: base.build(head=head, trainable=False))
-        reward_model = RewardModel(weights, head, forward_batching(cfg.model))
-    critic = make_critic(cfg, model, head, weights)
+        weights = FrozenWeights(model, config.model.rm_placement, lambda: base.build(head=head, trainable=False))
+        reward_model = RewardModel(weights, head, forward_batching(config.model))
+    critic = make_critic(config, model, head, weights)
     initial_random_states = random_states()
     # The archive may be a language model's, which has no head: then nothing else keeps the head's initial values. Nor
     # has it adapters.
@@ -157,20 +153,20 @@ def build_critic_service(cfg: DictConfig, run: Run, base: BaseModel, ledger: Tra
         load_nemo_weights(base.path, model)
         for parameter, values in zip(apart, initial, strict=True):
             parameter.data.copy_(values)
-        critic.optimizer = make_optimizer(cfg, model)
+        critic.optimizer = make_optimizer(config, model)
         set_random_states(initial_random_states)
 
     service = CriticService(critic, reward_model, ledger, run.checkpoints, run.metrics, reset)
-    run.resume(cfg, model, critic.optimizer, service)
+    run.resume(config, model, critic.optimizer, service)
     critic.optimizer.schedule.warn_if_nothing_decays()
     return service
 
 
-def build_reward_service(cfg: DictConfig, base: BaseModel) -> RewardService:
+def build_reward_service(config: schema.RewardService, base: BaseModel) -> RewardService:
     """Build the service of a reward model that is never trained."""
-    head = RewardHeadConfig.from_model_config(cfg.model)
+    head = RewardHeadConfig.from_model_config(base.config)
     model = base.load(head=head, trainable=False, needs_head=True)
-    return RewardService(RewardModel(model, head, forward_batching(cfg.model)))
+    return RewardService(RewardModel(model, head, forward_batching(config.model)))
 
 
 def serve(
@@ -214,27 +210,31 @@ def _limits(base: BaseModel) -> ModelLimits:
     )
 
 
-def _dispatch(section: DictConfig, layout: ParallelLayout, limits: ModelLimits) -> DispatchSettings:
+def _scoring(section: schema.Service, base: BaseModel) -> dict[str, Any]:
+    """How requests for scores become batches, as a `ScoreEndpoint` takes it."""
+    multiple = section.strip_sequence_length_to_multiple or 1
+    return {"tokenize": base.tokenizer.text_as_trained, "length_multiple": multiple}
+
+
+def _dispatch(section: schema.Service, layout: ParallelLayout) -> DispatchSettings:
     sizes = section.inference_micro_batch_size  # NeMo-Aligner's configs may list several
     return DispatchSettings(
         max_batch_rows=(sizes if isinstance(sizes, int) else max(sizes)) * layout.dp_size,
-        max_queue_delay_microseconds=int(section.max_queue_delay_microseconds),
-        strip_sequence_length_to_multiple=section.strip_sequence_length_to_multiple,
-        max_sequence_length=limits.max_sequence_length,
+        max_queue_delay_microseconds=section.max_queue_delay_microseconds,
     )
 
 
-def _http_settings(section: DictConfig, key: str) -> HttpSettings:
+def _http_settings(section: schema.Service, key: str, command_seconds: float = 3600) -> HttpSettings:
     """From the config's section at ``key``."""
     return HttpSettings(
-        port=int(section.port),
+        port=section.port,
         host=bind_address(section.host),
         section=key,
         token=resolve_token(section.token, f"{key}.token"),
         known_as=tuple(section.known_as),
-        max_body_bytes=int(section.max_body_bytes),
-        max_outstanding_requests=int(section.max_outstanding_requests),
-        infer_timeout_s=float(section.infer_timeout_seconds),
-        command_timeout_s=float(section.get("command_timeout_seconds", 3600)),
-        connections=ConnectionLimits(**section.connections),
+        max_body_bytes=section.max_body_bytes,
+        max_outstanding_requests=section.max_outstanding_requests,
+        infer_timeout_s=section.infer_timeout_seconds,
+        command_timeout_s=command_seconds,
+        connections=ConnectionLimits(**vars(section.connections)),
     )

@@ -25,7 +25,7 @@ from nemo_style_aligner.jobs.placement import PLACEMENT, has_critic_apart
 from nemo_style_aligner.launch.roles import TEACHER
 from nemo_style_aligner.models.policy_losses import LOSSES
 from nemo_style_aligner.rl.estimators import ESTIMATORS
-from nemo_style_aligner.rl.reward_config import REWARDS
+from nemo_style_aligner.rl.reward_config import REWARDS, kind_of
 
 _InVain = tuple[str, tuple[str, ...]]
 """A key, and patterns of those that have no effect with its present value."""
@@ -89,7 +89,7 @@ _SWITCHES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
 
 def settings_in_vain(view: JobView) -> Iterator[str]:
     """A line for each setting that makes others that have been given pointless, with these."""
-    defaults, present = load_defaults(view.name), dict(values(view.cfg))
+    defaults, present = load_defaults(view.name), dict(values(view.config.given))
     of_an_actor = (*_of_services(view), *_of_algorithms(view)) if view.is_actor else ()
     for key, patterns in (*of_an_actor, *_switched_off(view, present), *_of_rewards(view)):
         given = [
@@ -107,7 +107,7 @@ def settings_in_vain(view: JobView) -> Iterator[str]:
 def _is_derived(view: JobView, name: str) -> bool:
     """Whether a value is still the default's reference to another one."""
     section, _, key = name.rpartition(".")
-    return OmegaConf.is_interpolation(OmegaConf.select(view.cfg, section) if section else view.cfg, key)
+    return OmegaConf.is_interpolation(view.get(section) if section else view.config.given, key)
 
 
 def _switched_off(view: JobView, present: dict[str, Any]) -> Iterator[_InVain]:
@@ -140,7 +140,7 @@ def _of_algorithms(view: JobView) -> Iterator[_InVain]:
 
 
 def _of_rewards(view: JobView) -> Iterator[_InVain]:
-    if view.is_actor and not any(spec.kind == "function" for spec in listed_rewards(view)):
+    if view.is_actor and not any(kind_of(spec.source) == "function" for spec in listed_rewards(view)):
         yield REWARDS, (f"{_PPO}.reward_functions.*",)
 
 
@@ -148,7 +148,7 @@ def _of_services(view: JobView) -> Iterator[_InVain]:
     service, combined = "remote_critic_rm", "remote_critic_rm.combine_rm_and_critic_server"
     if not has_remote_critic(view):
         of_critic: tuple[str, ...] = ("critic.*", "combine_rm_and_critic_server")
-        if not has_critic_apart(view.cfg):
+        if not has_critic_apart(view.actor):
             of_critic += ("trained_critic", "journal_*", "timeouts.training_*")
         key = PLACEMENT if needs_critic(view) else ESTIMATOR
         yield key, tuple(f"{service}.{name}" for name in of_critic)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.config import schema
+from nemo_style_aligner.config.loading import ConfigError
 from nemo_style_aligner.data.datasets import (
     ComparisonDataset,
     ComparisonItem,
@@ -26,14 +26,14 @@ from nemo_style_aligner.data.datasets import (
 from nemo_style_aligner.data.examples import FIRST_EXAMPLE, for_log
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
-from nemo_style_aligner.data.text_format import ChatPromptTokens, TextFormat
+from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.jobs.job_setup import Run, register_model, start_run, training_batching
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.nonfinite import NonFinitePolicy
 from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.models.restore import ARCHIVE, BaseModel, open_base_model
 from nemo_style_aligner.models.supervised_losses import (
     LabelledBatch,
     LanguageModelBatch,
@@ -43,7 +43,6 @@ from nemo_style_aligner.models.supervised_losses import (
     language_model_objective,
     ranking_objective,
 )
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.training.supervised import Collate, SupervisedSettings, SupervisedTrainer
 
 logger = logging.getLogger(__name__)
@@ -73,30 +72,30 @@ class SupervisedTask:
     written: TextFormat = dataclasses.field(default_factory=TextFormat)
 
 
-BuildTrainer = Callable[[DictConfig, Run, BaseModel], SupervisedTrainer]
+Config = TypeVar("Config", schema.SFT, schema.SupervisedJob)
+
+BuildTrainer = Callable[[Config, Run, BaseModel], SupervisedTrainer]
 """A method: builds its trainer from a job's config, surroundings and base model. Collective.
 
 It looks at its data before it loads any weight."""
 
 
-def run_supervised(
-    cfg: DictConfig, build: BuildTrainer, base_key: str = "pretrained_checkpoint.restore_from_path"
-) -> int:
+def run_supervised(config: Config, build: BuildTrainer[Config], base_key: str = ARCHIVE) -> int:
     """Train a model on examples; return the job's exit status. Collective.
 
     ``base_key`` names the archive to start from.
     """
-    run = start_run(cfg)
-    base = open_base_model(OmegaConf.select(cfg, base_key), cfg, key=base_key)
-    register_model(cfg, run, base)
-    trainer = build(cfg, run, base)
+    run = start_run(config)
+    base, config = open_base_model(config.get(base_key), config, key=base_key)
+    register_model(config, run, base)
+    trainer = build(config, run, base)
     trainer.fit()
     return run.close()
 
 
 def build_supervised_trainer(
-    cfg: DictConfig,
-    section: DictConfig,
+    config: schema.SFT | schema.SupervisedJob,
+    loop: schema.SupervisedLoop,
     run: Run,
     model: MegatronModel,
     task: SupervisedTask,
@@ -105,33 +104,30 @@ def build_supervised_trainer(
     """Build the trainer of a job, resumed if there is a checkpoint.
 
     Args:
-        cfg: the whole config.
-        section: ``cfg.trainer.sft``, ``cfg.trainer.rm`` or the like.
+        loop: ``trainer.sft``, ``trainer.rm`` or the like.
         model: trainable, with its starting weights.
         task, objective: the data, and the loss on them.
 
     Raises:
         ValueError: too few examples.
     """
-    global_batch = int(cfg.model.global_batch_size)
-    val_batch = global_batch if task.val_global_batch_size is None else task.val_global_batch_size
-    seed = int(cfg.model.seed)
-    train_sampler = training_sampler(cfg, task)
+    own = config.model
+    val_batch = own.global_batch_size if task.val_global_batch_size is None else task.val_global_batch_size
+    train_sampler = training_sampler(own, task)
     validation = task.validation if task.validation is not None and len(task.validation) else None
     val_sampler = None
     if validation is not None:
-        val_sampler = EpochSampler(len(validation), val_batch, seed, task.shuffle_validation, drop_last=False)
+        val_sampler = EpochSampler(len(validation), val_batch, own.seed, task.shuffle_validation, drop_last=False)
     settings = SupervisedSettings.from_config(
-        section, train_sampler.batches_per_epoch, val_sampler.batches_per_epoch if val_sampler else 0
+        loop, train_sampler.batches_per_epoch, val_sampler.batches_per_epoch if val_sampler else 0
     )
     if validation is None and settings.val_check_interval:
         warn_for_all_ranks(
             logger, "there is no validation data: nothing is validated (val_check_interval has no effect)"
         )
     _require_known_best(settings, run, val_sampler is not None)
-    schedule = Schedule.from_config(cfg.model.optim, settings.max_steps)
-    nonfinite = NonFinitePolicy.from_config(section)
-    optimizer = Optimizer(model, cfg.model.optim, schedule, float(section.gradient_clip_val or 0.0), nonfinite)
+    schedule = Schedule.from_config(own.optim, settings.max_steps)
+    optimizer = Optimizer(model, own.optim, schedule, loop.gradient_clip_val or 0.0, loop)
     trainer = SupervisedTrainer(
         settings,
         model,
@@ -145,42 +141,44 @@ def build_supervised_trainer(
         run.checkpoints,
         run.metrics,
         run.control,
-        batching=training_batching(cfg.model, task.rows_per_example),
-        val_batching=training_batching(cfg.model, task.rows_per_example, task.val_micro_batch_size),
+        batching=training_batching(own, task.rows_per_example),
+        val_batching=training_batching(own, task.rows_per_example, task.val_micro_batch_size),
     )
     run.note_format(task.written)
-    trainer.profile = cfg.trainer.profile
-    run.resume(cfg, model, optimizer, trainer)
+    trainer.profile = config.trainer.profile
+    run.resume(config, model, optimizer, trainer)
     optimizer.schedule.warn_if_nothing_decays()
     return trainer
 
+
+PrefixJob = schema.RewardTraining | schema.DPOTraining | schema.KTOTraining | schema.DistillationTraining
+"""A job with ``model.data.data_prefix``."""
 
 BuildDataset = Callable[[DataSource], tuple[Dataset[Any], TextFormat]]
 """Makes the dataset of a part of ``model.data.data_prefix``, and says how its texts are written."""
 
 
 def prefix_task(
-    cfg: DictConfig, loop: DictConfig, tokenizer: Tokenizer, build: BuildDataset, collate: Collate, rows: int
+    config: PrefixJob, loop: schema.RewardLoop, tokenizer: Tokenizer, build: BuildDataset, collate: Collate, rows: int
 ) -> SupervisedTask:
     """The task of a job with ``model.data.data_prefix``; ``loop``: its section in ``trainer``; ``rows``: per example.
 
     Raises:
         DataError: the data are not as they should be, or do not fill a global batch.
     """
-    prefix = load_data_prefix(cfg.model.data.data_prefix)
+    prefix = load_data_prefix(config.model.data.data_prefix)
     train, written = build(prefix.train)
     logger.info(FIRST_EXAMPLE, for_log(train[0], tokenizer))
     validation = None if prefix.validation is None else build(prefix.validation)[0]
-    shuffled = bool(loop.train_random_sampler), bool(loop.val_random_sampler)
+    shuffled = loop.train_random_sampler, loop.val_random_sampler
     task = SupervisedTask(train, validation, collate, rows, *shuffled, written=written)
-    training_sampler(cfg, task)
+    training_sampler(config.model, task)
     return task
 
 
-def training_sampler(cfg: DictConfig, task: SupervisedTask) -> EpochSampler:
+def training_sampler(model: schema.TrainedModel, task: SupervisedTask) -> EpochSampler:
     """The order of the training examples. Raises DataError if they do not fill a global batch."""
-    batch, seed = int(cfg.model.global_batch_size), int(cfg.model.seed)
-    return EpochSampler(len(task.train), batch, seed, task.shuffle_train, drop_last=True)
+    return EpochSampler(len(task.train), model.global_batch_size, model.seed, task.shuffle_train, drop_last=True)
 
 
 def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: bool) -> None:
@@ -194,47 +192,50 @@ def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: 
 # ---- SFT ----------------------------------------------------------------------------------------
 
 
-def build_sft_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
+def build_sft_trainer(config: schema.SFT, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Supervised fine-tuning; see `BuildTrainer`."""
-    task = sft_task(cfg, base.tokenizer)
-    training_sampler(cfg, task)  # too few examples are an error before any weight is read
-    return build_supervised_trainer(cfg, cfg.trainer.sft, run, base.load(), task, language_model_objective())
+    task = sft_task(config, base.tokenizer)
+    training_sampler(config.model, task)  # too few examples are an error before any weight is read
+    return build_supervised_trainer(config, config.trainer.sft, run, base.load(), task, language_model_objective())
 
 
-def sft_dataset(cfg: DictConfig, part: str, tokenizer: Tokenizer) -> tuple[Dataset[SFTItem], TextFormat]:
+def sft_dataset(
+    config: schema.SFT, part: Literal["train_ds", "validation_ds"], tokenizer: Tokenizer
+) -> tuple[Dataset[SFTItem], TextFormat]:
     """The samples of ``model.data.<part>``, and how their texts are written."""
-    data = cfg.model.data
-    markup = None if tokenizer.chat_template else ChatPromptTokens(**data.chat_prompt_tokens)
-    options = SFTFormat.from_config(cfg.model, part, markup)
-    source = data_source(data[part].file_path, f"model.data.{part}.file_path")
+    data = config.model.data
+    files = data.train_ds if part == "train_ds" else data.validation_ds
+    has_template = bool(tokenizer.chat_template)
+    options = SFTFormat.from_config(files, data, config.model.answer_only_loss, has_template=has_template)
+    source = data_source(files.file_path, f"model.data.{part}.file_path")
     return source.build(lambda paths: SFTDataset(paths, tokenizer, options))
 
 
-def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
+def sft_task(config: schema.SFT, tokenizer: Tokenizer) -> SupervisedTask:
     """Prompt-response pairs or conversations, from ``model.data.train_ds`` and ``validation_ds``."""
-    data = cfg.model.data
+    data = config.model.data
 
     def collate(items: Sequence[SFTItem], present: torch.Tensor) -> LanguageModelBatch:
         tokens = pad_rows([item.token_ids for item in items], tokenizer.pad_id)
         mask = pad_rows([item.targets for item in items], 0)[:, 1:].float()
         return LanguageModelBatch(tokens, mask * present[:, None])
 
-    if tokenizer.chat_template and data.chat_prompt_tokens != load_defaults("gpt_sft").model.data.chat_prompt_tokens:
+    if tokenizer.chat_template and vars(data.chat_prompt_tokens) != vars(schema.ChatTokens()):
         warn_for_all_ranks(
             logger,
             "model.data.chat_prompt_tokens have no effect: the tokenizer's chat template renders conversations",
         )
-    train, written = sft_dataset(cfg, "train_ds", tokenizer)
+    train, written = sft_dataset(config, "train_ds", tokenizer)
     logger.info(FIRST_EXAMPLE, for_log(train[0], tokenizer))
     return SupervisedTask(
         train,
-        sft_dataset(cfg, "validation_ds", tokenizer)[0] if data.validation_ds.file_path else None,
+        sft_dataset(config, "validation_ds", tokenizer)[0] if data.validation_ds.file_path else None,
         collate,
         1,
-        bool(data.train_ds.shuffle),
-        bool(data.validation_ds.shuffle),
-        int(data.validation_ds.global_batch_size),
-        int(data.validation_ds.micro_batch_size),
+        data.train_ds.shuffle,
+        data.validation_ds.shuffle,
+        data.validation_ds.global_batch_size,
+        data.validation_ds.micro_batch_size,
         written=written,
     )
 
@@ -242,44 +243,45 @@ def sft_task(cfg: DictConfig, tokenizer: Tokenizer) -> SupervisedTask:
 # ---- reward models ------------------------------------------------------------------------------
 
 
-def build_reward_trainer(cfg: DictConfig, run: Run, base: BaseModel) -> SupervisedTrainer:
+def build_reward_trainer(config: schema.RewardTraining, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Reward model training; see `BuildTrainer`."""
-    head = RewardHeadConfig.from_model_config(cfg.model)
-    task = reward_task(cfg, base.tokenizer, head)
+    head = RewardHeadConfig.from_model_config(base.config)
+    task = reward_task(config, base.tokenizer, head)
     model = base.load(head=head)
-    return build_supervised_trainer(cfg, cfg.trainer.rm, run, model, task, reward_objective(cfg, head))
+    return build_supervised_trainer(config, config.trainer.rm, run, model, task, reward_objective(config.model, head))
 
 
 def reward_dataset(
-    cfg: DictConfig, source: DataSource, tokenizer: Tokenizer, num_attributes: int | None = None
+    config: schema.RewardTraining, source: DataSource, tokenizer: Tokenizer, num_attributes: int | None = None
 ) -> tuple[Dataset[Any], TextFormat]:
     """The pairs or labelled texts of a part of ``model.data.data_prefix``, and how their texts are written."""
-    data = cfg.model.data
-    length, append_eod, add_bos = int(data.seq_length), bool(data.append_eod), data.add_bos
-    if cfg.model.reward_model_type == "regression":
-        ignored = float(cfg.model.regression.loss_mask_val)
+    data = config.model.data
+    length, append_eod, add_bos = data.seq_length, data.append_eod, data.add_bos
+    if config.model.reward_model_type == "regression":
+        ignored = config.model.regression.loss_mask_val
         return source.build(
             lambda paths: RegressionDataset(paths, tokenizer, length, append_eod, num_attributes, add_bos, ignored)
         )
     return source.build(lambda paths: ComparisonDataset(paths, tokenizer, length, append_eod, add_bos))
 
 
-def reward_task(cfg: DictConfig, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:
+def reward_task(config: schema.RewardTraining, tokenizer: Tokenizer, head: RewardHeadConfig) -> SupervisedTask:
     """Comparisons or labelled texts, from ``model.data.data_prefix``."""
 
     def build(source: DataSource) -> tuple[Dataset[Any], TextFormat]:
-        return reward_dataset(cfg, source, tokenizer, head.num_attributes)
+        return reward_dataset(config, source, tokenizer, head.num_attributes)
 
-    if cfg.model.reward_model_type == "regression":
-        collate = _labelled_collate(tokenizer, float(cfg.model.regression.loss_mask_val))
-        return prefix_task(cfg, cfg.trainer.rm, tokenizer, build, collate, 1)
-    return prefix_task(cfg, cfg.trainer.rm, tokenizer, build, _pair_collate(tokenizer), 2)
+    model, loop = config.model, config.trainer.rm
+    if model.reward_model_type == "regression":
+        collate = _labelled_collate(tokenizer, model.regression.loss_mask_val)
+        return prefix_task(config, loop, tokenizer, build, collate, 1)
+    return prefix_task(config, loop, tokenizer, build, _pair_collate(tokenizer), 2)
 
 
-def reward_objective(cfg: DictConfig, head: RewardHeadConfig) -> Objective:
+def reward_objective(model: schema.RewardModel, head: RewardHeadConfig) -> Objective:
     """Bradley-Terry loss for comparisons, squared error for labels."""
-    if cfg.model.reward_model_type == "regression":
-        return attribute_regression_objective(head, float(cfg.model.regression.loss_mask_val))
+    if model.reward_model_type == "regression":
+        return attribute_regression_objective(head, model.regression.loss_mask_val)
     return ranking_objective(head)
 
 

@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import uuid
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nemo_style_aligner.errors import excepthook_kept
@@ -30,13 +31,12 @@ from nemo_style_aligner.trusted_paths import UntrustedPathError, cache_folder, o
 from nemo_style_aligner.wording import counted
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from torch.distributed import Store
 
 _logger = logging.getLogger(__name__)
 
 
-def initialize(info: LaunchInfo, timeout_minutes: float, cfg: DictConfig | None = None) -> None:
+def initialize(info: LaunchInfo, timeout_minutes: float, apart: Mapping[str, int] | None = None) -> None:
     """Set up this process: torch.distributed (NCCL on GPUs, gloo on CPUs), its threads and its memory.
 
     Afterwards the environment holds torchrun's variables, whatever the launcher was, for libraries that read them.
@@ -44,7 +44,7 @@ def initialize(info: LaunchInfo, timeout_minutes: float, cfg: DictConfig | None 
     Args:
         info: see `detect_launch`.
         timeout_minutes: ``trainer.distributed_timeout_minutes``.
-        cfg: the job's config, which may set ranks apart (`roles`).
+        apart: ranks that have one thing to do (`roles.ranks_apart`).
 
     Raises:
         LaunchError: the ranks cannot find each other, or have no device.
@@ -88,7 +88,7 @@ def initialize(info: LaunchInfo, timeout_minutes: float, cfg: DictConfig | None 
     failures.run = store.get("run").decode()
     meet_over_gloo(store, info.rank, info.world_size)
     with excepthook_kept():
-        if cfg is not None and (apart := roles.ranks_apart(cfg)):
+        if apart:
             roles.initialize(store, info.rank, info.world_size, apart, backend, timeout)
         else:
             dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)

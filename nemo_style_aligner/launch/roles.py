@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from nemo_style_aligner.config.schema import ActorLoop, ListedReward
 
 _logger = logging.getLogger(__name__)
 
@@ -41,13 +42,13 @@ def devices_key(role: str) -> str:
     return _DEVICES.get(role, f"{role}.devices")
 
 
-def ranks_apart(cfg: DictConfig) -> dict[str, int]:
+def ranks_apart(ppo: ActorLoop) -> dict[str, int]:
     """The roles that have ranks of their own in an actor's job, and how many, in the ranks' order."""
-    rewards = OmegaConf.select(cfg, "trainer.ppo.rewards")
-    listed = enumerate(rewards if isinstance(rewards, ListConfig) else ())
-    of_rewards = [f"trainer.ppo.rewards[{place}]" for place, reward in listed if isinstance(reward, DictConfig)]
-    roles = (ROLLOUT, CRITIC, REFERENCE, TEACHER, *of_rewards)
-    found = {role: OmegaConf.select(cfg, devices_key(role)) for role in roles}
+    found = {ROLLOUT: ppo.rollout_devices, CRITIC: ppo.critic_devices}
+    found |= {REFERENCE: ppo.reference.devices, TEACHER: ppo.teacher.devices}
+    for place, reward in enumerate(ppo.rewards or ()):
+        if isinstance(reward, ListedReward):  # else it is refused later, as is a wrong number
+            found[f"trainer.ppo.rewards[{place}]"] = reward.devices
     return {role: count for role, count in found.items() if isinstance(count, int) and count > 0}
 
 

@@ -2,7 +2,7 @@
 
 The same script runs under ``mpirun``, ``srun``, ``torchrun`` and plain ``python``. `detect_launch` reads
 from the environment which of them started this process, `initialize` sets up torch.distributed
-accordingly, and `job` wraps an entry script's ``main(cfg)`` in all of it. A rank that raises ends the whole
+accordingly, and `job` wraps an entry script's ``main(config)`` in all of it. A rank that raises ends the whole
 job within seconds (`install_excepthook`).
 """
 
@@ -18,16 +18,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra.utils
-from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.config.command_line import Composed, compose
+from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.loading import ConfigError, check_config, log_directory, make_paths_absolute
+from nemo_style_aligner.config.schema import JOBS, PPOActor
 from nemo_style_aligner.config.section_names import speak_as
 from nemo_style_aligner.launch.ending import FAILED_FILE, abort_job, failures, install_excepthook, shutdown
 from nemo_style_aligner.launch.initialization import initialize
+from nemo_style_aligner.launch.roles import ranks_apart
 from nemo_style_aligner.launch.stop_signals import (
     EXIT_REQUEUE,
     REQUEUE_FILE,
@@ -38,7 +40,7 @@ from nemo_style_aligner.launch.stop_signals import (
 )
 from nemo_style_aligner.launch.supervisor import end_with_supervisor, signal_when_parent_dies, supervise
 from nemo_style_aligner.parallel.detection import LaunchInfo, detect_launch
-from nemo_style_aligner.telemetry.log_lines import LOG_LEVELS, configure_logging
+from nemo_style_aligner.telemetry.log_lines import configure_logging
 from nemo_style_aligner.wording import spelt
 
 _logger = logging.getLogger(__name__)
@@ -50,12 +52,9 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
     """Compare what the launcher started with ``trainer.devices`` x ``trainer.num_nodes``.
 
     Raises:
-        ConfigError: they are not positive whole numbers, or differ. A single rank counts as started without a launcher:
+        ConfigError: they differ. A single rank counts as started without a launcher:
             the supervisor then starts this machine's ranks, but it cannot start those of several nodes.
     """
-    for name, value in (("devices", devices), ("num_nodes", num_nodes)):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"trainer.{name}={value!r}: give a number of 1 or more")
     wanted = devices * num_nodes
     asked = f"trainer.devices={devices} x trainer.num_nodes={num_nodes}"
     if info.world_size > 1 and info.world_size != wanted:
@@ -72,11 +71,11 @@ def check_world_size(info: LaunchInfo, devices: int, num_nodes: int) -> None:
 
 def job(
     name: str, *, check: str | None, is_service: bool = False
-) -> Callable[[Callable[[DictConfig], int | None]], Callable[[], None]]:
-    """Make ``main(cfg)`` of an entry script the job whose config is ``conf/<name>.yaml``::
+) -> Callable[[Callable[[Any], int | None]], Callable[[], None]]:
+    """Make ``main(config)`` of an entry script the job whose config is ``conf/<name>.yaml``::
 
         @job("gpt_ppo_critic", check="nemo_style_aligner.jobs.config_checks.check_job", is_service=True)
-        def main(cfg: DictConfig) -> None:
+        def main(config: Critic) -> None:
             ...
 
         if __name__ == "__main__":
@@ -97,7 +96,7 @@ def job(
         is_service: SIGTERM is this job's regular end, with status 0 even while the job is starting.
     """
 
-    def decorate(main: Callable[[DictConfig], int | None]) -> Callable[[], None]:
+    def decorate(main: Callable[[Any], int | None]) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
             install_excepthook()
@@ -135,19 +134,20 @@ def _end_start(info: LaunchInfo, log_dir: Path, is_service: bool, number: signal
 
 
 def _run_job(
-    name: str, check: str | None, main: Callable[[DictConfig], int | None], composed: Composed, is_service: bool
+    name: str, check: str | None, main: Callable[[Any], int | None], composed: Composed, is_service: bool
 ) -> int:
-    cfg = composed.cfg
     speak_as(name)
     info = detect_launch(os.environ)
     configure_logging(info.rank)
-    notes = [*composed.notes, *check_config(cfg, name)]
-    _use_one_queue(cfg)
-    check_world_size(info, cfg.trainer.devices, cfg.trainer.num_nodes)
-    level = cfg.exp_manager.log_level if cfg.exp_manager.log_level in LOG_LEVELS else "info"  # else it is refused below
-    configure_logging(info.rank, getattr(logging, level.upper()), cfg.exp_manager.log_format)
-    if info.world_size == 1 and cfg.trainer.devices > 1:
-        status = supervise(cfg.trainer.devices)
+    notes = [*composed.notes, *check_config(composed.cfg, name)]
+    make_paths_absolute(composed.cfg)
+    config = JOBS[name].sections.read(composed.cfg)
+    trainer, exp_manager = config.trainer, config.exp_manager
+    _use_one_queue(config)
+    check_world_size(info, trainer.devices, trainer.num_nodes)
+    configure_logging(info.rank, getattr(logging, exp_manager.log_level.upper()), exp_manager.log_format)
+    if info.world_size == 1 and trainer.devices > 1:
+        status = supervise(trainer.devices)
         ignore()
         if status != EXIT_REQUEUE:
             sys.exit(status)
@@ -157,22 +157,22 @@ def _run_job(
         # This imports nearly all that a rank needs. It stays, and Python's garbage collector would scan it again and
         # again: a fifth of the time until the job begins.
         gc.disable()
-        make_paths_absolute(cfg)
         check_job = hydra.utils.get_method(check)
         gc.freeze()
         gc.enable()
-        check_job(name, cfg, cfg.trainer.devices * cfg.trainer.num_nodes)
+        check_job(name, config, trainer.devices * trainer.num_nodes)
     for note in notes:
         _logger.info(note)
-    log_dir = log_directory(cfg.exp_manager)
+    log_dir = log_directory(exp_manager)
     failures.leave_in(log_dir, remove=info.rank == 0)
     if info.rank == 0:
         (log_dir / REQUEUE_FILE).unlink(missing_ok=True)
     stops.install(functools.partial(_end_start, info, log_dir, is_service))
     if info.launcher in ("mpirun", "torchrun"):  # killed, they leave their ranks, which nobody would end then
         signal_when_parent_dies(signal.SIGTERM)
-    initialize(info, cfg.trainer.distributed_timeout_minutes, cfg)
-    status = main(cfg) or 0
+    apart = ranks_apart(config.trainer.ppo) if isinstance(config, PPOActor) else {}
+    initialize(info, trainer.distributed_timeout_minutes, apart)
+    status = main(config) or 0
     if status == EXIT_REQUEUE and info.rank == 0:
         write_requeue_file(log_dir, STOPPED_EARLY)
     shutdown(status)
@@ -180,8 +180,8 @@ def _run_job(
     return status
 
 
-def _use_one_queue(cfg: DictConfig) -> None:
+def _use_one_queue(config: JobConfig) -> None:
     """Set what megatron-core's overlap of tensor-parallel communication with GEMMs relies on, before CUDA starts."""
-    sizes = (OmegaConf.select(cfg, f"{part}model.tensor_model_parallel_size") for part in ("", "critic."))
+    sizes = (config.get(f"{part}model.tensor_model_parallel_size") for part in ("", "critic."))
     if any(isinstance(size, int) and size > 1 for size in sizes):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

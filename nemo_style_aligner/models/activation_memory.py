@@ -29,10 +29,10 @@ def activation_bytes(
     a = architecture
     h, f = a.hidden_size, a.ffn_hidden_size // tp_size
     query, key = (heads * a.kv_channels // tp_size for heads in (a.num_attention_heads, a.num_query_groups))
-    is_rms_norm, is_swiglu = a.normalization == "rmsnorm", a.gated and a.activation == "silu"
+    is_rms_norm, is_swiglu = not a.norm_has_bias, a.gated and a.activation == "silu"
     # In the MLP, inputs of its activation and of its second layer; where these are several functions, what is between.
     mlp = 3 * f if is_swiglu else 5 * f if a.gated else 2 * f
-    layer = 4 * h + (3 if torch_attention else 2) * (query + key) + mlp
+    layer = (6 if a.layer_norms == "both" else 4) * h + (3 if torch_attention else 2) * (query + key) + mlp
     if not is_rms_norm and not fused_norms:
         layer += 2 * h * (4 - itemsize) // itemsize
     if a.qk_layernorm:  # queries and keys before and behind their norms; for compiled functions, values beside either
@@ -40,7 +40,8 @@ def activation_bytes(
         if query != key:  # a group's queries do not lie as their norm needs them: a copy
             layer += query
     if granularity == "selective":
-        recomputed = 2 * h * is_rms_norm + f * is_swiglu  # see `models.recompute`
+        are_inputs = is_rms_norm and a.layer_norms != "after"  # what comes out of norms, of linear layers
+        recomputed = 2 * h * are_inputs + f * is_swiglu  # see `models.recompute`
         layer -= h + mlp if recomputes_mlp else recomputed
     num_recomputed = 0
     if granularity == "full":

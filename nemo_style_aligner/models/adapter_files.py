@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import json
 import logging
-import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from nemo_style_aligner.checkpoints.sharded_tensors import (
     load_sharded_tensors,
     stored_shapes,
 )
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.lora import A_WEIGHT, B_WEIGHT, LoraSettings, fill
 from nemo_style_aligner.parsing import parse_yaml, read_json
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
 from nemo_style_aligner.wording import some_of
 
@@ -151,7 +151,7 @@ def adapter_identity(path: Path) -> str:
 def _peft_kind(path: Path) -> AdapterKind:
     config = _peft_config(path)
     if odd := {key: config[key] for key, plain in _PLAIN.items() if key in config and config[key] not in plain}:
-        shown = ", ".join(f"{key}={value}" for key, value in odd.items())
+        shown = ", ".join(f"{key}={value!s:.40}" for key, value in odd.items())
         raise ValueError(f"{path}/{PEFT_CONFIG}: {shown} is not supported: merge it into its model with PEFT instead")
     if unknown := [key for key, value in config.items() if value and key not in (*_UNREAD.split(), *_PLAIN)]:
         warn_for_all_ranks(
@@ -160,9 +160,9 @@ def _peft_kind(path: Path) -> AdapterKind:
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        raise ValueError(f"{path}/{PEFT_CONFIG}: r={rank}: the rank should be a whole number above 0")
-    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise ValueError(f"{path}/{PEFT_CONFIG}: lora_alpha={alpha}: it should be a number above 0")
+        raise ValueError(f"{path}/{PEFT_CONFIG}: r={rank!s:.40}: the rank should be a whole number above 0")
+    if type(alpha) not in (int, float) or not 0 < alpha <= sys.float_info.max:
+        raise ValueError(f"{path}/{PEFT_CONFIG}: lora_alpha={alpha!s:.40}: it should be a number above 0")
     return AdapterKind(path, rank, float(alpha))
 
 
@@ -204,6 +204,8 @@ def read_adapter(kind: AdapterKind) -> dict[str, torch.Tensor]:
 
 def _read_peft(kind: AdapterKind) -> dict[str, torch.Tensor]:
     path = kind.path
+    if (path / _PEFT_WEIGHTS).exists() and not (path / _PEFT_WEIGHTS).is_file():
+        raise ValueError(f"{path / _PEFT_WEIGHTS} is no regular file")
     try:
         stored = load_file(path / _PEFT_WEIGHTS)
     except FileNotFoundError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,14 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
 
+from nemo_style_aligner.architecture import EVERY_FEATURE, Layer
 from nemo_style_aligner.models.gpu_kernels import gpu_kernels
-from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
+from nemo_style_aligner.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
 from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.varlen_attention import has_varlen_attention, varlen_attention
+from nemo_style_aligner.softcaps import capped_attention
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.triton_kernels import TritonKernels
@@ -29,12 +32,12 @@ class LayerConfig(TransformerConfig):
     """megatron-core's config of a model's layers, with what it has no words for.
 
     Attributes:
+        layers: what each of the model's layers computes.
         attention_factor: what cosines and sines of the rotary embedding are multiplied by.
-        residual_multiplier: of what attention and MLP add to the residual stream.
     """
 
+    layers: tuple[Layer, ...] = ()
     attention_factor: float = 1.0
-    residual_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,9 +47,9 @@ class LayerConfig(TransformerConfig):
             self.yarn_mscale, self.yarn_mscale_all_dim = 10 * (self.attention_factor - 1), 0.0
             self.apply_rope_fusion = False  # fused, packed rows would be turned without it
 
-    def rotates(self, layer_number: int) -> bool:
-        """Whether the layer (1-based) has a rotary embedding; some of SmolLM3's have none."""
-        return not (isinstance(self.no_rope_freq, list) and self.no_rope_freq[layer_number - 1])
+    def layer(self, layer_number: int) -> Layer:
+        """What a layer (1-based) computes."""
+        return self.layers[layer_number - 1]
 
 
 class LocalSelfAttention(SelfAttention):
@@ -66,10 +69,10 @@ class LocalSelfAttention(SelfAttention):
         """[s, b, h] -> [s, b, h] and the bias yet to be added; b = 1 for packed rows."""
         if packed_seq_params is None:
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
-        drops_out = self.training and self.core_attention.dropout > 0
-        kernels = None if drops_out else kernels_for(hidden_states)
+        layer, drops_out = self.config.layer(self.layer_number), self.training and self.core_attention.dropout > 0
+        kernels = None if drops_out or layer.unknown(EVERY_FEATURE) else kernels_for(hidden_states)
         in_fp32 = kernels or _rotating_kernels(hidden_states)
-        angles = rotary_pos_emb if self.config.rotates(self.layer_number) else None
+        angles = rotary_pos_emb if layer.rotates else None
         dtype = torch.float32 if in_fp32 else hidden_states.dtype
         rotary = packed_seq_params.rotate_by(angles, dtype, self.config.attention_factor)
         if kernels:
@@ -95,8 +98,9 @@ class LocalSelfAttention(SelfAttention):
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
-        scale = self.config.softmax_scale or d**-0.5
-        out = _Attention.apply(mixed.reshape(t, groups, -1, d), rotary, lengths, scale, kernels)
+        layer = self.config.layer(self.layer_number)
+        row = AttentionRow(rotary, lengths, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
+        out = _Attention.apply(mixed.reshape(t, groups, -1, d), row, kernels)
         return out.view(t, 1, -1)
 
 
@@ -108,10 +112,11 @@ class CausalAttention(MegatronModule):
     call for each sequence.
     """
 
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+    def __init__(self, config: LayerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
         self.dropout = config.attention_dropout
-        self.scale = config.softmax_scale  # None: torch's own, 1 / sqrt(d)
+        self.scale = config.layer(layer_number).softmax_scale  # None: torch's own, 1 / sqrt(d)
+        self.softcap = config.layer(layer_number).attn_logit_softcapping
 
     def forward(
         self,
@@ -137,7 +142,8 @@ class CausalAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
         drops_out = self.training and self.dropout > 0
-        if len(packed.lengths) > 1 and not drops_out and has_varlen_attention(query, key):
+        can = len(packed.lengths) > 1 and not drops_out and self.softcap is None
+        if can and has_varlen_attention(query, key):
             boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
             return varlen_attention(query, key, value, boundaries, longest, self.scale).flatten(1)[:, None]
         sequences = zip(*(x.unsqueeze(1).split(packed.lengths) for x in (query, key, value)), strict=True)
@@ -156,41 +162,43 @@ class CausalAttention(MegatronModule):
         # Each tensor-parallel rank drops out weights of its own heads. Under sequence parallelism megatron-core has
         # chosen the rank's own random stream for whole layers already.
         has_own_stream = not dropout or self.config.sequence_parallel
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with contextlib.nullcontext() if has_own_stream else get_cuda_rng_tracker().fork():
-            out = F.scaled_dot_product_attention(
-                query.permute(1, 2, 0, 3),
-                key.permute(1, 2, 0, 3),
-                value.permute(1, 2, 0, 3),
-                is_causal=True,
-                dropout_p=dropout,
-                scale=self.scale,
-                enable_gqa=has_groups,
-            )
+            if self.softcap is None:
+                out = F.scaled_dot_product_attention(
+                    query, key, value, is_causal=True, dropout_p=dropout, scale=self.scale, enable_gqa=has_groups
+                )
+            else:
+                out = self._attend_capped(query, key, value, dropout)
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+    def _attend_capped(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        """``query`` [b, heads, s, d]. Scores are computed again in the backward pass, unless some are dropped out."""
+        assert self.softcap is not None
+        mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril_()
+        arguments = query, key, value, mask, self.scale or query.shape[-1] ** -0.5, self.softcap
+        if dropout or not torch.is_grad_enabled():
+            return capped_attention(*arguments, dropout)
+        return cast(torch.Tensor, checkpoint(capped_attention, *arguments, use_reentrant=False))
 
 
 class _Attention(torch.autograd.Function):
     """`LayerKernels.attention`: saves its input and the log-sum-exp of the scores, not its output."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        lengths: torch.Tensor,
-        scale: float,
-        kernels: LayerKernels,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, qkv: torch.Tensor, row: AttentionRow, kernels: LayerKernels) -> torch.Tensor:
         qkv = qkv.contiguous()
-        out, lse = kernels.attention(qkv, rotary, lengths, scale)
+        out, lse = kernels.attention(qkv, row)
         ctx.save_for_backward(qkv, lse)
-        ctx.arguments, ctx.kernels = (rotary, lengths, scale), kernels
+        ctx.row, ctx.kernels = row, kernels
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         qkv, lse = ctx.saved_tensors
-        return ctx.kernels.attention_backward(grad.contiguous(), lse, qkv, *ctx.arguments), None, None, None, None
+        return ctx.kernels.attention_backward(grad.contiguous(), lse, qkv, ctx.row), None, None
 
 
 class _Rotation(torch.autograd.Function):

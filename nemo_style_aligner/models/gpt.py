@@ -18,6 +18,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.sharded_tensors import HEAD_PREFIX, Part, parameter_parts
+from nemo_style_aligner.config.schema import Optimizer
 from nemo_style_aligner.models.attention import LayerConfig
 from nemo_style_aligner.models.gpu_kernels import prepare_kernels
 from nemo_style_aligner.models.heads import RewardHead, RewardHeadConfig
@@ -26,6 +27,7 @@ from nemo_style_aligner.models.linear import add_in_place
 from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.models.lora import Adapter, LoraSettings, add_adapters
 from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
+from nemo_style_aligner.softcaps import capped
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.kept_passes import KeptPasses
@@ -38,7 +40,6 @@ _ACTIVATIONS = {
     "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
     "squared-relu": squared_relu,
 }
-_NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
 
 
 def parse_precision(precision: Any, name: str = "trainer.precision") -> torch.dtype:
@@ -121,25 +122,28 @@ class MegatronModel:
 class GPTLanguageModel(GPTModel):
     """A `GPTModel` that returns log-probs for a `Prediction` passed as ``labels``, without storing all logits."""
 
-    def __init__(self, *args: Any, true_vocab_size: int, logits_scaling: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.true_vocab_size = true_vocab_size
-        self.logits_scaling = logits_scaling
+    def __init__(self, *args: Any, architecture: ModelArchitecture, **kwargs: Any) -> None:
+        super().__init__(*args, share_embeddings_and_output_weights=architecture.tied_embeddings, **kwargs)
+        self.architecture = architecture
 
     def _postprocess(self, hidden_states: torch.Tensor, *, labels: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """[s, b, h] -> the prediction's log-probs on the last stage, or logits without ``labels``."""
-        if self.post_process and self.logits_scaling != 1:
-            hidden_states = hidden_states / self.logits_scaling
-        if labels is None or not self.post_process:
+        a = self.architecture
+        if not self.post_process:
             return super()._postprocess(hidden_states, labels=None, **kwargs)
+        if a.logits_scaling != 1:
+            hidden_states = hidden_states / a.logits_scaling
+        if labels is None:
+            return capped(super()._postprocess(hidden_states, labels=None, **kwargs), a.final_logit_softcapping)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return predict(
             hidden_states,
             weight,
-            self.true_vocab_size,
+            a.vocab_size,
             labels,
             sequence_parallel=self.config.sequence_parallel,
+            softcap=a.final_logit_softcapping,
         )
 
 
@@ -176,13 +180,13 @@ def transformer_config(
     if problems := architecture.layout_problems(layout.tp_size, layout.pp_size):
         raise ValueError("; ".join(problems))
     granularity, skipped = model_cfg.get("activations_checkpoint_granularity"), architecture.no_rope_layers
-    is_te = uses_transformer_engine(dtype)
+    is_te = uses_transformer_engine(dtype, architecture.layers)
     recompute: dict[str, Any] = {}
     if granularity == "full":
         recompute = {
             "recompute_granularity": "full",
             "recompute_method": model_cfg.get("activations_checkpoint_method") or "uniform",
-            "recompute_num_layers": int(model_cfg.get("activations_checkpoint_num_layers") or 1),
+            "recompute_num_layers": model_cfg.get("activations_checkpoint_num_layers") or 1,
         }
     elif granularity == "selective":
         # Our own layers recompute activations themselves, not through megatron-core: see `models.recompute`.
@@ -194,8 +198,9 @@ def transformer_config(
         num_attention_heads=architecture.num_attention_heads,
         num_query_groups=architecture.num_query_groups,
         kv_channels=architecture.kv_channels,
-        normalization=_NORMALIZATIONS[architecture.normalization],
-        layernorm_zero_centered_gamma=architecture.normalization == "layernorm1p",
+        layers=architecture.layers,
+        normalization="LayerNorm" if architecture.norm_has_bias else "RMSNorm",
+        layernorm_zero_centered_gamma=architecture.norm_offset == 1,
         layernorm_epsilon=architecture.layernorm_epsilon,
         activation_func=_ACTIVATIONS[architecture.activation],
         gated_linear_unit=architecture.gated,
@@ -203,11 +208,11 @@ def transformer_config(
         add_qkv_bias=architecture.qkv_bias or architecture.bias,
         qk_layernorm=architecture.qk_layernorm,
         init_method_std=architecture.init_method_std,
-        hidden_dropout=float(model_cfg.get("hidden_dropout") or 0.0),
-        attention_dropout=float(model_cfg.get("attention_dropout") or 0.0),
+        hidden_dropout=model_cfg.get("hidden_dropout") or 0.0,
+        attention_dropout=model_cfg.get("attention_dropout") or 0.0,
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
-        sequence_parallel=bool(model_cfg.get("sequence_parallel", False)) and layout.tp_size > 1,
+        sequence_parallel=layout.tp_size > 1 and bool(model_cfg.get("sequence_parallel")),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -227,7 +232,6 @@ def transformer_config(
         attention_factor=architecture.frequencies()[1],
         no_rope_freq=[int(layer in skipped) for layer in range(architecture.num_layers)] if skipped else None,
         softmax_scale=architecture.softmax_scale,
-        residual_multiplier=architecture.residual_multiplier,
         apply_rope_fusion=is_te,  # unfused, packed rows make the CPU wait for the GPU in every layer
         deallocate_pipeline_outputs=True,
         # Packed rows differ in length, for which megatron-core requires this dispatcher even without experts.
@@ -272,7 +276,7 @@ def build_model(
         "config": config,
         "transformer_layer_spec": block_spec(config, separate_norms=lora is not None),
         "vocab_size": padded_vocab_size(
-            architecture.vocab_size, int(model_cfg.get("make_vocab_size_divisible_by") or 1), layout.tp_size
+            architecture.vocab_size, model_cfg.get("make_vocab_size_divisible_by") or 1, layout.tp_size
         ),
         "max_sequence_length": architecture.max_position_embeddings,
         "pre_process": layout.is_first_stage,
@@ -282,12 +286,7 @@ def build_model(
         "rotary_base": architecture.rotary_base,
     }
     if head is None:
-        gpt: GPTModel = GPTLanguageModel(
-            true_vocab_size=architecture.vocab_size,
-            logits_scaling=architecture.logits_scaling,
-            share_embeddings_and_output_weights=architecture.tied_embeddings,
-            **options,
-        )
+        gpt: GPTModel = GPTLanguageModel(architecture=architecture, **options)
     else:
         gpt = GPTRewardModel(head=head, **options)
     rotary = gpt.rotary_pos_emb
@@ -319,10 +318,9 @@ def _embedded(out: torch.Tensor, multiplier: float) -> torch.Tensor:
     return out if multiplier == 1 else out * multiplier
 
 
-def uses_distributed_optimizer(model_cfg: Mapping[str, Any]) -> bool:
+def uses_distributed_optimizer(name: str) -> bool:
     """Whether ``model.optim.name`` asks for optimizer states sharded over data-parallel ranks."""
-    optim = model_cfg.get("optim") or {}
-    return str(optim.get("name", "distributed_fused_adam")).startswith(("distributed", "mcore_distributed"))
+    return name.startswith(("distributed", "mcore_distributed"))
 
 
 def _wrap_for_training(
@@ -332,11 +330,11 @@ def _wrap_for_training(
     model_cfg: Mapping[str, Any],
     layout: ParallelLayout,
 ) -> DistributedDataParallel:
-    optim = model_cfg.get("optim") or {}
+    optim = Optimizer.among(model_cfg.get("optim") or {})
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=bool(optim.get("overlap_grad_sync", False)) and layout.dp_size > 1,
-        use_distributed_optimizer=uses_distributed_optimizer(model_cfg),
+        overlap_grad_reduce=optim.overlap_grad_sync and layout.dp_size > 1,
+        use_distributed_optimizer=uses_distributed_optimizer(optim.name),
         check_for_nan_in_grad=False,
     )
     ddp = DistributedDataParallel(config, ddp_config, module)

@@ -246,8 +246,8 @@ class KeptPasses:
             layout.tp_size,
             recompute.recomputes_mlp(config),
             config.recompute_num_layers if config.recompute_method == "block" else None,
-            uses_transformer_engine(config.params_dtype),
-            uses_torch_attention(config.params_dtype),
+            uses_transformer_engine(config.params_dtype, config.layers),
+            uses_torch_attention(config.params_dtype, config.layers),
         )
 
     def _free_bytes(self) -> float:

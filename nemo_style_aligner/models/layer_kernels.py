@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +60,24 @@ class _Attention(ctypes.Structure):
         *[(name, _Pointer) for name in ("qkv", "out", "grad_out", "grad_qkv", "lse", "cos", "sin", "lengths")],
         *[(name, ctypes.c_int32) for name in ("num_sequences", "groups", "per_group", "channels", "rotary")],
         *[(name, ctypes.c_int32) for name in ("is_bf16", "threads")],
-        ("scale", ctypes.c_float),
+        *[(name, ctypes.c_float) for name in ("scale", "softcap")],
     ]
+
+
+class AttentionRow(NamedTuple):
+    """What attention within the sequences of a packed row of t tokens depends on beside queries, keys and values.
+
+    Attributes:
+        rotary: cosines and sines, fp32 [t, r], of the angles that rotate queries and keys; None: no rotation.
+        lengths: int32 [n], tokens of each sequence; they add up to t.
+        scale: factor of the scores, the products of queries and keys.
+        softcap: c, where scores x are c tanh(x / c) after that.
+    """
+
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    lengths: torch.Tensor
+    scale: float
+    softcap: float | None = None
 
 
 class LayerKernels:
@@ -128,20 +145,11 @@ class LayerKernels:
         pointers = [_Pointer(x.data_ptr()) for x in (total, columns, rows)]
         self._check(self._library.layer_add_product(*pointers, n, v, h, torch.get_num_threads()))
 
-    def attention(
-        self,
-        qkv: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        lengths: torch.Tensor,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attention(self, qkv: torch.Tensor, row: AttentionRow) -> tuple[torch.Tensor, torch.Tensor]:
         """Causal attention within each sequence of a packed row of t tokens.
 
         Args:
             qkv: [t, groups, heads per group + 2, d], for each group its query heads, its key and its value.
-            rotary: cosines and sines, fp32 [t, r], of the angles that rotate queries and keys; None: no rotation.
-            lengths: int32 [n], tokens of each sequence; they add up to t.
-            scale: factor of the scores, the products of queries and keys.
 
         Returns:
             [t, heads, d], and fp32 [t, heads], the log-sum-exp of each query's scores, for the backward pass.
@@ -149,7 +157,7 @@ class LayerKernels:
         t, groups, parts, d = qkv.shape
         heads = groups * (parts - 2)
         out, lse = qkv.new_empty(t, heads, d), qkv.new_empty(t, heads, dtype=torch.float32)
-        call = self._attention(qkv, rotary, lengths, scale)
+        call = self._attention(qkv, row)
         call.out, call.lse = out.data_ptr(), lse.data_ptr()
         self._check(self._library.layer_attention(ctypes.byref(call)))
         return out, lse
@@ -159,27 +167,19 @@ class LayerKernels:
         grad: torch.Tensor,
         lse: torch.Tensor,
         qkv: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        lengths: torch.Tensor,
-        scale: float,
+        row: AttentionRow,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The gradient with respect to ``qkv`` from that of the output; ``out``, where it goes, may be ``qkv``."""
         grad_qkv = torch.empty_like(qkv) if out is None else out
-        call = self._attention(qkv, rotary, lengths, scale)
+        call = self._attention(qkv, row)
         call.grad_out, call.grad_qkv, call.lse = grad.data_ptr(), grad_qkv.data_ptr(), lse.data_ptr()
         self._check(self._library.layer_attention_backward(ctypes.byref(call)))
         return grad_qkv
 
-    def _attention(
-        self,
-        qkv: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        lengths: torch.Tensor,
-        scale: float,
-    ) -> _Attention:
-        t, groups, parts, d = qkv.shape
-        cos, sin = rotary or (None, None)
+    def _attention(self, qkv: torch.Tensor, row: AttentionRow) -> _Attention:
+        (t, groups, parts, d), lengths = qkv.shape, row.lengths
+        cos, sin = row.rotary or (None, None)
         if int(lengths.sum()) != t:
             raise ValueError(f"sequences of {int(lengths.sum())} tokens in a row of {t}")
         if cos is not None and cos.shape[-1] > d:
@@ -196,7 +196,8 @@ class LayerKernels:
             rotary=0 if cos is None else cos.shape[-1],
             is_bf16=_is_bf16(qkv),
             threads=torch.get_num_threads(),
-            scale=scale,
+            scale=row.scale,
+            softcap=row.softcap or 0.0,
         )
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
@@ -363,14 +364,15 @@ def _largest_error(kernels: LayerKernels, dtype: torch.dtype) -> float:
 
     half, norm = (x.detach() / 2).to(dtype), weight.detach()
     whole, normed, scale = kernels.add_and_rms_norm(half, half.clone(), norm, 1e-5)
-    attended, lse = kernels.attention(normed.view(60, 2, 4, 24), rotary, lengths, 24**-0.5)
+    row = AttentionRow(rotary, lengths, 24**-0.5)
+    attended, lse = kernels.attention(normed.view(60, 2, 4, 24), row)
     gated = kernels.swiglu(attended.view(60, 96))
     normalizer, at_target, entropies = kernels.measure_logits(gated, targets, 0.5, entropy=True)
     assert entropies is not None
     found = torch.empty_like(gated)
     kernels.logits_gradient(gated, targets, 0.5, normalizer, grad, (entropies, grad_entropy), found)
     found = kernels.swiglu_backward(attended.view(60, 96), found / 2).view(60, 4, 24)
-    found = kernels.attention_backward(found, lse, normed.view(60, 2, 4, 24), rotary, lengths, 24**-0.5)
+    found = kernels.attention_backward(found, lse, normed.view(60, 2, 4, 24), row)
     gradients = kernels.rms_norm_backward(whole, norm, scale, found.view(60, 192))
     pairs = [(at_target - normalizer, picked), (entropies, entropy), *zip(gradients, exact, strict=True)]
 

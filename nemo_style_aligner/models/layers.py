@@ -11,12 +11,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -24,8 +29,13 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
+from nemo_style_aligner.architecture import EVERY_FEATURE, Layer
 from nemo_style_aligner.models.attention import CausalAttention, LayerConfig, LocalSelfAttention
 from nemo_style_aligner.models.fused import SwiGLU, rms_norm
 from nemo_style_aligner.models.layer_kernels import kernels_for
@@ -34,35 +44,42 @@ from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs, recomputes_mlp
 from nemo_style_aligner.models.whole_layer import is_one_function, whole_layer
 from nemo_style_aligner.parallel.groups import device
+from nemo_style_aligner.weights.layout import LAYER_NORMS
 
 logger = logging.getLogger(__name__)
 
 
+_KNOWN_TO_TE = EVERY_FEATURE - {"layer_norms", "qk_norm_over_heads", "attn_logit_softcapping"}
+
+
 @functools.cache
-def uses_transformer_engine(dtype: torch.dtype) -> bool:
+def uses_transformer_engine(dtype: torch.dtype, layers: tuple[Layer, ...] = ()) -> bool:
     """Whether a model of ``dtype`` has Transformer Engine's layers; call it when this process has its device.
 
     Where Transformer Engine is installed but not used, the log says why.
     """
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return False
-    reason = _why_own_layers(dtype)
+    reason = _why_own_layers(dtype, layers)
     if reason is not None:
         logger.info("using this project's own layers, not Transformer Engine's: %s", reason)
     return reason is None
 
 
-def uses_torch_attention(dtype: torch.dtype) -> bool:
+def uses_torch_attention(dtype: torch.dtype, layers: tuple[Layer, ...] = ()) -> bool:
     """Whether a model of ``dtype`` has torch's attention: neither Transformer Engine's nor the compiled function."""
-    return not uses_transformer_engine(dtype) and kernels_for(torch.empty(0, dtype=dtype, device=device())) is None
+    has_kernels = kernels_for(torch.empty(0, dtype=dtype, device=device())) is not None
+    return not uses_transformer_engine(dtype, layers) and not has_kernels
 
 
-def _why_own_layers(dtype: torch.dtype) -> str | None:
+def _why_own_layers(dtype: torch.dtype, layers: tuple[Layer, ...]) -> str | None:
     """Why Transformer Engine, which is installed, cannot compute a model of ``dtype``; None: it can."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if not gpt_layer_specs.HAVE_TE:
         return "it cannot be imported (python -c 'import transformer_engine.pytorch' says why)"
+    if foreign := dict.fromkeys(name for layer in dict.fromkeys(layers) for name in layer.unknown(_KNOWN_TO_TE)):
+        return f"its layers have no {', '.join(foreign)}"
     if dtype != torch.bfloat16:
         return "in fp32 it has no attention for packed rows, and multiplies in TF32"
     major, minor = torch.cuda.get_device_capability()
@@ -73,7 +90,7 @@ def _why_own_layers(dtype: torch.dtype) -> str | None:
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm (arXiv:1910.07467), LayerNorm (arXiv:1607.06450) or its zero-centred form (``layernorm1p``).
+    """RMSNorm (arXiv:1910.07467), LayerNorm (arXiv:1607.06450), or a form of these that stores its weights less one.
 
     Input and output ``[..., hidden_size]``. Computed in fp32 whatever the dtype of the input.
     """
@@ -94,17 +111,41 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
+        weight = self.weight.float() + 1 if self.zero_centered else self.weight
         if self.bias is None:
-            out = rms_norm(x, self.weight, self.eps)
+            out = rms_norm(x, weight, self.eps)
             if self.is_recomputed and out.requires_grad:
-                kept, scale = x.detach(), self.weight.detach()
+                kept, scale = x.detach(), weight.detach()
                 computed_again(out, lambda: rms_norm(kept, scale, self.eps))
             return out
-        weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
-        return F.layer_norm(x.float(), (x.shape[-1],), weight, self.bias.float(), self.eps).to(x.dtype)
+        return F.layer_norm(x.float(), (x.shape[-1],), weight.float(), self.bias.float(), self.eps).to(x.dtype)
 
 
-class Layer(TransformerLayer):
+class NormOverHeads(Norm):
+    """RMSNorm over all of a token's query heads, or key heads, together: [..., this rank's heads, d] (OLMo 2).
+
+    Each rank has the weights of all heads. Ranks that share a key head have a copy each, which counts as a head.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, num_heads: int, **options: Any) -> None:
+        super().__init__(config, num_heads * hidden_size, **options)
+        self.num_heads, self.tp_size = num_heads, config.tensor_model_parallel_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last two dimensions. Collective over the tensor-parallel ranks."""
+        if self.tp_size == 1:
+            return super().forward(x.flatten(-2)).view(x.shape)
+        heads, d = x.shape[-2:]
+        first = get_tensor_model_parallel_rank() * self.num_heads // self.tp_size
+        weight = self.weight.float().view(-1, d)[first : first + heads] + self.zero_centered
+        wide = x.float()
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum((-2, -1), keepdim=True))
+        squares = copy_to_tensor_model_parallel_region(squares)  # which sums its gradient
+        scale = (squares / (self.tp_size * heads * d) + self.eps).rsqrt()
+        return (wide * scale * weight).to(x.dtype)
+
+
+class TrainedLayer(TransformerLayer):
     """megatron-core's layer. After its attention, the model's last one computes only the wanted positions.
 
     Nothing depends on the others from there on: prompt tokens when log-probs of responses are wanted, all but the last
@@ -114,6 +155,11 @@ class Layer(TransformerLayer):
     def __init__(self, config: LayerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.is_one_function = is_one_function(config)
+        for kind, add in (("attention_out_norm", "self_attn_bda"), ("mlp_out_norm", "mlp_bda")):
+            if kind in _norms_of(config.layer(self.layer_number)):
+                norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+                setattr(self, kind, norm)
+                setattr(self, add, _with_change(getattr(self, add), functools.partial(_normed, norm)))
         if recomputes_mlp(config) and config.add_bias_linear:
             self.mlp.register_forward_hook(_copy_bias)
 
@@ -144,26 +190,40 @@ def _copy_bias(
     return output, None if bias is None else bias.clone()
 
 
-def _get_scaled_add(multiplier: float) -> Callable[[bool, bool], Callable[..., torch.Tensor]]:
-    """As `get_bias_dropout_add`, with ``multiplier`` times what is added to the residual stream."""
-
-    def get(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        add = get_bias_dropout_add(training, fused)
-
-        def scaled(
-            with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float
-        ) -> torch.Tensor:
-            x, bias = with_bias
-            return add((x * multiplier, None if bias is None else bias * multiplier), residual, dropout)
-
-        return scaled
-
-    return get
+_Added = tuple[torch.Tensor, torch.Tensor | None]  # to the residual stream; the second is a bias
+_GetAdd = Callable[[bool, bool], Callable[..., torch.Tensor]]
 
 
+def _with_change(get: _GetAdd, change: Callable[[_Added], _Added]) -> _GetAdd:
+    """As ``get`` (`get_bias_dropout_add`), with a change of what is added to the residual stream."""
+
+    def changed(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        add = get(training, fused)
+        return lambda added, residual, dropout: add(change(added), residual, dropout)
+
+    return changed
+
+
+def _normed(norm: Norm, added: _Added) -> _Added:
+    x, bias = added
+    return norm(x if bias is None else x + bias), None
+
+
+def _scaled(multiplier: float, added: _Added) -> _Added:
+    x, bias = added
+    return x * multiplier, None if bias is None else bias * multiplier
+
+
+def _norms_of(layer: Layer) -> Collection[str]:
+    return LAYER_NORMS[layer.layer_norms]
+
+
+# As in NeMo's checkpoints, the last two in those of Gemma 2.
 _STORED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "attention_out_norm.": "self_attention.linear_proj.post_layernorm.",
+    "mlp_out_norm.": "mlp.linear_fc2.post_layernorm.",
 }
 
 
@@ -173,24 +233,48 @@ def block_spec(config: LayerConfig, *, separate_norms: bool = False) -> Transfor
     Args:
         separate_norms: Transformer Engine's norms are not fused into the linear layers that follow them.
     """
-    add = get_bias_dropout_add if config.residual_multiplier == 1 else _get_scaled_add(config.residual_multiplier)
-    if uses_transformer_engine(config.params_dtype):
+    if uses_transformer_engine(config.params_dtype, config.layers):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        spec.module = Layer
-        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
+        spec.module = TrainedLayer
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = _add(config.layers[0])
         if separate_norms:
             _separate_norms(spec.submodules)
         if config.use_te_activation_func:
             # megatron-core's, unfused, keeps 5 numbers per token and unit for the backward pass; ours keeps 3.
             spec.submodules.mlp.submodules.activation_func = SwiGLU
         return spec
-    head_norm = Norm if config.qk_layernorm else IdentityOp
-    layer = ModuleSpec(
-        module=Layer,
+    first = get_transformer_layer_offset(config)
+    own = config.layers[first : first + get_num_layers_to_build(config)]
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, layer) for layer in own], layer_norm=Norm)
+
+
+def _add(layer: Layer) -> _GetAdd:
+    """How a layer adds to the residual stream, but for norms."""
+    multiplier = layer.residual_multiplier
+    return (
+        get_bias_dropout_add
+        if multiplier == 1
+        else _with_change(get_bias_dropout_add, functools.partial(_scaled, multiplier))
+    )
+
+
+def _head_norms(config: LayerConfig, layer: Layer) -> dict[str, ModuleSpec | type]:
+    """The norms of queries and keys."""
+    heads = {"q_layernorm": config.num_attention_heads, "k_layernorm": config.num_query_groups}
+    if layer.qk_norm_over_heads:
+        return {name: ModuleSpec(NormOverHeads, params={"num_heads": number}) for name, number in heads.items()}
+    return dict.fromkeys(heads, Norm if layer.qk_layernorm else IdentityOp)
+
+
+def _layer_spec(config: LayerConfig, layer: Layer) -> ModuleSpec:
+    """A layer of our own modules."""
+    norms = _norms_of(layer)
+    return ModuleSpec(
+        module=TrainedLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
+            input_layernorm=Norm if "input_norm" in norms else IdentityOp,
             self_attention=ModuleSpec(
                 module=LocalSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
@@ -198,12 +282,11 @@ def block_spec(config: LayerConfig, *, separate_norms: bool = False) -> Transfor
                     linear_qkv=ColumnLinear,
                     core_attention=CausalAttention,
                     linear_proj=RowLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
+                    **_head_norms(config, layer),
                 ),
             ),
-            self_attn_bda=add,
-            pre_mlp_layernorm=Norm,
+            self_attn_bda=_add(layer),
+            pre_mlp_layernorm=Norm if "mlp_norm" in norms else IdentityOp,
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(
@@ -212,11 +295,10 @@ def block_spec(config: LayerConfig, *, separate_norms: bool = False) -> Transfor
                     linear_fc2=RowLinear,
                 ),
             ),
-            mlp_bda=add,
+            mlp_bda=_add(layer),
             sharded_state_dict_keys_map=_STORED_NORMS,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)
 
 
 def _separate_norms(layer: TransformerLayerSubmodules) -> None:

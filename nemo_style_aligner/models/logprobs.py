@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import (
 from nemo_style_aligner.models.gpu_kernels import elementwise_kernels_for
 from nemo_style_aligner.models.linear import main_grad_of
 from nemo_style_aligner.models.products import add_product, product, widened
+from nemo_style_aligner.softcaps import capped
 
 _CHUNK_BYTES = 64 * 2**20
 """Of logits, per chunk: large enough for products at full speed with vocabularies up to 128k on a CPU."""
@@ -65,6 +66,7 @@ def predict(
     wanted: Prediction,
     *,
     sequence_parallel: bool,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Log-probs of tokens given those before them, differentiable in the first two arguments. Collective.
 
@@ -72,6 +74,7 @@ def predict(
         hidden_states: [t, 1, h], or [t / tp, 1, h] under sequence parallelism.
         weight: [vocabulary / tp, h], this rank's slice of the (padded) output layer.
         vocab_size: the true size of the vocabulary; rows of the weight beyond it take no probability.
+        softcap: of the logits, before the temperature; see `softcaps`.
 
     Returns:
         fp32 [k]; [k, 2], log-probs and entropies, if entropies are wanted; with candidates, c more columns. With
@@ -84,24 +87,25 @@ def predict(
     if wanted.outputs is not None:
         rows = rows.index_select(0, wanted.outputs)
     if wanted.top_k:
-        return _top_tokens(rows, weight, vocab_size, wanted)
+        return _top_tokens(rows, _Slice(weight, vocab_size, softcap), wanted)
     if not sequence_parallel:
         rows = copy_to_tensor_model_parallel_region(rows)
-    return _Predictions.apply(rows, weight, vocab_size, wanted)
+    return _Predictions.apply(rows, weight, vocab_size, softcap, wanted)
 
 
 class _Predictions(torch.autograd.Function):
     """Rows [k, h], weight [v, h] -> fp32 [k] or [k, columns]; see `predict`.
 
     With p the softmax of x = rows @ weight.T / temperature and H its entropy:
-    d logprob / d x = onehot(target) - p, of candidates, too; d H / d x = -p (log p + H).
+    d logprob / d x = onehot(target) - p, of candidates, too; d H / d x = -p (log p + H). Of logits with a soft cap c
+    the derivative with respect to what they were is 1 - (logit / c)^2.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, vocab_size: int, wanted: Prediction
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, vocab_size: int, softcap: float | None, wanted: Prediction
     ) -> torch.Tensor:
-        vocabulary = _Slice(weight, vocab_size)
+        vocabulary = _Slice(weight, vocab_size, softcap)
         k = rows.shape[0]
         # Of this rank's slice alone: the log-sum-exp, the target's logit, the entropy.
         normalizer, target_logit, entropy = rows.new_zeros(3, k, dtype=torch.float32)
@@ -132,7 +136,7 @@ class _Predictions(torch.autograd.Function):
             dist.all_reduce(sums, group=parallel_state.get_tensor_model_parallel_group())
             target_logit, entropy, others = sums[0], sums[1], sums[2:].t()
         ctx.save_for_backward(rows, weight, normalizer, entropy, *kept)
-        ctx.vocab_size, ctx.wanted, ctx.main_grad = vocab_size, wanted, main_grad_of(weight)
+        ctx.vocabulary, ctx.wanted, ctx.main_grad = (vocab_size, softcap), wanted, main_grad_of(weight)
         logprobs = target_logit - normalizer
         if not wanted.entropy and wanted.candidates is None:
             return logprobs
@@ -142,12 +146,12 @@ class _Predictions(torch.autograd.Function):
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
         is_frozen = not ctx.needs_input_grad[1]
         rows, weight, normalizer, entropy, *kept = ctx.saved_tensors
         rows = widened(rows)
         wanted: Prediction = ctx.wanted
-        vocabulary = _Slice(weight, ctx.vocab_size)
+        vocabulary = _Slice(weight, *ctx.vocabulary)
         grad = grad / wanted.temperature
         columns = grad[:, None] if grad.ndim == 1 else grad
         grad_logprob, grad_entropy = columns[:, 0].contiguous(), None
@@ -169,6 +173,7 @@ class _Predictions(torch.autograd.Function):
                 logits, ctx.last_logits = ctx.last_logits, None  # soon overwritten
             else:
                 logits = vocabulary.logits(rows[part])
+            slopes = vocabulary.slopes(logits)
             targets = vocabulary.local(wanted.targets[part])
             of_entropy = None if grad_entropy is None else (entropy[part], grad_entropy[part])
             grad_logits = _gradient(logits, targets, wanted, normalizer[part], grad_sum[part], of_entropy, rows.dtype)
@@ -176,17 +181,19 @@ class _Predictions(torch.autograd.Function):
                 ids = torch.cat([targets[:, None], vocabulary.local(wanted.candidates[part])], 1)
                 shares = torch.cat([(grad_logprob - grad_sum)[part, None], of_others[part]], 1)
                 grad_logits.scatter_add_(1, ids.clamp(min=0), (shares * (ids >= 0)).to(grad_logits.dtype))
+            if slopes is not None:
+                grad_logits.mul_(slopes)
             product(grad_logits, vocabulary.weight, out=grad_rows[part])
             if not is_frozen:
                 add_product(mine, grad_logits, rows[part])
         is_returned = ctx.main_grad is None and not is_frozen
-        return grad_rows.to(weight.dtype), grad_weight.to(weight.dtype) if is_returned else None, None, None
+        return grad_rows.to(weight.dtype), grad_weight.to(weight.dtype) if is_returned else None, None, None, None
 
 
 @torch.no_grad()
-def _top_tokens(rows: torch.Tensor, weight: torch.Tensor, vocab_size: int, wanted: Prediction) -> torch.Tensor:
+def _top_tokens(rows: torch.Tensor, vocabulary: _Slice, wanted: Prediction) -> torch.Tensor:
     """`predict` with ``top_k``: of each slice of the vocabulary, and of these the whole's. Ids are exact in fp32."""
-    vocabulary, k = _Slice(weight, vocab_size), len(rows)
+    k = len(rows)
     normalizer = rows.new_full((k,), torch.finfo(torch.float32).min, dtype=torch.float32)
     best = rows.new_full((k, wanted.top_k), -torch.inf, dtype=torch.float32)
     ids = torch.zeros_like(best)
@@ -206,7 +213,8 @@ def _top_tokens(rows: torch.Tensor, weight: torch.Tensor, vocab_size: int, wante
 class _Slice:
     """This rank's rows of the output layer, without those that pad the vocabulary."""
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int) -> None:
+    def __init__(self, weight: torch.Tensor, vocab_size: int, softcap: float | None = None) -> None:
+        self.softcap = softcap
         self.is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
         self.first = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
         self.size = min(max(vocab_size - self.first, 0), weight.shape[0])
@@ -233,7 +241,11 @@ class _Slice:
         """Logits of a chunk of rows (`widened`), valid until the next call unless they are kept."""
         shape, dtype = (len(rows), self.size), _logits_dtype(rows)
         out = rows.new_empty(shape, dtype=dtype) if is_kept else _buffer(shape, dtype, rows.device)
-        return product(rows, self.weight.t(), out=out)
+        return capped(product(rows, self.weight.t(), out=out), self.softcap, in_place=True)
+
+    def slopes(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """The derivatives of capped logits with respect to uncapped ones; None: they have no cap."""
+        return None if self.softcap is None else 1 - (logits.float() / self.softcap).square()
 
 
 def _logits_dtype(rows: torch.Tensor) -> torch.dtype:

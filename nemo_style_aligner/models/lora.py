@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel import (
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.sharded_tensors import ADAPTER_PREFIX, Part
+from nemo_style_aligner.config.schema import Peft
 from nemo_style_aligner.models.attention import LayerConfig
 from nemo_style_aligner.models.linear import linear
 from nemo_style_aligner.models.recompute import not_keeping
@@ -84,21 +85,24 @@ class LoraSettings:
 
     @classmethod
     def from_config(cls, model: Mapping[str, Any]) -> LoraSettings | None:
-        """Read ``model.peft`` of the ``model`` section; None: every weight is trained."""
-        peft = model.get("peft") or {}
-        if peft.get("peft_scheme") != "lora":
+        """Those of an archive's config, or of a job's ``model`` section; None: every weight is trained."""
+        return cls.of(Peft.among(model.get("peft") or {}), model.get("seed") or 0)
+
+    @classmethod
+    def of(cls, peft: Peft, seed: int) -> LoraSettings | None:
+        """Those of ``model.peft`` and ``model.seed``; None: every weight is trained."""
+        if peft.peft_scheme != "lora":
             return None
-        tuning = peft["lora_tuning"]
-        rank, alpha, layers = int(tuning["adapter_dim"]), tuning.get("alpha"), tuning.get("layer_selection")
+        tuning = peft.lora_tuning
         return cls(
-            targets=tuple(tuning["target_modules"]),
-            rank=rank,
-            alpha=float(rank if alpha is None else alpha),
-            dropout=float(tuning.get("adapter_dropout") or 0.0),
-            init_a=str(tuning.get("column_init_method") or "xavier"),
-            init_b=str(tuning.get("row_init_method") or "zero"),
-            layers=None if layers is None else tuple(layers),
-            seed=int(model.get("seed") or 0),
+            targets=tuple(tuning.target_modules),
+            rank=tuning.adapter_dim,
+            alpha=tuning.adapter_dim if tuning.alpha is None else tuning.alpha,
+            dropout=tuning.adapter_dropout,
+            init_a=tuning.column_init_method,
+            init_b=tuning.row_init_method,
+            layers=None if tuning.layer_selection is None else tuple(tuning.layer_selection),
+            seed=seed,
         )
 
     def entries(self, architecture: ModelArchitecture) -> list[LayoutEntry]:

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Mapping
-from typing import Any
 
-from nemo_style_aligner.config.kinds import Action
+from nemo_style_aligner.config.schema import Updates
 from nemo_style_aligner.errors import NonFiniteError
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class NonFinitePolicy:
-    """``on_nonfinite`` and ``max_consecutive_skips`` of a trainer's section.
-
-    Attributes:
-        action: ``stop``: an error, before anything is applied. ``skip``: go on without the update or the samples.
-        max_consecutive_skips: how many updates in a row may be skipped; one more is an error.
-    """
-
-    action: Action
-    max_consecutive_skips: int
-
-    @classmethod
-    def from_config(cls, section: Mapping[str, Any]) -> NonFinitePolicy:
-        """Read a trainer's section (``trainer.sft``, ``trainer.rm`` or ``trainer.ppo``)."""
-        return cls(section["on_nonfinite"], int(section["max_consecutive_skips"]))
-
-
-STOP = NonFinitePolicy("stop", 0)
+STOP = Updates(on_nonfinite="stop")
 
 
 class SkipCounter:
@@ -43,7 +22,7 @@ class SkipCounter:
         consecutive: updates skipped since the last one that was applied.
     """
 
-    def __init__(self, policy: NonFinitePolicy) -> None:
+    def __init__(self, policy: Updates) -> None:
         self.policy = policy
         self.total = 0
         self.consecutive = 0
@@ -63,7 +42,7 @@ class SkipCounter:
             NonFiniteError: the run has to stop.
         """
         trouble = f"{what}; from {origin}"
-        if self.policy.action == "stop":
+        if self.policy.on_nonfinite == "stop":
             raise NonFiniteError(
                 f"{trouble}. The update was not applied, the last checkpoint is unaffected. Look at these samples, "
                 "lower model.optim.lr, or set on_nonfinite=skip in the job's section of trainer to continue without "

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import get_standard_config_overrides as weight_decay_overrides
 
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.models.fused_adam import use_fused_adam_where_megatron_has_none
 from nemo_style_aligner.models.gpt import MegatronModel
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy, SkipCounter
+from nemo_style_aligner.models.nonfinite import STOP, SkipCounter
 from nemo_style_aligner.models.offload import AdamOffload
 from nemo_style_aligner.parallel.groups import all_reduce_sums, device
 
@@ -50,18 +50,19 @@ class Schedule:
             raise ValueError(f"model.optim.sched.min_lr={self.min_lr} is above model.optim.lr={self.lr}")
 
     @classmethod
-    def from_config(cls, optim: Mapping[str, Any], max_steps: int) -> Schedule:
-        """Read ``model.optim``; ``max_steps``, the job's number of updates, applies where the section gives none."""
-        sched = optim.get("sched") or {"name": "constant"}
-        given = sched.get("max_steps")
+    def from_config(cls, optim: schema.Optimizer, max_steps: int) -> Schedule:
+        """That of ``model.optim``; ``max_steps``, the job's number of updates, applies where the section gives none."""
+        sched = optim.sched
+        if sched is None:
+            return cls(optim.lr, max_steps=max_steps, name="constant")
         return cls(
-            lr=float(optim["lr"]),
-            min_lr=float(sched.get("min_lr") or 0.0),
-            warmup_steps=int(sched.get("warmup_steps") or 0),
-            constant_steps=int(sched.get("constant_steps") or 0),
-            max_steps=max_steps if given is None else int(given),
-            name=str(sched.get("name", "CosineAnnealing")),
-            is_given_length=given is not None,
+            lr=optim.lr,
+            min_lr=sched.min_lr or 0.0,
+            warmup_steps=sched.warmup_steps or 0,
+            constant_steps=sched.constant_steps or 0,
+            max_steps=max_steps if sched.max_steps is None else sched.max_steps,
+            name=str(sched.name),
+            is_given_length=sched.max_steps is not None,
         )
 
     def ending_with_run(self, updates: int) -> Schedule:
@@ -114,28 +115,26 @@ class Optimizer:
     def __init__(
         self,
         model: MegatronModel,
-        optim: Mapping[str, Any],
+        optim: schema.Optimizer,
         schedule: Schedule,
         clip_grad: float,
-        nonfinite: NonFinitePolicy = STOP,
+        nonfinite: schema.Updates = STOP,
         offload: bool = False,
     ) -> None:
         use_fused_adam_where_megatron_has_none()
         self.model = model
-        betas = optim.get("betas") or (0.9, 0.98)
-        weight_decay = float(optim.get("weight_decay") or 0.0)
         config = OptimizerConfig(
-            optimizer="sgd" if optim.get("name") == "sgd" else "adam",
+            optimizer="sgd" if optim.name == "sgd" else "adam",
             sgd_momentum=0.0,  # as NeMo's
             lr=schedule.lr,
             min_lr=0.0,
-            weight_decay=weight_decay,
-            adam_beta1=float(betas[0]),
-            adam_beta2=float(betas[1]),
-            adam_eps=float(optim.get("eps") or 1e-8),
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_eps=optim.eps,
             bf16=model.config.bf16,
             params_dtype=model.config.params_dtype,
-            clip_grad=float(clip_grad or 0.0),
+            clip_grad=clip_grad,
             use_distributed_optimizer=self._ddp.ddp_config.use_distributed_optimizer,
         )
         self.schedule = schedule
@@ -147,7 +146,7 @@ class Optimizer:
         )
         for group in self.megatron.param_groups:
             # megatron leaves this to its own scheduler: norms and biases have wd_mult 0.
-            group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+            group["weight_decay"] = optim.weight_decay * group.get("wd_mult", 1.0)
         self._offload: AdamOffload | None = None
         if offload and device().type != "cpu":  # on a CPU they are in host memory anyway
             self._offload = AdamOffload(self.parts(), model.module)

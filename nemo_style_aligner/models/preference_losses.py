@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch.nn.functional import logsigmoid
 
-from nemo_style_aligner.config.kinds import PreferenceLoss
+from nemo_style_aligner.config.schema import DPO, KTO
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import LossResult, Scoring, forward
@@ -50,37 +50,11 @@ class PreferenceBatch:
         return (self.loss_mask != 0) & (self.weights != 0)[:, None]
 
 
-@dataclasses.dataclass(frozen=True)
-class PreferenceSettings:
-    """What is minimised; config keys of ``model.dpo`` or ``model.kto`` in brackets.
-
-    Attributes:
-        beta: [ref_policy_kl_penalty].
-        loss: which preference loss [preference_loss].
-        loss_weight, sft_weight: of the preference loss, and of the negative log-probs of the chosen or good responses
-            [preference_loss_weight, sft_loss_weight].
-        averages, sft_averages: log-probs are means over a response's tokens and not sums, in either loss
-            [preference_average_log_probs, sft_average_log_probs].
-        reward_scale: of the labels, in RPO [gt_reward_scale].
-        good_weight, bad_weight: of KTO's losses [desirable_loss_weight, undesirable_loss_weight].
-    """
-
-    beta: float
-    loss: PreferenceLoss = "dpo"
-    loss_weight: float = 1.0
-    sft_weight: float = 0.0
-    averages: bool = False
-    sft_averages: bool = False
-    reward_scale: float = 1.0
-    good_weight: float = 1.0
-    bad_weight: float = 1.0
-
-
 # ---- formulas -----------------------------------------------------------------------------------
 
 
 def preference_loss(
-    chosen: torch.Tensor, rejected: torch.Tensor, reward_gap: torch.Tensor, settings: PreferenceSettings
+    chosen: torch.Tensor, rejected: torch.Tensor, reward_gap: torch.Tensor, settings: DPO
 ) -> torch.Tensor:
     """The loss of each pair, fp32 [n].
 
@@ -93,14 +67,14 @@ def preference_loss(
         chosen, rejected: fp32 [n], log ratios of policy and reference.
         reward_gap: fp32 [n], difference of the labels.
     """
-    difference, gap = settings.beta * (chosen - rejected), settings.reward_scale * reward_gap
-    if settings.loss == "dpo":
+    difference, gap = settings.ref_policy_kl_penalty * (chosen - rejected), settings.gt_reward_scale * reward_gap
+    if settings.preference_loss == "dpo":
         return -logsigmoid(difference)
-    if settings.loss == "ipo":
-        return (chosen - rejected - 1 / (2 * settings.beta)).square()
-    if settings.loss == "rpo_sq":
+    if settings.preference_loss == "ipo":
+        return (chosen - rejected - 1 / (2 * settings.ref_policy_kl_penalty)).square()
+    if settings.preference_loss == "rpo_sq":
         return (difference - gap).square()
-    sides = (gap, difference) if settings.loss == "rpo_bwd_kl" else (difference, gap)
+    sides = (gap, difference) if settings.preference_loss == "rpo_bwd_kl" else (difference, gap)
     return _bernoulli_kl(*sides)
 
 
@@ -110,9 +84,7 @@ def _bernoulli_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return of_true + logsigmoid(-p).exp() * (logsigmoid(-p) - logsigmoid(-q))
 
 
-def kto_loss(
-    ratios: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor, settings: PreferenceSettings
-) -> torch.Tensor:
+def kto_loss(ratios: torch.Tensor, is_good: torch.Tensor, kl: torch.Tensor, settings: KTO) -> torch.Tensor:
     """KTO's loss of each response, fp32 [n]; arXiv:2402.01306 eq. 8.
 
     ``w (1 - sigmoid(beta (ratio - kl)))`` of a good one, ``w (1 - sigmoid(beta (kl - ratio)))`` of a bad one.
@@ -122,8 +94,8 @@ def kto_loss(
         is_good: bool [n].
         kl: fp32 [n] or scalar, without gradient.
     """
-    margin = settings.beta * (ratios - kl)
-    weights = torch.where(is_good, settings.good_weight, settings.bad_weight)
+    margin = settings.ref_policy_kl_penalty * (ratios - kl)
+    weights = torch.where(is_good, settings.desirable_loss_weight, settings.undesirable_loss_weight)
     return weights * torch.sigmoid(torch.where(is_good, -margin, margin))
 
 
@@ -159,7 +131,7 @@ def response_logprobs(
 # ---- objectives ---------------------------------------------------------------------------------
 
 
-def dpo_objective(settings: PreferenceSettings, prepare: Callable[[PreferenceBatch], PreferenceBatch]) -> Objective:
+def dpo_objective(settings: DPO, prepare: Callable[[PreferenceBatch], PreferenceBatch]) -> Objective:
     """A preference loss of pairs, which are the items. ``prepare`` fills in the reference's log-probs.
 
     Reports ``preference_loss``, ``sft_loss``, ``accuracy``, and of the implicit rewards ``rewards_chosen_mean``,
@@ -169,11 +141,11 @@ def dpo_objective(settings: PreferenceSettings, prepare: Callable[[PreferenceBat
     def loss(logprobs: torch.Tensor, batch: PreferenceBatch) -> LossResult:
         sums, counts = summed(logprobs, batch.loss_mask), batch.loss_mask.sum(1).clamp(min=1)
         ratios, weights = sums - batch.reference, batch.weights[0::2]
-        ratios = ratios / counts if settings.averages else ratios
+        ratios = ratios / counts if settings.preference_average_log_probs else ratios
         chosen, rejected = ratios[0::2], ratios[1::2]
         of_pairs = preference_loss(chosen, rejected, batch.labels[0::2] - batch.labels[1::2], settings)
-        sft = -(sums / counts if settings.sft_averages else sums)[0::2]
-        good, bad = settings.beta * chosen, settings.beta * rejected
+        sft = -(sums / counts if settings.sft_average_log_probs else sums)[0::2]
+        good, bad = settings.ref_policy_kl_penalty * chosen, settings.ref_policy_kl_penalty * rejected
         sums_of = {
             "preference_loss": of_pairs,
             "sft_loss": sft,
@@ -184,13 +156,13 @@ def dpo_objective(settings: PreferenceSettings, prepare: Callable[[PreferenceBat
             "rewards_all_mean": (good + bad) / 2,
             f"rewards_all{MEAN_SQUARE}": (good.square() + bad.square()) / 2,
         }
-        total = settings.loss_weight * of_pairs + settings.sft_weight * sft
+        total = settings.preference_loss_weight * of_pairs + settings.sft_loss_weight * sft
         return (total * weights).sum(), weights.sum(), {name: (x * weights).sum() for name, x in sums_of.items()}
 
     return Objective(loss, lambda batch: batch.wanted, Scoring(), prepare)
 
 
-def kto_objective(settings: PreferenceSettings, prepare: Callable[[PreferenceBatch], PreferenceBatch]) -> Objective:
+def kto_objective(settings: KTO, prepare: Callable[[PreferenceBatch], PreferenceBatch]) -> Objective:
     """KTO's loss of responses, which are the items. ``prepare`` fills in the reference's log-probs and the KL estimate.
 
     Reports ``preference_loss``, ``sft_loss`` of the good ones, ``kl``, and implicit rewards as `dpo_objective` does.
@@ -200,10 +172,10 @@ def kto_objective(settings: PreferenceSettings, prepare: Callable[[PreferenceBat
         sums = summed(logprobs, batch.loss_mask)[0::2]
         counts, weights = batch.loss_mask.sum(1)[0::2].clamp(min=1), batch.weights[0::2]
         ratios, is_good = sums - batch.reference[0::2], batch.labels[0::2] > 0
-        ratios = ratios / counts if settings.averages else ratios
+        ratios = ratios / counts if settings.preference_average_log_probs else ratios
         of_each = kto_loss(ratios, is_good, batch.kl[0::2], settings)
-        sft = -(sums / counts if settings.sft_averages else sums) * is_good
-        rewards = settings.beta * ratios
+        sft = -(sums / counts if settings.sft_average_log_probs else sums) * is_good
+        rewards = settings.ref_policy_kl_penalty * ratios
         sums_of = {
             "preference_loss": of_each,
             "sft_loss": sft,
@@ -214,7 +186,7 @@ def kto_objective(settings: PreferenceSettings, prepare: Callable[[PreferenceBat
             "rewards_all_mean": rewards,
             f"rewards_all{MEAN_SQUARE}": rewards.square(),
         }
-        total = settings.loss_weight * of_each + settings.sft_weight * sft
+        total = settings.preference_loss_weight * of_each + settings.sft_loss_weight * sft
         return (total * weights).sum(), weights.sum(), {name: (x * weights).sum() for name, x in sums_of.items()}
 
     def wanted(batch: PreferenceBatch) -> torch.Tensor:
@@ -241,16 +213,14 @@ def _of_good_and_bad(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def with_kl(
-    model: MegatronModel, batch: PreferenceBatch, settings: PreferenceSettings, batching: MicroBatching
-) -> PreferenceBatch:
+def with_kl(model: MegatronModel, batch: PreferenceBatch, settings: KTO, batching: MicroBatching) -> PreferenceBatch:
     """The batch with KTO's estimate of KL(policy || reference) in the whole global batch. Collective.
 
     The mean of the second rows' log ratios, at least 0. The rows' reference log-probs must be known.
     """
     wanted = batch.wanted & ~first_rows(batch)[:, None]
     ratios = response_logprobs(model, batch, wanted, batching) - batch.reference
-    if settings.averages:
+    if settings.preference_average_log_probs:
         ratios = ratios / batch.loss_mask.sum(1).clamp(min=1)
     weights = batch.weights[1::2].double()
     own = {"ratios": float((ratios[1::2] * weights).sum()), "count": float(weights.sum())}

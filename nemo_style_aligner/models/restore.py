@@ -7,11 +7,10 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.checkpoints.file_source import ArchiveError
@@ -24,17 +23,19 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     require_weights,
 )
 from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
-from nemo_style_aligner.config.loading import plain_config
+from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.section_names import translated
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.adapter_files import adapter_identity, adapter_kind, load_adapter
 from nemo_style_aligner.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.lora import LoraSettings
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import download_hint
 
 logger = logging.getLogger(__name__)
+
+Config = TypeVar("Config", bound=JobConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class BaseModel:
 
     path: Path
     architecture: ModelArchitecture
-    config: DictConfig
+    config: Mapping[str, Any]
     dtype: torch.dtype
     tokenizer: Tokenizer
 
@@ -81,7 +82,7 @@ class BaseModel:
         require_weights(self.path, self.architecture)
         model = self.build(head=head, trainable=trainable)
         load_nemo_weights(self.path, model, needs_head=needs_head)
-        if model.adapters and (adapter := self.config.peft.restore_from_path):
+        if model.adapters and (adapter := self.config["peft"]["restore_from_path"]):
             kind = adapter_kind(Path(str(adapter)))
             kind.warn_of_other_base(self.path)
             load_adapter(kind, model)
@@ -118,22 +119,26 @@ def require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def open_base_model(
-    path: str | None, cfg: DictConfig, *, key: str = "pretrained_checkpoint.restore_from_path"
-) -> BaseModel:
-    """Read the checkpoint at ``path`` and lay the job's ``model`` section over its config.
+ARCHIVE = "pretrained_checkpoint.restore_from_path"
+"""The key of the archive that most jobs start from."""
 
-    ``cfg.model`` is replaced by the merged section, so that what the job logs is what it runs with.
+
+def open_base_model(path: str | None, config: Config, *, key: str = ARCHIVE) -> tuple[BaseModel, Config]:
+    """Read the checkpoint at ``path`` and lay the job's ``model`` section over its config.
 
     For ``path``, ``key`` and the errors see `read_base_config`.
 
-    Args:
-        cfg: the whole config of the job (``model`` and ``trainer.precision`` are read).
+    Returns:
+        The model, and the job's config with the merged section, so that what the job logs is what it runs with.
     """
+    base = read_base_model(path, config.model_given(), config.trainer.precision, key=key)
+    return base, config.changed({"model": base.config})
+
+
+def read_base_model(path: str | None, job: Mapping[str, Any], precision: str | int, *, key: str = ARCHIVE) -> BaseModel:
+    """The checkpoint at ``path`` with a job's ``model`` section laid over its config; see `open_base_model`."""
     location, base = read_base_config(path, key)
-    merged = plain_config(lay_over(base, OmegaConf.to_container(cfg.model, resolve=True)))
-    OmegaConf.set_struct(cfg, False)
-    cfg.model = merged
+    merged = lay_over(base, job)
     architecture = ModelArchitecture.from_nemo_config(merged)
     if dist.get_rank() == 0 and (base.get(_POSITIONS) or math.inf) < architecture.max_position_embeddings:
         logger.warning(
@@ -144,12 +149,14 @@ def open_base_model(
             architecture.max_position_embeddings,
             base[_POSITIONS],
         )
+    tokenizer = load_nemo_tokenizer(location)
+    tokenizer.format = tokenizer.format.with_special_tokens(merged.get("special_tokens_as_text"))
     return BaseModel(
         path=location,
         architecture=architecture,
         config=merged,
-        dtype=parse_precision(cfg.trainer.precision),
-        tokenizer=load_nemo_tokenizer(location),
+        dtype=parse_precision(precision),
+        tokenizer=tokenizer,
     )
 
 
@@ -178,6 +185,7 @@ JOB_SETTINGS = (
     "ppo",
     "restore_from_path",
     "resume_from_checkpoint",
+    "special_tokens_as_text",
     "trt_llm",
 )
 """Keys of ``model`` that say how a job works, not what its model is: archives do not pass them on from job to job."""

@@ -4,8 +4,8 @@ A layer's parts are some ten modules and as many nodes of autograd's graph, and 
 a pass that shows (docs/decisions/0004-layer-kernels.md). Here a layer is one node, which computes the same numbers, bit
 for bit, and keeps the same tensors for the backward pass.
 
-Layers with biases, other norms, activations or scales, dropout, recomputed activations or tensor parallelism are
-computed module by module (`layers.Layer`).
+Layers that differ from Llama's in more than whether they rotate, dropout, recomputed activations and tensor parallelism
+are computed module by module (`layers.Layer`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_style_aligner.models.attention import LayerConfig
-from nemo_style_aligner.models.layer_kernels import LayerKernels, kernels_for
+from nemo_style_aligner.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
 from nemo_style_aligner.models.linear import input_gradient, main_grad_of, multiplied, weight_gradient
 from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.products import widened
+
+_KNOWN = ("no_rope",)  # in which layers may differ from Llama's
 
 
 def is_one_function(config: LayerConfig) -> bool:
     """Whether layers of a model can be computed as a whole."""
     return (
-        config.normalization == "RMSNorm"
-        and config.use_te_activation_func  # SwiGLU
-        and not (config.add_bias_linear or config.add_qkv_bias or config.qk_layernorm)
-        and config.softmax_scale is None
-        and config.residual_multiplier == 1
+        not any(layer.unknown(_KNOWN) for layer in config.layers)
         and config.tensor_model_parallel_size == 1
         and config.recompute_granularity != "selective"
     )
@@ -60,10 +58,11 @@ def whole_layer(
     )
     if x.dtype != weights.qkv.dtype:
         return None
-    angles = angles if config.rotates(layer.layer_number) else None
+    angles = angles if config.layer(layer.layer_number).rotates else None
     rotary = packed.rotate_by(angles, torch.float32, config.attention_factor)
     channels = layer.self_attention.hidden_size_per_attention_head
-    row = _Row(kernels, rotary, packed.sizes, config.num_query_groups, channels, config.layernorm_epsilon)
+    attention = AttentionRow(rotary, packed.sizes, channels**-0.5)
+    row = _Row(kernels, attention, config.num_query_groups, channels, config.layernorm_epsilon)
     if not torch.is_grad_enabled():
         products = _Products(
             layer.self_attention.linear_qkv.multiply,
@@ -106,16 +105,10 @@ class _Row:
     """What all layers need to know of a packed row: the arguments of `LayerKernels`."""
 
     kernels: LayerKernels
-    rotary: tuple[torch.Tensor, torch.Tensor] | None
-    lengths: torch.Tensor
+    attention: AttentionRow
     groups: int
     channels: int
     epsilon: float
-
-    @property
-    def attention(self) -> tuple[Any, ...]:
-        """The last arguments of the functions for attention."""
-        return self.rotary, self.lengths, self.channels**-0.5
 
 
 class _Kept(NamedTuple):
@@ -139,7 +132,7 @@ def _forward(row: _Row, x: torch.Tensor, weights: _Weights, products: _Products)
     x = x.contiguous()
     normed, scale = kernels.rms_norm(x, weights.norm.float(), epsilon)
     qkv = products.qkv(normed, weights.qkv).view(len(x), row.groups, -1, row.channels)
-    attended, lse = kernels.attention(qkv, *row.attention)
+    attended, lse = kernels.attention(qkv, row.attention)
     attended = attended.view(*x.shape[:-1], -1)
     added = products.proj(attended, weights.proj)
     middle, mlp_normed, mlp_scale = kernels.add_and_rms_norm(x, added, weights.mlp_norm.float(), epsilon)
@@ -185,7 +178,7 @@ class _WholeLayer(torch.autograd.Function):
         above = widened(grad)
         grad_proj = weight_gradient(above, kept.attended, weights.proj.dtype, main.proj)
         above = input_gradient(above, weights.proj, kept.attended)
-        above = kernels.attention_backward(above, kept.lse, kept.qkv, *row.attention, out=kept.qkv)
+        above = kernels.attention_backward(above, kept.lse, kept.qkv, row.attention, out=kept.qkv)
         above = widened(above.view(*grad.shape[:-1], -1))
         grad_qkv = weight_gradient(above, kept.normed, weights.qkv.dtype, main.qkv)
         above = input_gradient(above, weights.qkv, kept.normed)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Layout, Model, Sample
+from nemo_style_aligner.models.sizes import Layout
+from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Model, Sample
 from nemo_style_aligner.placement.rates import Device
 from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
 from nemo_style_aligner.placement.workload import mean_context

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import itertools
 import os
 import re
@@ -15,23 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.config.command_line import compose
-from nemo_style_aligner.config.fields import Given, Section, fields_of
+from nemo_style_aligner.config.fields import Given, Section, fields_of, of
+from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.loading import ConfigError, check_config
 from nemo_style_aligner.config.schema import JOBS, Count, fields_of_job
 from nemo_style_aligner.config.section_names import names_of
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.parsing import parse_yaml, read_bytes
 from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"
 
 _NAME = r"(?!secret$)[a-z][a-z0-9_]*"
-_REFERENCE = re.compile(rf"\{{({_NAME})\.(host|port|listen)\}}")
+_REFERENCE = re.compile(r"\{([\w-]+)\.(host|port|listen)\}")  # also to what is no job's name, which is refused
 # What the plan itself says, and so no override may.
+_MAX_BYTES = 1 << 20
 _SAID_BY = {
     "trainer.num_nodes": "nodes",
     "trainer.devices": "devices",
@@ -74,26 +78,16 @@ _QUEUE = "trainer.ppo.batch_iterator.port"  # of an actor, which nobody else nee
 _CONFIGS = {script[0]: name for name, job in JOBS.items() if (script := re.search(r"\w+\.py", job.title))}
 
 
-@dataclasses.dataclass(frozen=True)
 class PlannedJob(Section):
-    """One job of a plan; its fields are the keys of the file.
-
-    Attributes:
-        script: name of an entry script in ``examples/nlp/gpt``, or the path of another.
-        nodes, devices: its ranks are ``devices`` on each of so many nodes.
-        overrides: config keys and their values. In texts ``{NAME.host}`` and ``{NAME.port}`` are a service's address.
-        arguments: what else is on its command line, after them.
-        serves: the jobs that ask this one over HTTP. A job that serves is ended when they have ended.
-        env: environment variables of its ranks, beside those of the launcher.
-    """
-
-    script: Given[str]
-    nodes: Count = 1
-    devices: Count = 1
-    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-    arguments: list[str] = dataclasses.field(default_factory=list)
-    serves: list[str] = dataclasses.field(default_factory=list)
-    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    script: Given[str] = of(None)  # name of an entry script in examples/nlp/gpt, or the path of another
+    nodes: Count = 1  # machines
+    devices: Count = 1  # ranks on each of them
+    # Config keys and their values. In texts {NAME.host} and {NAME.port} are the address of the service NAME.
+    overrides: dict[str, Any] = of({})
+    arguments: list[str] = of([])  # what else is on its command line, after them
+    # Names of the jobs that ask this one over HTTP, or of one. A job that serves is ended when they have ended.
+    serves: list[str] = of([])
+    env: dict[str, str] = of({})  # environment variables of its ranks, beside those of the launcher
 
     @property
     def path(self) -> Path:
@@ -175,7 +169,7 @@ class Plan:
 
     def content(self) -> dict[str, Any]:
         """What `plan_of` makes this plan of: without defaults."""
-        fields = {name: dataclasses.asdict(job) for name, job in self.jobs.items()}
+        fields = {name: vars(job) for name, job in self.jobs.items()}
         jobs = {n: {key: value for key, value in job.items() if value not in ({}, [], 1)} for n, job in fields.items()}
         return {"results_dir": str(self.results_dir), "jobs": jobs}
 
@@ -197,10 +191,15 @@ def read_plan(path: Path) -> Plan:
         PlanError: it cannot be read, or cannot be carried out.
     """
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))  # no key twice; 1e-5 is a number
+        if path.exists() and not path.is_file():
+            raise PlanError(f"the plan {path} is no file")
+        with path.open("rb") as stream:
+            text = read_bytes(stream, "the file", _MAX_BYTES).decode()
+        parse_yaml(text)  # for its limits
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))  # no key twice; 1e-5 is a number
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise PlanError(f"the plan {path} is not YAML: {' '.join(str(error).split())}") from error
     try:
         return plan_of(content)
@@ -225,7 +224,7 @@ def plan_of(content: Any) -> Plan:
         elif found := [*_unfit(keys, PlannedJob, f"jobs.{name}.")]:
             problems += found
         else:
-            jobs[name] = PlannedJob(**{**keys, "script": str(keys["script"])})
+            jobs[name] = PlannedJob(**keys)
     if not problems:
         plan = Plan(Path(str(content["results_dir"])).expanduser().absolute(), jobs)
         problems += _contradictions(plan)
@@ -265,6 +264,8 @@ def _parts(value: list[Any] | dict[Any, Any]) -> list[Any]:
 
 def _contradictions(plan: Plan) -> Iterator[str]:
     """What the jobs say together and cannot be."""
+    if not str(plan.results_dir).isprintable():
+        yield f"results_dir: {str(plan.results_dir)!r} has a character that cannot be printed"
     if not plan.trainers():
         yield "jobs: one must serve nobody: the run is done when that has ended"
     for name, job in plan.jobs.items():
@@ -284,7 +285,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     yield from _common_keys(plan)
 
 
-FindProblems = Callable[[str, DictConfig, int], list[str]]
+FindProblems = Callable[[str, JobConfig, int], list[str]]
 """(a config's name, a config, the job's number of ranks) -> the second round of a job's checks, a line for each."""
 
 
@@ -317,7 +318,7 @@ def _refused(config: str, arguments: Sequence[str], ranks: int, find_problems: F
         if (composed := compose(config, arguments=arguments)) is None:
             return [f"{' '.join(arguments)}: this command line starts no job"]
         check_config(composed.cfg, config)
-        found = [] if find_problems is None else find_problems(config, composed.cfg, ranks)
+        found = [] if find_problems is None else find_problems(config, JOBS[config].sections.read(composed.cfg), ranks)
     except ConfigError as error:
         found = [str(error)]
     return [line for text in found for line in names_of(config).translated(text).splitlines()]

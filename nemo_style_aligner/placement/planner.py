@@ -214,19 +214,21 @@ def written_plan(run: Run, cluster: Cluster, options: SimpleNamespace, fastest: 
     if plan.critic_apart is not None and cluster.two_jobs:
         size = _machines(plan.critic_ranks, cluster)
         of_critic = _critic_keys(run, plan.critic_apart)
-        jobs["critic"] = PlannedJob("serve_ppo_critic.py", *size, of_critic, serves=["actor"])
+        critic = {"script": "serve_ppo_critic.py", "overrides": of_critic, "serves": ["actor"]}
+        jobs["critic"] = PlannedJob(**critic, **size)
     elif plan.critic is not None:
         archives, ranks = f"{archives}, critic.{archives}", ranks + plan.critic_ranks
         keys |= _keys_of_critic_in_job(run, plan, plan.critic)
-    jobs["actor"] = PlannedJob("train_gpt_ppo_actor.py", *_machines(ranks, cluster), keys)
+    jobs["actor"] = PlannedJob(script="train_gpt_ppo_actor.py", overrides=keys, **_machines(ranks, cluster))
     lines = [f"Predicted: {phases['step']:.1f} seconds per step on {options.cluster} ({cluster.device.source})."]
     lines += [*picture(plan, cluster), f"Add {archives}, and the actor's model.data.data_prefix."]
     return Plan(Path(options.results_dir), jobs), "\n".join(lines)
 
 
-def _machines(ranks: int, cluster: Cluster) -> tuple[int, int]:
+def _machines(ranks: int, cluster: Cluster) -> dict[str, Any]:
     """Nodes, and devices of each, for so many ranks: whole machines or a part of one."""
-    return (ranks // cluster.devices, cluster.devices) if ranks > cluster.devices else (1, ranks)
+    nodes, devices = (ranks // cluster.devices, cluster.devices) if ranks > cluster.devices else (1, ranks)
+    return {"nodes": nodes, "devices": devices}
 
 
 def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str, Any]:

@@ -86,10 +86,11 @@ def slurm_script(plan: Plan, source: Path, options: str = "", restarts: int = 2)
     """
     if len(plan.trainers()) > 1:
         raise PlanError(f"`--with slurm` starts one trainer in a job, and the plan has {', '.join(plan.trainers())}")
+    made_from = repr(str(source))[1:-1]  # on one line
     groups = {name: str(number) if len(plan.jobs) > 1 else "" for number, name in enumerate(plan.jobs)}
     lines = [
         "#!/bin/bash",
-        f"# Made from {source}. Submitted again, it goes on where the run was; docs/slurm.md has the variables.",
+        f"# Made from {made_from}. Submitted again, it goes on where the run was; docs/slurm.md has the variables.",
         "\n#SBATCH hetjob\n".join(_sbatch_lines(plan, name, options) for name in plan.jobs),
         "",
         "set -euo pipefail",
@@ -128,7 +129,7 @@ def _sbatch_lines(plan: Plan, name: str, options: str) -> str:
     lines = [f"--nodes={job.nodes}", f"--ntasks-per-node={job.devices}", "--exclusive"]
     if number == 0:  # the other components have these of the first
         lines += [
-            f"--job-name={plan.results_dir.name}",
+            f"--job-name={shlex.quote(plan.results_dir.name)}",
             f"--output={shlex.quote(str(plan.results_dir))}/slurm-%j.log",
             "--requeue",
         ]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.placement.costs import Layout, Model, Sample
+from nemo_style_aligner.models.sizes import Layout
+from nemo_style_aligner.parsing import parse_yaml
+from nemo_style_aligner.placement.costs import Model, Sample
 from nemo_style_aligner.placement.rates import Device
 from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE
 from nemo_style_aligner.telemetry.metrics import read_metrics
@@ -37,7 +41,7 @@ def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, itemsize
     """
     from nemo_style_aligner.launch.roles import ROLLOUT, ranks_apart  # which loads torch
 
-    cfg, curves = _config_of(log_dir), read_metrics(log_dir)
+    config, curves = _config_of(log_dir), read_metrics(log_dir)
 
     def typical(name: str) -> float:
         points = [value for _, value in curves.get(name, ())][1:]  # the first step compiles
@@ -45,20 +49,20 @@ def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, itemsize
             raise UserError(f"{log_dir}: no metric {name} of a second step: give the log directory of an actor's run")
         return statistics.median(points)
 
-    apart = ranks_apart(cfg)
-    ranks = cfg.trainer.devices * cfg.trainer.num_nodes - sum(apart.values())
-    tp, pp = cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size
+    apart = ranks_apart(config.trainer.ppo)
+    ranks = config.trainer.devices * config.trainer.num_nodes - sum(apart.values())
+    tp, pp = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
     layout, timer = Layout(tp, pp, ranks // (tp * pp)), "timers/step/rollout_time/"
     prompt, response = typical("train_rollouts/prompt_lengths"), typical("train_rollouts/generation_length")
     samples = [Sample(round(prompt), round(response))] * round(typical("train_rollouts/rollout_size"))
-    model, update = Model(policy, itemsize, device=device), cfg.model.global_batch_size
-    tokens = cfg.model.max_tokens_per_micro_batch or cfg.model.micro_batch_size * samples[0].tokens
+    model, update = Model(policy, itemsize, device=device), config.model.global_batch_size
+    tokens = config.model.max_tokens_per_micro_batch or config.model.micro_batch_size * samples[0].tokens
 
     passed = model.forward(layout, samples, tokens)
     trained = model.training(layout, samples, tokens, update)
     took, updates = typical("timers/step/train_time"), len(samples) // update * model.update(layout)
     work, took = trained - updates, max(took - updates, took / 2)  # this machine may read more slowly than that one
-    if update == len(samples) and cfg.model.ppo.keep_activations != "never":
+    if update == len(samples) and config.model.ppo.keep_activations != "never":
         work *= 2 / 3  # with one update, log-probs were training's forward pass
     found = dataclasses.replace(
         device,
@@ -66,7 +70,7 @@ def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, itemsize
         forward_share=device.forward_share * passed / typical(f"{timer}logprobs"),
         training_share=device.training_share * work / took,
     )
-    generation = cfg.trainer.ppo.generation.tensor_parallel_size or tp
+    generation = config.trainer.ppo.generation.tensor_parallel_size or tp
     engines = (apart.get(ROLLOUT) or ranks) // generation
     passes, slots = typical("generation/passes") / engines, typical("generation/active_slots")
 
@@ -80,14 +84,17 @@ def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, itemsize
     return dataclasses.replace(found, decoding_factor=max(0.0, factor))
 
 
-def _config_of(log_dir: Path) -> DictConfig:
+def _config_of(log_dir: Path) -> PPOActor:
     """The config of an actor's run, if the planner knows all that such a run does."""
     file = log_dir / HYPERPARAMETERS_FILE
     if not file.is_file():
         raise UserError(f"{log_dir}: no {HYPERPARAMETERS_FILE}: give the log directory of an actor's run")
-    cfg = OmegaConf.load(file)
-    assert isinstance(cfg, DictConfig)
-    unknown = {key: OmegaConf.select(cfg, key) for key in _KNOWN}
+    try:
+        given: Any = OmegaConf.create(parse_yaml(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    config = PPOActor.read(given)
+    unknown = {key: config.get(key) for key in _KNOWN}
     if said := [f"{key}={value}" for key, value in unknown.items() if value not in (None, _KNOWN[key])]:
         raise UserError(f"{log_dir}: the planner does not know runs with {', '.join(said)}: give another run's folder")
-    return cfg
+    return config

@@ -10,16 +10,17 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from nemo_style_aligner.config.kinds import KLEstimator
+from nemo_style_aligner.config.schema import ActorLoop, Updates
 from nemo_style_aligner.data.datasets import pad_rows
 from nemo_style_aligner.errors import NonFiniteError
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models import functional
-from nemo_style_aligner.models.nonfinite import STOP, NonFinitePolicy
+from nemo_style_aligner.models.nonfinite import STOP
 from nemo_style_aligner.models.ragged import RaggedBatch
 from nemo_style_aligner.rl.estimators import Estimator, StepRewards
 from nemo_style_aligner.rl.sample import Rollouts
 from nemo_style_aligner.rl.scoring import Scores
 from nemo_style_aligner.rl.values import ValueBatch
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
@@ -27,23 +28,30 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageSettings:
-    """How rewards become advantages: keys of ``trainer.ppo`` (``config/schema.py``), and what others say of them."""
+    """How rewards become advantages: what ``trainer.ppo`` says of it, with the estimator that it names.
 
+    ``max_length``: tokens of the longest response.
+    """
+
+    ppo: ActorLoop
     estimator: Estimator
-    kl_coef: float  # in the reward: initial_policy_kl_penalty; 0 where that is a term of the loss
-    kl_estimator: KLEstimator
-    kl_clamp: float | None
-    discount_factor: float
-    gae_lambda: float
-    teacher_weight: float  # teacher.weight
-    normalize_advantages: bool
-    advantage_whitening_unbiased: bool
-    mask_truncated: bool
-    importance_weight_cap: float | None
-    importance_sequence_bounds: Sequence[float] | None
-    max_length: int  # of a response: model.ppo.length_params.max_length
-    overlong_buffer: int  # overlong.buffer_tokens
-    overlong_penalty: float  # overlong.penalty
+    max_length: int
+
+    @property
+    def kl_coef(self) -> float:
+        """Of the penalty in the reward; 0 where it is a term of the loss."""
+        return self.ppo.initial_policy_kl_penalty if self.ppo.kl_in == "reward" else 0.0
+
+    @property
+    def whitens(self) -> bool:
+        """As asked for, else as the estimator is defined."""
+        asked = self.ppo.normalize_advantages
+        return self.estimator.whitens if asked is None else asked
+
+
+def kl_estimator(ppo: ActorLoop) -> KLEstimator:
+    """How the KL divergence from the initial policy is estimated: as one key or the other says."""
+    return ppo.kl_estimator or ("abs" if ppo.use_absolute_kl else "k1")
 
 
 @dataclasses.dataclass
@@ -120,7 +128,7 @@ _CALLED = {
 
 
 def leave_out_nonfinite(
-    rollouts: Rollouts, scores: Scores, columns: Mapping[str, torch.Tensor], policy: NonFinitePolicy
+    rollouts: Rollouts, scores: Scores, columns: Mapping[str, torch.Tensor], policy: Updates
 ) -> tuple[Rollouts, dict[str, torch.Tensor]]:
     """Have samples whose reward or tokens hold NaN or Inf not count, with zeros in place of their tokens. Collective.
 
@@ -131,7 +139,7 @@ def leave_out_nonfinite(
     Raises:
         NonFiniteError: there are such samples, and the policy is ``stop`` or no other samples are left.
     """
-    of_tokens = {_CALLED[name]: column for name, column in columns.items()}
+    of_tokens = {_CALLED.get(name, name): column for name, column in columns.items()}
     if columns.get("old_logprobs") is not rollouts.engine_logprobs:
         of_tokens["the engine's log-probs"] = rollouts.engine_logprobs
     bad = {"reward": ~scores.rewards.isfinite()}
@@ -147,9 +155,7 @@ def leave_out_nonfinite(
     return dataclasses.replace(rollouts, counts=counts, engine_logprobs=engine_logprobs), cleared
 
 
-def report_missing_rewards(
-    scores: Scores, prompt_ids: torch.Tensor, dropped: torch.Tensor, policy: NonFinitePolicy
-) -> None:
+def report_missing_rewards(scores: Scores, prompt_ids: torch.Tensor, dropped: torch.Tensor, policy: Updates) -> None:
     """Report NaN and Inf in rewards of samples that are not trained on: `leave_out_nonfinite` never sees them.
 
     Args:
@@ -161,7 +167,7 @@ def report_missing_rewards(
         NonFiniteError: there are such samples, and the policy is ``stop``.
     """
     missing = ~scores.rewards.isfinite()
-    if policy.action == "skip":
+    if policy.on_nonfinite == "skip":
         missing &= dropped
     if missing.any():
         _report(_named("reward", missing, prompt_ids), scores, policy)
@@ -174,9 +180,9 @@ def _named(what: str, rows: torch.Tensor, prompt_ids: torch.Tensor) -> str:
     return f"{what} of samples [{of_samples}] (prompts [{of_prompts}])"
 
 
-def _report(troubles: str, scores: Scores, policy: NonFinitePolicy) -> None:
+def _report(troubles: str, scores: Scores, policy: Updates) -> None:
     trouble = "; ".join([f"NaN or Inf in {troubles}", *scores.problems])
-    if policy.action == "stop":
+    if policy.on_nonfinite == "stop":
         raise NonFiniteError(
             f"{trouble}. These samples were not trained on. Check their prompts, the critic and the rewards, or "
             "set trainer.ppo.on_nonfinite=skip to leave such samples out as long as others remain"
@@ -201,14 +207,14 @@ def make_experience(
     Returns:
         The experience, and the step's metrics under NeMo-Aligner's names, the same on every rank.
     """
-    logprobs, values = columns["old_logprobs"], columns.get("values")
+    ppo, logprobs, values = settings.ppo, columns["old_logprobs"], columns.get("values")
     counts, every_length = rollouts.counts, rollouts.sampled_lengths
     kl = torch.zeros_like(logprobs)
     if "reference_logprobs" in columns:
         kl = functional.kl_penalty(
-            logprobs, columns["reference_logprobs"], settings.kl_estimator, settings.kl_clamp
+            logprobs, columns["reference_logprobs"], kl_estimator(ppo), ppo.kl_clamp
         ).masked_fill(~rollouts.spread(counts), 0)
-    overlong = overlong_penalty(every_length, settings.max_length, settings.overlong_buffer, settings.overlong_penalty)
+    overlong = overlong_penalty(every_length, settings.max_length, ppo.overlong.buffer_tokens, ppo.overlong.penalty)
     penalty = rollouts.sums(settings.kl_coef * kl)
     advantages, returns = settings.estimator(
         StepRewards(
@@ -221,12 +227,12 @@ def make_experience(
             own=rollouts.own,
             token_kl=settings.kl_coef * kl,
             values=values,
-            gamma=settings.discount_factor,
-            lam=settings.gae_lambda,
+            gamma=ppo.discount_factor,
+            lam=ppo.gae_lambda,
         )
     )
     weights, trusted = _importance(rollouts, logprobs, settings)
-    learns = counts & trusted & (rollouts.ended if settings.mask_truncated else counts)
+    learns = counts & trusted & (rollouts.ended if settings.ppo.mask_truncated else counts)
     lengths = every_length.double()
     metrics = {
         **rollout_metrics(rollouts, scores, values, version),
@@ -237,14 +243,14 @@ def make_experience(
         **engine_gap(rollouts, logprobs),
         **_importance_metrics(rollouts, weights, trusted, logprobs, learns, settings),
     }
-    if settings.overlong_buffer:
+    if ppo.overlong.buffer_tokens:
         metrics["overlong_penalty"] = overlong[counts].mean().item()
-    if settings.normalize_advantages:
+    if settings.whitens:
         in_loss = rollouts.spread(learns)
-        is_unbiased = settings.advantage_whitening_unbiased
+        is_unbiased = ppo.advantage_whitening_unbiased
         advantages = functional.whiten(advantages, in_loss, is_unbiased, lambda x: rollouts.sums(x).sum())
     if "teacher_logprobs" in columns:
-        advantages, of_teacher = toward_teacher(rollouts, advantages, columns, settings.teacher_weight)
+        advantages, of_teacher = toward_teacher(rollouts, advantages, columns, ppo.teacher.weight)
         metrics |= of_teacher
     made = {**columns, "advantages": advantages, "importance_weights": weights}
     return Experience(rollouts, learns, made if returns is None else made | {"returns": returns}), metrics
@@ -255,16 +261,18 @@ def why_nothing_is_learnt(experience: Experience, settings: AdvantageSettings) -
     rollouts = experience.rollouts
     if experience.learns.any():
         return None
-    if settings.mask_truncated and not rollouts.ended.any():
+    if settings.ppo.mask_truncated and not rollouts.ended.any():
         return (
             f"none of {len(rollouts)} responses has ended by itself, so there is nothing for the policy to learn "
             "(trainer.ppo.mask_truncated): does the model know what ends a response "
             "(model.ppo.sampling_params.end_strings), and is model.ppo.length_params.max_length enough?"
         )
-    reasons = {"without an end (mask_truncated)": ~rollouts.ended} if settings.mask_truncated else {}
+    reasons = {"without an end (mask_truncated)": ~rollouts.ended} if settings.ppo.mask_truncated else {}
     reasons["with NaN or Inf (on_nonfinite=skip)"] = ~rollouts.counts
     named = ", ".join(f"{int(left_out.sum())} {reason}" for reason, left_out in reasons.items())
-    others = "" if settings.importance_sequence_bounds is None else ", the others outside importance_sequence_bounds"
+    others = (
+        "" if settings.ppo.importance_sequence_bounds is None else ", the others outside importance_sequence_bounds"
+    )
     return (
         f"all {len(rollouts)} responses are left out of the policy's loss, so there is nothing for it to learn: "
         f"{named}{others}"
@@ -341,11 +349,11 @@ def _importance(
     """
     log_ratios = logprobs - rollouts.engine_logprobs
     weights, trusted = torch.ones_like(logprobs), torch.ones(len(rollouts), dtype=torch.bool)
-    if settings.importance_weight_cap is not None:
+    if settings.ppo.importance_weight_cap is not None:
         # The cap is applied before the exponential, which therefore cannot overflow.
-        weights = log_ratios.clamp(max=math.log(settings.importance_weight_cap)).exp()
-    if settings.importance_sequence_bounds is not None:
-        low, high = settings.importance_sequence_bounds
+        weights = log_ratios.clamp(max=math.log(settings.ppo.importance_weight_cap)).exp()
+    if settings.ppo.importance_sequence_bounds is not None:
+        low, high = settings.ppo.importance_sequence_bounds
         ratios = (rollouts.sums(log_ratios) / rollouts.sampled_lengths).exp()
         trusted = (ratios >= low) & (ratios <= high)
     return weights, trusted
@@ -361,9 +369,9 @@ def _importance_metrics(
 ) -> dict[str, float]:
     """Metrics of what `_importance` returned; weights count over the tokens of the policy's loss."""
     metrics: dict[str, float] = {}
-    if settings.importance_weight_cap is not None and learns.any():
+    if settings.ppo.importance_weight_cap is not None and learns.any():
         # exp may round a weight to below the cap
-        is_cut = logprobs - rollouts.engine_logprobs >= math.log(settings.importance_weight_cap)
+        is_cut = logprobs - rollouts.engine_logprobs >= math.log(settings.ppo.importance_weight_cap)
         mean, square = (_token_mean(rollouts, x, learns) for x in (weights, weights.double().square()))
         metrics["importance_weights"] = mean.item()
         metrics["importance_truncated"] = _token_mean(rollouts, is_cut, learns).item()
@@ -371,7 +379,7 @@ def _importance_metrics(
         metrics["importance_effective_share"] = (
             mean.square() / square.clamp(min=torch.finfo(torch.float64).tiny)
         ).item()
-    if settings.importance_sequence_bounds is not None:
+    if settings.ppo.importance_sequence_bounds is not None:
         metrics["importance_masked_sequences"] = 1.0 - trusted.double().mean().item()
     return metrics
 

@@ -91,8 +91,8 @@ class RLTrainer(TrainingLoop):
             actor.model,
             timer,
             settings.seed,
-            staleness=settings.staleness,
-            unload_engine=settings.unload_engine,
+            staleness=settings.ppo.staleness,
+            unload_engine=settings.ppo.trt_llm.unload_engine_train,
         )
         self.title = "PPO" if settings.advantages.estimator.needs_values else settings.advantages.estimator.name
         self.consumed_samples = 0
@@ -134,16 +134,16 @@ class RLTrainer(TrainingLoop):
             columns = self.logprobs(rollouts, is_trained=stream == TRAINING)
             with self.timer("critic_wait"):
                 scores = collected.wait_for_rewards()
-            columns |= {name: collected.column(name, rollouts) for name in self.collector.scorer.logprobs}
+            columns |= {name: collected.column(name, rollouts) for name in self.collector.scorer.columns}
             columns |= self.values(collected, rollouts)
         self.run_control.check(ahead="training")
         self.train_prompts.observe(rollouts)  # changes the state, so after the last point that can abandon the step
         self.consumed_samples = end
         self.redrawn_samples += end - self.train_prompts.after(start)
-        rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.nonfinite)
+        rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.ppo)
         advantages, version = self.settings.advantages, self.ppo_optimization_step
         experience, metrics = make_experience(rollouts, scores, columns, advantages, version)
-        if self.settings.takes_engine_logprobs:
+        if self.settings.ppo.policy_logprobs == "engine":
             metrics = _without(metrics, _OF_TWO_POLICIES)
         if self.metrics.rank == 0 and (reason := why_nothing_is_learnt(experience, advantages)):
             logger.warning("step %d: %s", self.step + 1, reason)
@@ -151,7 +151,7 @@ class RLTrainer(TrainingLoop):
         self._log(metrics, "train_rollouts/")
         prefix, number = self._where_to_log()
         self._log_samples(f"{prefix}table/train_rollouts", rollouts, scores, number)
-        if self.settings.save_samples and stream == TRAINING:
+        if self.settings.ppo.save_samples and stream == TRAINING:
             records = self.collector.sample_records(rollouts, scores, experience.columns)
             self.metrics.log_samples([{"step": self.step + 1, **record} for record in records])
         return experience, metrics
@@ -170,10 +170,11 @@ class RLTrainer(TrainingLoop):
         self.make_room()
         collected, of_generation = self.schedule.generate(prompts, start, self.step, version, stream=stream)
         end, metrics = prompts.after(start), dict[str, float]()
-        if settings.sampling_rounds > 1:
+        drawing = settings.ppo.dynamic_sampling
+        if drawing.enable and drawing.max_rounds > 1:
             collected, end, metrics = self._with_useful_groups(collected, start, stream)
-        if settings.top_n_rollouts is not None:
-            collected, of_all = self._best(collected, settings.top_n_rollouts)
+        if settings.ppo.top_n_rollouts is not None:
+            collected, of_all = self._best(collected, settings.ppo.top_n_rollouts)
             metrics |= of_all
         self.schedule.unload()
         self._log(of_generation, "generation/")
@@ -198,7 +199,7 @@ class RLTrainer(TrainingLoop):
         end = prompts.after(start)
         useful, spare = self._useful(first)
         kept, rounds, dropped = first.only(useful), 1, len(spare)
-        while len(kept) < len(first) and rounds < self.settings.sampling_rounds:
+        while len(kept) < len(first) and rounds < self.settings.ppo.dynamic_sampling.max_rounds:
             more, _ = self.schedule.generate(prompts, end, self.step, version, stream=stream, draw=rounds)
             end = prompts.after(end)
             useful, useless = self._useful(more)
@@ -230,7 +231,7 @@ class RLTrainer(TrainingLoop):
 
     def _report_missing(self, collected: Collected, scores: Scores, dropped: torch.Tensor) -> None:
         prompt_ids = torch.tensor([prompt.prompt_id for prompt in collected.prompts])
-        report_missing_rewards(scores, prompt_ids, dropped, self.settings.nonfinite)
+        report_missing_rewards(scores, prompt_ids, dropped, self.settings.ppo)
 
     def deal(self, collected: Collected) -> Rollouts:
         """Give each data-parallel rank its share, even in every update of the first pass over the samples."""
@@ -248,7 +249,7 @@ class RLTrainer(TrainingLoop):
         """
         columns = {"old_logprobs": rollouts.engine_logprobs}
         batch = rollouts.batch(rollouts.counts, {})
-        if not self.settings.takes_engine_logprobs:
+        if self.settings.ppo.policy_logprobs != "engine":
             with self.timer("logprobs"):
                 is_one_update = is_trained and len(rollouts) == self.settings.global_batch_size
                 columns["old_logprobs"] = self.actor.logprobs(batch, is_trained=is_one_update)
@@ -263,7 +264,11 @@ class RLTrainer(TrainingLoop):
 
     def train_policy(self, experience: Experience) -> None:
         """Minibatch updates over the experience, in an order that depends on seed, step and epoch alone."""
-        first, size, epochs = self.ppo_optimization_step, self.settings.global_batch_size, self.settings.num_ppo_epochs
+        first, size, epochs = (
+            self.ppo_optimization_step,
+            self.settings.global_batch_size,
+            self.settings.ppo.num_ppo_epochs,
+        )
         updates = -(-len(experience) // size) * epochs
         prompt_ids = experience.rollouts.prompt_ids
         counting = activity.counting("updates", lambda: (self.ppo_optimization_step - first, updates))
@@ -352,7 +357,7 @@ class RLTrainer(TrainingLoop):
         self.run_control.check()
         self.val_prompts.observe(rollouts)
         columns = self.values(collected, rollouts)
-        rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.nonfinite)
+        rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.ppo)
         metrics = rollout_metrics(rollouts, scores, columns.get("values"), version)
         self.metrics.log_metrics(metrics, self.step, "val_rollouts/")
         for prompt, response, reward in self._log_samples("table/val_rollouts", rollouts, scores, self.step)[:2]:
@@ -397,7 +402,7 @@ class RLTrainer(TrainingLoop):
 
     @property
     def _is_warming_up(self) -> bool:
-        return self.step == 0 and self.warm_up_rounds < self.settings.critic_warmup_steps
+        return self.step == 0 and self.warm_up_rounds < self.settings.ppo.critic_warmup_steps
 
     def log_phases(self) -> None:
         """Log the step's durations and peaks of memory."""
@@ -411,7 +416,7 @@ class RLTrainer(TrainingLoop):
         return {"loss": self._last_loss, **rewards}
 
     def _log_samples(self, key: str, rollouts: Rollouts, scores: Scores, number: int) -> list[tuple[str, str, float]]:
-        table = self.collector.sample_table(rollouts, scores, self.settings.num_table_rows)
+        table = self.collector.sample_table(rollouts, scores, self.settings.ppo.num_table_rows)
         self.metrics.log_table(key, ("prompt", "response", "reward"), table, number)
         return table
 
@@ -440,11 +445,11 @@ class RLTrainer(TrainingLoop):
         self.ppo_optimization_step = int(state["ppo_optimization_step"])
         if self.step > 0:  # before that, consumed_samples counts the warm-up's prompts
             prompts = self.train_prompts
-            of_prompt = self.settings.top_n_rollouts or prompts.samples_per_prompt
+            of_prompt = self.settings.ppo.top_n_rollouts or prompts.samples_per_prompt
             minibatches = prompts.batch_size * of_prompt // self.settings.global_batch_size
             in_first_rounds = prompts.sampler(max(0, self.consumed_samples - self.redrawn_samples))
             steps_left = in_first_rounds.batches_until(self.settings.max_epochs)
-            self.bound_steps(steps_left, self.ppo_optimization_step, minibatches * self.settings.num_ppo_epochs)
+            self.bound_steps(steps_left, self.ppo_optimization_step, minibatches * self.settings.ppo.num_ppo_epochs)
         self.warm_up_rounds = int(state["warm_up_rounds"])
         if self.critic is not None and state["critic"] is not None:
             self.critic.load_state_dict(state["critic"])

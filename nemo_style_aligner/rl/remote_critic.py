@@ -15,18 +15,17 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_style_aligner.config.kinds import TrainedCritic
-from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.parallel.agreement import result_on_every_rank
 from nemo_style_aligner.parallel.groups import broadcast_object
 from nemo_style_aligner.rl.experience import Experience
-from nemo_style_aligner.rl.rewards import Reward, RewardSource, when_all
-from nemo_style_aligner.rl.sample import Sample, of_sampled
+from nemo_style_aligner.rl.remote_scores import RemoteScores
+from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.values import Save, Training, ValueBatch, ValueSource
-from nemo_style_aligner.services.client import CriticClient, Scores, SequenceConflictError
+from nemo_style_aligner.services.client import CriticClient
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
 from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
-from nemo_style_aligner.services.exactly_once.session import what_to_do
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.exactly_once.session import SequenceConflictError, what_to_do
+from nemo_style_aligner.services.scores import VALUES
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def _wait_for(future: concurrent.futures.Future[T] | None) -> T:
     return result_on_every_rank(future, met=activity.progress)
 
 
-class RemoteCritic(ValueSource, RewardSource):
+class RemoteCritic(RemoteScores, ValueSource):
     """The critic service, and the rewards that its answers have if there is a reward model in its job.
 
     It is trained and saved by rank 0; the other ranks follow its position and request scores only.
@@ -70,14 +69,13 @@ class RemoteCritic(ValueSource, RewardSource):
     """
 
     def __init__(self, client: CriticClient, journal: CriticJournal | None, trained_critic: TrainedCritic) -> None:
-        self.client = client
+        super().__init__(client)
+        self.client: CriticClient = client
         self._journal = journal
         self._trained_critic = trained_critic
         self._resumed: CriticPosition | None = None
         self._saved_numbers: list[int] = []  # next_number at the last saves of both jobs
         self._published_history: str | None = None  # the critic's, at this job's newest checkpoint
-        self._asked: Sequence[Sample] = ()  # whose scores the newest request asks for
-        self._answer: concurrent.futures.Future[Scores] = concurrent.futures.Future()
 
     # ---- scores -----------------------------------------------------------------------------
 
@@ -88,36 +86,7 @@ class RemoteCritic(ValueSource, RewardSource):
 
     def values(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]]:
         """See `ValueSource.values`."""
-        rows, answer = self._ask(samples)
-        return when_all([answer], lambda: of_sampled(answer.result().values[rows], samples))
-
-    def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
-        """See `RewardSource.score`."""
-        rows, answer = self._ask(samples)
-
-        def rewards() -> list[Reward]:
-            given = answer.result().rewards
-            assert given is not None  # else another source was built
-            return [Reward(reward) for reward in given[rows].tolist()]
-
-        return when_all([answer], rewards)
-
-    def _ask(self, samples: Sequence[Sample]) -> tuple[list[int], concurrent.futures.Future[Scores]]:
-        """One request for both values and rewards, which may be those of some samples alone; their rows in it."""
-        rows = {id(sample): row for row, sample in enumerate(self._asked)}
-        if all(id(sample) in rows for sample in samples):
-            return [rows[id(sample)] for sample in samples], self._answer
-        sequences = [sample.token_ids for sample in samples]
-        self._asked, self._answer = samples, self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences))
-        return [*range(len(samples))], self._answer
-
-    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
-        """See `ValueSource.wait_until_ready`."""
-        self.client.wait_until_ready(timeout_s, sequences=sequences)
-
-    def close(self) -> None:
-        """Close the connections; call it on all ranks together."""
-        self.client.close()
+        return self.column(VALUES.name, samples)
 
     # ---- the run ----------------------------------------------------------------------------
 

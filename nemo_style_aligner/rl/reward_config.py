@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.config.schema import ListedReward
+from nemo_style_aligner.rl.remote_scores import RemoteScores
 from nemo_style_aligner.rl.reward_functions import (
     DEFAULT_SECONDS,
     EnvironmentRewards,
@@ -16,9 +16,9 @@ from nemo_style_aligner.rl.reward_functions import (
     MathRewards,
     load_reward_function,
 )
-from nemo_style_aligner.rl.rewards import ExactMatch, RemoteRewards, RewardSource, RewardSum, WeightedSource
+from nemo_style_aligner.rl.rewards import ExactMatch, RewardSource, RewardSum, WeightedSource
 from nemo_style_aligner.services.http_client import ClientLimits
-from nemo_style_aligner.services.reward_client import RewardClient
+from nemo_style_aligner.services.score_client import ScoreClient
 
 REWARDS = "trainer.ppo.rewards"
 
@@ -31,86 +31,36 @@ _PATTERNS: Mapping[str, str] = {
     "function": r".+\.py:\w+",
 }
 _KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
-LAYOUT: Mapping[str, int] = {"devices": 0, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-"""Keys of a frozen model's ranks, and their defaults."""
-_KEYS: Mapping[str, Any] = {"name": None, "source": None, "weight": 1.0, "only": {}, **LAYOUT}
+LAYOUT = ("devices", "tensor_parallel_size", "pipeline_parallel_size")
+"""Keys of a frozen model's ranks."""
+_DEFAULTS = vars(ListedReward())
 _CHOICES = "exact_match, math_verify, service, environment, http://HOST:PORT/NAME, FILE.py:NAME or MODEL.nemo"
 
 
-@dataclasses.dataclass(frozen=True)
-class FrozenSpec:
-    """A model that is never trained, and where it is.
-
-    Attributes:
-        name: of the model in the log and on the wire.
-        source: its archive.
-        devices: ranks of the job that it has for itself; 0: those that train.
-        tensor_parallel_size, pipeline_parallel_size: its layout there.
-    """
-
-    name: str
-    source: str
-    devices: int = 0
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardSpec(FrozenSpec):
-    """One of the sources of rewards, a frozen model or anything else; ``source`` is as in the config, see `kind`.
-
-    Attributes:
-        weight: of its rewards in the sum.
-        only: fields of a prompt's line, and the values, any of several, that they must have for it to count.
-    """
-
-    weight: float = 1.0
-    only: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def kind(self) -> SourceKind:
-        """What the source is: built in, the service of ``remote_critic_rm``, another, a reward model, a function."""
-        kind = _kind_of(self.source)
-        assert kind is not None
-        return kind
-
-
-def reward_specs(rewards: Sequence[Any] | None) -> list[RewardSpec]:
-    """The sources that ``trainer.ppo.rewards``, as plain values, lists; null is the service alone.
-
-    Raises:
-        ConfigError: a source is not described as it should be; one line for each problem.
-    """
+def reward_specs(rewards: Sequence[ListedReward] | None) -> list[ListedReward]:
+    """The sources that ``trainer.ppo.rewards`` lists, with their names; null is the service alone."""
     if rewards is None:
-        return [RewardSpec("reward", "service")]
-    if problems := list(_problems(rewards)):
-        raise ConfigError("\n".join(problems))
+        return [ListedReward(name="reward", source="service")]
     return [
-        RewardSpec(
-            name=_name(reward),
-            source=reward["source"],
-            weight=float(reward.get("weight", 1.0)),
-            only={field: _as_list(value) for field, value in reward.get("only", {}).items()},
-            **{key: reward[key] for key in LAYOUT if key in reward},
-        )
+        reward.replaced(name=_name(vars(reward)), only={field: _as_list(value) for field, value in reward.only.items()})
         for reward in rewards
     ]
 
 
 def build_reward_source(
-    rewards: Sequence[Any],
+    rewards: Sequence[ListedReward],
     *,
     service: Callable[[], RewardSource],
-    reward_model: Callable[[RewardSpec, str], RewardSource],
+    reward_model: Callable[[ListedReward, str], RewardSource],
     limits: ClientLimits,
     token: str | None,
     threads: int | None = None,
     seconds: float = DEFAULT_SECONDS,
 ) -> RewardSum:
-    """The sources that ``trainer.ppo.rewards`` lists, as plain values.
+    """The sources that ``trainer.ppo.rewards`` lists.
 
     Args:
-        rewards: the list.
+        rewards: the list, in which there are no `reward_problems`.
         service: makes what the source ``service`` means in this job.
         reward_model: makes a source of an archive; its other argument is the config key of its entry.
         limits: of requests to other services.
@@ -119,25 +69,24 @@ def build_reward_source(
         seconds: limit of such a call.
 
     Raises:
-        ConfigError: a source is not described as it should be.
         UserCodeError: a function cannot be loaded, or does not take what it gets.
         MathVerifyError: the package is not installed.
     """
 
-    def build(spec: RewardSpec, entry: str) -> RewardSource:
-        key = f"{entry}.source"
-        if spec.kind == "exact_match":
+    def build(spec: ListedReward, entry: str) -> RewardSource:
+        key, kind = f"{entry}.source", kind_of(spec.source)
+        if kind == "exact_match":
             return ExactMatch()
-        if spec.kind == "math_verify":
+        if kind == "math_verify":
             return MathRewards()
-        if spec.kind == "environment":
+        if kind == "environment":
             return EnvironmentRewards()
-        if spec.kind == "service":
+        if kind == "service":
             return service()
-        if spec.kind == "url":
+        if kind == "url":
             url, _, model = spec.source.rpartition("/")
-            return RemoteRewards(RewardClient(url, model, limits=limits, token=token, setting=key))
-        if spec.kind == "function":
+            return RemoteScores(ScoreClient(url, model, limits=limits, token=token, setting=key))
+        if kind == "function":
             function = load_reward_function(spec.source, key)
             return FunctionRewards(function, spec.source, seconds=seconds, max_parallel=threads)
         return reward_model(spec, entry)
@@ -150,7 +99,8 @@ def build_reward_source(
     )
 
 
-def _kind_of(source: str) -> SourceKind | None:
+def kind_of(source: str) -> SourceKind | None:
+    """What a source is: built in, the service of ``remote_critic_rm``, another, a reward model, a function; or none."""
     return next((kind for kind in _KINDS if re.fullmatch(_PATTERNS.get(kind, kind), source)), None)
 
 
@@ -163,7 +113,8 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _problems(rewards: Sequence[Any]) -> Iterator[str]:
+def reward_problems(rewards: Sequence[Any]) -> Iterator[str]:
+    """How sources, as plain values, are not described as they should be; one line for each problem."""
     names: set[str] = set()
     for place, reward in enumerate(rewards):
         key = f"{REWARDS}[{place}]"
@@ -179,20 +130,21 @@ def _problems(rewards: Sequence[Any]) -> Iterator[str]:
 
 
 def _problems_of_one(reward: Mapping[str, Any], key: str) -> Iterator[str]:
-    if unknown := [name for name in reward if name not in _KEYS]:
-        yield f"{key} has no {', '.join(map(str, unknown))}: its keys are {', '.join(_KEYS)}"
-    name, source, weight, only = (reward.get(name, _KEYS[name]) for name in ("name", "source", "weight", "only"))
+    if unknown := [name for name in reward if name not in _DEFAULTS]:
+        yield f"{key} has no {', '.join(map(str, unknown))}: its keys are {', '.join(_DEFAULTS)}"
+    name, source, weight, only = ({**_DEFAULTS, **reward}[name] for name in ("name", "source", "weight", "only"))
     if name is not None and not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
         yield f"{key}.name={name}: give a plain word, by which it is logged"
-    if not isinstance(source, str) or _kind_of(source) is None:
+    if not isinstance(source, str) or kind_of(source) is None:
         yield f"{key}.source={source}: choose {_CHOICES}"
-    for field, default in LAYOUT.items():
+    for field in LAYOUT:
+        default = _DEFAULTS[field]
         count = reward.get(field, default)
         if not isinstance(count, int) or isinstance(count, bool) or count < default:
             yield f"{key}.{field}={count}: give a whole number of {default} or more"
         elif field != "devices" and field in reward and not reward.get("devices"):
             yield f"{key}.{field}={count}: it is of ranks that this reward model has for itself: give their `devices`"
-    if reward.get("devices") and _kind_of(str(source)) != "archive":
+    if reward.get("devices") and kind_of(str(source)) != "archive":
         yield f"{key}.devices={reward['devices']}: only a reward model (.nemo) has ranks of its own; leave it out"
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not math.isfinite(weight):
         yield f"{key}.weight={weight}: must be a finite number"

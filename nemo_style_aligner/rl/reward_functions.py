@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import copy
 import functools
 import inspect
 import logging
 import math
+import os
+import reprlib
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_style_aligner.rl.math_verifier import MAX_SECONDS, MathVerifier
@@ -109,7 +112,11 @@ class FunctionRewards(RewardSource):
             problem = f"the reward function {self._name} raised {describe(error)} for {response}"
             self._failed((type(error), *where), problem, (type(error), error, trace))
             return Reward.failed(f"{problem}; the traceback is in the log")
-        return self._as_reward(call.result(), response)
+        try:
+            return self._as_reward(call.result(), response)
+        except BaseException as raised:  # noqa: BLE001 - by what was returned, which is the user's code as well
+            problem = f"the reward function {self._name} returned what raises {describe(raised)} for {response}"
+            return self._failed(type(raised), problem)
 
     def _failed(self, kind: object, problem: str, exc_info: Any = None) -> Reward:
         """Log the first failure of its kind, and how many there are now and then: a mistake is every response's."""
@@ -159,7 +166,7 @@ def as_reward(returned: Any, who: str, response: Sample) -> Reward:
         if fits_fp32(value):
             return Reward(value, known)
     wanted = "is not a finite number" if parts is not returned else "are not named numbers with a finite sum"
-    return Reward.failed(f"{who} returned {returned!r:.80}, which {wanted}, for {response}")
+    return Reward.failed(f"{who} returned {reprlib.repr(returned)}, which {wanted}, for {response}")
 
 
 class MathRewards(FunctionRewards):
@@ -188,16 +195,31 @@ class MathRewards(FunctionRewards):
 
 async def _await(call: concurrent.futures.Future[Any], awaitable: Awaitable[Any]) -> None:
     try:
-        call.set_result(await awaitable)
+        with _no_return_of_forks():
+            returned = await awaitable
+        call.set_result(returned)
     except BaseException as error:  # noqa: BLE001 - whoever waits gets it; cancelling it as well
         call.set_exception(error)
 
 
 def _run(call: concurrent.futures.Future[Any], function: RewardFunction, *args: Any) -> None:
     try:
-        call.set_result(function(*args))
+        with _no_return_of_forks():
+            returned = function(*args)
+        call.set_result(returned)
     except BaseException as error:  # noqa: BLE001 - whoever waits gets it
         call.set_exception(error)
+
+
+@contextlib.contextmanager
+def _no_return_of_forks() -> Iterator[None]:
+    """A child that the user's code has forked ends where it would come back: it is no second job."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(0)
 
 
 def load_reward_function(named: str, what: str) -> RewardFunction:

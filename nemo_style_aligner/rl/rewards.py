@@ -16,17 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from nemo_style_aligner.data.answers import is_right
 from nemo_style_aligner.data.answers import problem_of as problem_of_answer
-from nemo_style_aligner.data.datasets import lengths_of, pad_rows
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.services.http_client import RequestRefusedError
-from nemo_style_aligner.services.protocol import ProtocolError
-from nemo_style_aligner.services.reward_client import PromptsOfSequences, RewardClient, SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 from nemo_style_aligner.wording import counted, some_of
 
 logger = logging.getLogger(__name__)
@@ -99,55 +95,6 @@ class ExactMatch(RewardSource):
         result: Rewards = concurrent.futures.Future()
         result.set_result([Reward(float(is_right(r.response, r.line))) for r in responses])
         return result
-
-
-class RemoteRewards(RewardSource):
-    """The rewards of a service: a reward model's, a function's, anybody's.
-
-    Args:
-        client: of the service; `close` closes it.
-    """
-
-    def __init__(self, client: RewardClient) -> None:
-        self._client = client
-
-    @property
-    def url(self) -> str:
-        """Of the service."""
-        return self._client.base_url
-
-    def wait_until_ready(self, timeout_s: float, sequences: SequencesToScore) -> None:
-        """See `RewardSource.wait_until_ready`."""
-        self._client.wait_until_ready(timeout_s, sequences)
-
-    def score(self, responses: Sequence[Sample]) -> Rewards:
-        """See `RewardSource.score`: one request."""
-        sequences = [list(response.token_ids) for response in responses]
-        prompt_lengths = torch.tensor([response.prompt_length for response in responses])
-        steps = torch.tensor([response.step for response in responses])
-        prompts = PromptsOfSequences([response.line for response in responses], prompt_lengths, steps)
-        answer = self._client.infer_async(pad_rows(sequences, 0), lengths_of(sequences), prompts)
-        return when_all([answer], lambda: self._rewards(answer, responses))
-
-    def _rewards(self, answer: concurrent.futures.Future[torch.Tensor], responses: Sequence[Sample]) -> list[Reward]:
-        try:
-            values = answer.result().tolist()
-        except RequestRefusedError as error:
-            if error.status != 500:  # any other is about the request itself, and would be the same for all
-                raise
-            return [Reward.failed(str(error))] * len(responses)
-        except ProtocolError as error:
-            raise RewardError(str(error)) from error
-        return [self._reward(value, response) for value, response in zip(values, responses, strict=True)]
-
-    def _reward(self, value: float, response: Sample) -> Reward:
-        if math.isfinite(value):
-            return Reward(value)
-        return Reward.failed(f"the reward service at {self._client.base_url} gave {value} for {response}")
-
-    def close(self) -> None:
-        """See `RewardSource.close`."""
-        self._client.close()
 
 
 @dataclasses.dataclass(frozen=True)

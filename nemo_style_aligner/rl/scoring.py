@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.parallel.groups import all_gather_rows, all_reduce_max, device
-from nemo_style_aligner.rl.remote_logprobs import RemoteLogprobs
+from nemo_style_aligner.rl.remote_scores import RemoteScores
 from nemo_style_aligner.rl.reward_models import ModelRewards
 from nemo_style_aligner.rl.rewards import Reward, RewardSource
 from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.values import ValueSource
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Scorer:
         silence_seconds: after so long without any score a rank gives up.
         described: names what to check then.
         models: the reward models of this job, which are among ``rewards``.
-        logprobs: frozen models on ranks of their own, by the column that they give.
+        apart: by their names, frozen models on ranks of their own: ``reference`` gives ``reference_logprobs``.
     """
 
     def __init__(
@@ -77,14 +77,19 @@ class Scorer:
         silence_seconds: float,
         described: str,
         models: Sequence[ModelRewards] = (),
-        logprobs: Mapping[str, RemoteLogprobs] | None = None,
+        apart: Mapping[str, RemoteScores] | None = None,
     ) -> None:
         self.rewards = rewards
         self.values = values
         self.silence_seconds = silence_seconds
         self.described = described
         self.models = models
-        self.logprobs = logprobs or {}
+        self.apart = apart or {}
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that frozen models apart give."""
+        return [f"{name}_{column}" for name, model in self.apart.items() for column in model.columns]
 
     @property
     def last_progress(self) -> float:
@@ -92,8 +97,10 @@ class Scorer:
         return -math.inf if self.values is None else self.values.last_progress
 
     def score(self, samples: Sequence[Sample], *, are_trained: bool = True) -> ScoredBatch:
-        """Have samples scored; returns at once. Log-probs are asked for of those alone that ``are_trained`` on."""
-        columns = {name: model.of(samples) for name, model in self.logprobs.items() if are_trained}
+        """Have samples scored; returns at once. Models apart are asked about those alone that ``are_trained`` on."""
+        columns: dict[str, concurrent.futures.Future[list[torch.Tensor]]] = {}
+        for name, model in self.apart.items() if are_trained else ():
+            columns |= {f"{name}_{column}": model.column(column, samples) for column in model.columns}
         if self.values is not None and (values := self.values.values(samples)) is not None:
             columns["values"] = values
         return ScoredBatch(samples, self.rewards.score(samples), columns)
@@ -115,7 +122,7 @@ class Scorer:
             ServerUnavailableError: one is not there after ``timeout_s``.
             UnfitServiceError: one does not fit.
         """
-        for source in dict.fromkeys((self.rewards, self.values, *self.logprobs.values())):
+        for source in dict.fromkeys((self.rewards, self.values, *self.apart.values())):
             if source is not None:
                 source.wait_until_ready(timeout_s, sequences)
 
@@ -124,7 +131,7 @@ class Scorer:
         self.rewards.close()
         if self.values is not None:
             self.values.close()
-        for model in self.logprobs.values():
+        for model in self.apart.values():
             model.close()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from nemo_style_aligner.checkpoints.training import MayPublish
 from nemo_style_aligner.rl.sample import Rollouts, Sample
-from nemo_style_aligner.services.reward_client import SequencesToScore
+from nemo_style_aligner.services.score_client import SequencesToScore
 
 if TYPE_CHECKING:
     from nemo_style_aligner.rl.experience import Experience

@@ -7,19 +7,20 @@ Whoever calls it distributes the results.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
+import functools
 import logging
 import math
 import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from nemo_style_aligner.config.schema import RemoteCritic
 from nemo_style_aligner.services.exactly_once.journal import CriticJournal
 from nemo_style_aligner.services.exactly_once.ledger import CriticPosition
 from nemo_style_aligner.services.exactly_once.session import (
@@ -30,38 +31,19 @@ from nemo_style_aligner.services.exactly_once.session import (
 )
 from nemo_style_aligner.services.http_client import (
     ClientLimits,
-    HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
     server_url,
 )
-from nemo_style_aligner.services.reward_client import (
-    SequencesToScore,
-    as_array,
-    call_model,
-    check_limits,
-    close_connections,
-    model_metadata,
-    scoring_inputs,
-    wait_for_server,
-)
+from nemo_style_aligner.services.score_client import Ask, ScoreClient, as_array, call_model
+from nemo_style_aligner.services.scores import REWARDS, VALUES, Score
 
 logger = logging.getLogger(__name__)
 
 _LEVEL_POLL_SECONDS = 0.5  # between tries of a scoring request while the critic is being brought level
 
-__all__ = ["CriticClient", "Scores", "SequenceConflictError"]
 
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """values: float32 [b, s-1]; rewards: float32 [b], None where another service gives them. CPU tensors."""
-
-    values: torch.Tensor
-    rewards: torch.Tensor | None
-
-
-class CriticClient:
+class CriticClient(ScoreClient):
     """Client of the critic, built from the config section ``remote_critic_rm`` (with NeMo-Aligner's keys).
 
     To the critic, a client is a new run until `begin` or `follow` says which run it is: keep its `position` in the
@@ -78,7 +60,7 @@ class CriticClient:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: RemoteCritic,
         *,
         infer_limits: ClientLimits,
         train_limits: ClientLimits,
@@ -86,26 +68,31 @@ class CriticClient:
         max_parallel: int = 8,
         on_lost: Callable[[Exception], object] | None = None,
     ) -> None:
-        critic, names = config["critic"], config["critic"]["name"]
-        self._infer_model, self._train_model, self._save_model = names["infer"], names["train"], names["save"]
-        self._pad_to_length: int | None = config.get("pad_to_length")
-        self._critic = HttpClient(server_url(critic["ip"], critic["port"]), token=token)
-        self._outputs = ["values", "rewards"] if config["combine_rm_and_critic_server"] else ["values"]
+        critic, names = config.critic, config.critic.name
+        super().__init__(
+            server_url(critic.ip, critic.port),
+            names.infer,
+            [VALUES, REWARDS] if config.combine_rm_and_critic_server else [VALUES],
+            limits=infer_limits,
+            token=token,
+            max_parallel=max_parallel,
+            pad_to_length=config.pad_to_length,
+            setting="remote_critic_rm.critic.port",
+        )
+        self._train_model, self._save_model = names.train, names.save
         self._failure: str | None = None  # of training
-        self._infer_limits = infer_limits
         self._train_limits = train_limits
         self._session = TrainingSession(
             self._command,
             self._train_model,
             self._save_model,
             CriticPosition(uuid.uuid4().hex, 1),
-            self._critic.base_url,
+            self.base_url,
         )
         self._watch: CriticWatch | None = None
         self._on_lost = on_lost
         self._closed = threading.Event()
         self.last_progress = -math.inf
-        self._inference = concurrent.futures.ThreadPoolExecutor(max_parallel, "critic-infer")
         self._command_thread = concurrent.futures.ThreadPoolExecutor(1, "critic-command")  # one thread keeps the order
 
     @property
@@ -122,7 +109,7 @@ class CriticClient:
         cannot be brought there.
         """
         self._session.begin(journal, position)
-        self._watch = CriticWatch(self._critic, self._session, self._train_limits.away_s or 0.0, self._on_lost)
+        self._watch = CriticWatch(self._http, self._session, self._train_limits.away_s or 0.0, self._on_lost)
 
     def follow(self, position: CriticPosition) -> None:
         """Join the run of ``position`` without bringing the critic there, on a rank that does not train.
@@ -132,17 +119,6 @@ class CriticClient:
         self._session.position = position
 
     # -------------------------------------------------------------- requests
-
-    def infer_async(self, tokens: torch.Tensor, lengths: torch.Tensor) -> concurrent.futures.Future[Scores]:
-        """Score sequences. tokens: int64 [b, s]; lengths: int64 [b], prompt and response together.
-
-        ``values[:, t]`` belongs to the step that chooses token t+1; it is zero from t = length - 1 on. The future
-        raises `ProtocolError` when an answer is malformed, or does not have s-1 values (and one reward) per sequence.
-        """
-        rows, width = tokens.shape
-        needed = {name: (rows, 1 if name == "rewards" else width - 1) for name in self._outputs}
-        inputs = scoring_inputs(tokens, lengths, self._pad_to_length)
-        return self._inference.submit(self._score, inputs, needed, self.position)
 
     def train_async(
         self, tokens: torch.Tensor, returns: torch.Tensor, prev_values: torch.Tensor, mask: torch.Tensor
@@ -164,65 +140,30 @@ class CriticClient:
         """
         return self._command_thread.submit(self._session.save, keep_history)
 
-    # -------------------------------------------------------------- readiness
-
-    def wait_until_ready(
-        self,
-        timeout_s: float,
-        sequences: SequencesToScore | None = None,
-    ) -> None:
-        """Wait until the server is ready, and check that it is the one the config describes.
-
-        Raises:
-            ServerUnavailableError: after ``timeout_s``.
-            UnfitServiceError: a server is no service of this kind, does not have the models and outputs needed, or says
-                that it cannot take the ``sequences``.
-        """
-        deadline = time.monotonic() + timeout_s
-        wait_for_server(self._critic, timeout_s, "remote_critic_rm.critic.port")
-        models = {self._infer_model: set(self._outputs), self._train_model: set(), self._save_model: set()}
-        for model, outputs in models.items():
-            metadata = model_metadata(self._critic, model, outputs, max(deadline - time.monotonic(), 5.0))
-            if sequences is not None:
-                check_limits(self._critic, model, metadata.get("parameters", {}), sequences)
+    def _needed(self) -> dict[str, Sequence[Score]]:
+        return super()._needed() | {self._train_model: (), self._save_model: ()}
 
     def close(self) -> None:
         """Abandon pending requests and close the connections."""
         if self._watch is not None:
             self._watch.stop()
-        close_connections(self._critic)
+        super().close()
         self._closed.set()
-        for pool in (self._inference, self._command_thread):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._command_thread.shutdown(wait=False, cancel_futures=True)
 
     # -------------------------------------------------------------- in the pool's threads
 
-    def _score(
-        self,
-        inputs: dict[str, np.ndarray],
-        needed: Mapping[str, tuple[int, int]],
-        position: CriticPosition,
-    ) -> Scores:
-        answer = self._values(inputs, needed, position)
-        _, num_values = needed["values"]
-        return Scores(
-            torch.tensor(answer["values"][:, :num_values], dtype=torch.float32),  # without the padding
-            torch.tensor(answer["rewards"][:, 0], dtype=torch.float32) if "rewards" in needed else None,
-        )
+    def _asking(self) -> Ask:
+        ask = super()._asking()
+        return ask if self.position.history is None else functools.partial(self._ask_level, ask, self.position)
 
-    def _values(
-        self, inputs: dict[str, np.ndarray], needed: Mapping[str, tuple[int, int]], position: CriticPosition
-    ) -> dict[str, np.ndarray]:
+    def _ask_level(self, ask: Ask, position: CriticPosition, *inputs: Any, **needed: Any) -> dict[str, np.ndarray]:
         """The answer of a critic at ``position``; waits while it is being brought there, as long as it progresses."""
-        if position.history is None:
-            return call_model(self._critic, self._infer_model, inputs, self._infer_limits, needed=needed)
         expected, since = None, time.monotonic()
         patience = self._train_limits.total_s + (self._train_limits.away_s or 0.0)
         while True:
             try:
-                return call_model(
-                    self._critic, self._infer_model, inputs, self._infer_limits, position.parameters(), needed
-                )
+                return ask(*inputs, parameters=position.parameters(), **needed)
             except RequestRefusedError as error:
                 conflict = as_conflict(error)
                 if conflict is None:
@@ -242,7 +183,7 @@ class CriticClient:
                     )
                     raise SequenceConflictError(message, conflict.expected, conflict.history) from error
             if self._closed.wait(_LEVEL_POLL_SECONDS * random.uniform(0.5, 1.5)):
-                raise ServerUnavailableError(f"{self._critic.base_url}: the client was closed")
+                raise ServerUnavailableError(f"{self.base_url}: the client was closed")
 
     def _train(self, inputs: dict[str, np.ndarray]) -> float:
         if self._failure is not None:  # this batch would take the failed one's place
@@ -256,4 +197,4 @@ class CriticClient:
     def _command(
         self, model: str, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
-        return call_model(self._critic, model, inputs, self._train_limits, parameters)
+        return call_model(self._http, model, inputs, self._train_limits, parameters)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,6 +16,7 @@ from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
 from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, TrainingLedger
+from nemo_style_aligner.services.scores import LOGPROBS, Score
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class CriticService:
-    """A `services.model_server.CriticBackend`: critic and, in the same ranks, reward model.
+    """A `services.critic_endpoints.CriticBackend`: critic and, in the same ranks, reward model.
 
     Args:
         critic: the value function.
@@ -87,7 +88,7 @@ class CriticService:
 
         Raises:
             OSError: a checkpoint or archive could not be written in the background.
-            NonFiniteError: `models.nonfinite.NonFinitePolicy` says to stop. The service ends; when started again it
+            NonFiniteError: ``on_nonfinite`` says to stop. The service ends; when started again it
                 goes on from its last checkpoint, which was written before this request.
         """
         self.checkpoints.poll()  # a finished save releases its pinned memory now, not only at the next save
@@ -175,7 +176,7 @@ class CriticService:
 
 
 class RewardService:
-    """A `services.model_server.ScoringBackend`: nothing but a reward model."""
+    """A `services.scores.ScoringBackend`: nothing but a reward model."""
 
     def __init__(self, reward_model: RewardModel) -> None:
         self.reward_model = reward_model
@@ -186,12 +187,17 @@ class RewardService:
 
 
 class LogprobService:
-    """A `services.model_server.ScoringBackend`: nothing but a frozen language model, a reference or a teacher.
+    """A `services.scores.ScoringBackend`: nothing but a frozen language model, a reference or a teacher.
+
+    Attributes:
+        scores: what it gives; the endpoint offers it, and the job that has such a model asks for it.
 
     Args:
         temperature: divides the logits.
         batching: micro batches of its passes.
     """
+
+    scores: ClassVar[Sequence[Score]] = (LOGPROBS,)
 
     def __init__(self, model: MegatronModel, temperature: float, batching: MicroBatching) -> None:
         self._model = model
@@ -205,4 +211,4 @@ class LogprobService:
         logprobs = forward(
             self._model, Tokens(tokens), wanted, self._batching, lambda x, _: x, (width,), scoring=self._scoring
         )
-        return {"logprobs": logprobs}
+        return {LOGPROBS.name: logprobs}

@@ -16,11 +16,11 @@ from flask import Flask, Response, abort, request
 from nemo_style_aligner.launch.stop_signals import stops
 from nemo_style_aligner.services.http_server import WsgiServer
 from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.log_files import METRICS_FILE
+from nemo_style_aligner.telemetry.log_files import METRICS_FILE, NoRunError
 from nemo_style_aligner.telemetry.metric_table import phase_title
 from nemo_style_aligner.telemetry.progress import how_far
 from nemo_style_aligner.telemetry.report import render, render_samples
-from nemo_style_aligner.telemetry.run_view import NoRunError, RunView
+from nemo_style_aligner.telemetry.run_view import RunView
 from nemo_style_aligner.telemetry.samples import find_samples
 from nemo_style_aligner.telemetry.timeline import last_phases
 

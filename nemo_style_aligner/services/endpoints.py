@@ -1,27 +1,28 @@
-"""The models on the wire: their tensors, the checks on a request, and the job a request becomes.
+"""The models of a service on the wire: their tensors, the checks on a request, and what becomes of it.
 
 Names and tensors are NeMo-Aligner's: ``critic_infer``, ``critic_train``, ``critic_save`` and
-``reward_model``; ``critic_restore`` is this project's. Every check happens here, before a job is
-queued, so that a bad request never reaches the batch it would share with others.
+``reward_model``; ``critic_restore`` is this project's. An endpoint is a kind of request: it says what requests carry,
+and which method of the service's backend answers them. Every check of a request happens here, before it is queued, so
+that a bad one never reaches the batch it would share with others.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from nemo_style_aligner.parsing import parse_json
-from nemo_style_aligner.services.exactly_once.ledger import CriticPosition, batch_digest
-from nemo_style_aligner.services.jobs import InferJob, Job, RestoreJob, SaveJob, TrainJob
+from nemo_style_aligner.services.exactly_once.ledger import CriticPosition, TrainingLedger
+from nemo_style_aligner.services.exactly_once.saves import Answer, Saves
 from nemo_style_aligner.services.protocol import InferRequest, ProtocolError, is_int
+from nemo_style_aligner.services.service_metrics import ServiceMetrics
 
 MODEL_VERSION = "1"
 MAX_RUN_ID_LENGTH = 128
-MAX_HISTORIES = 100_000
 # What Triton clients are told as the largest batch; the model cuts a batch into micro batches itself.
 MAX_BATCH_SIZE = 9999999
 
@@ -52,8 +53,58 @@ class ModelLimits:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request whose answer is awaited.
+
+    Attributes:
+        endpoint: its kind.
+        arguments: what it asks for, checked; the endpoint says what.
+        position: where the critic must be to answer; None: anywhere.
+        rows: its sequences, as far as they may be merged with others'.
+        taken: when work on it began, as ``arrived`` by the monotonic clock.
+        batch_rows: rows of the batch that it was merged into.
+    """
+
+    endpoint: Endpoint
+    arguments: dict[str, Any]
+    position: CriticPosition | None = None
+    rows: int = 1
+    future: Answer = dataclasses.field(default_factory=Answer)
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
+    request_id: str = ""
+    taken: float = 0.0
+    batch_rows: int = 1
+
+
+class Service(Protocol):
+    """What endpoints find where their requests are answered: a rank of a `model_server.ModelServer`.
+
+    Attributes:
+        backend: the models, with the method that an endpoint names.
+        saves: checkpoints that this rank is writing.
+    """
+
+    backend: Any
+    ledger: TrainingLedger
+    metrics: ServiceMetrics
+    saves: Saves
+
+    def command(self, endpoint: Endpoint, **arguments: Any) -> Any:
+        """On rank 0: have all ranks `Endpoint.act` with these arguments; returns what rank 0's gives."""
+
+
 class Endpoint(abc.ABC):
-    """One named model of the service."""
+    """One named model of the service: a kind of request. The same on every rank.
+
+    Attributes:
+        method: of the backend, collective, which answers the requests.
+        merges: requests that arrive one after another may share a batch. They change nothing: a service that is still
+            computing one at its time limit goes on.
+    """
+
+    method: ClassVar[str]
+    merges: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -61,18 +112,29 @@ class Endpoint(abc.ABC):
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         *,
-        batched: bool,
-        limits: ModelLimits,
+        batched: bool = False,
+        limits: ModelLimits | None = None,
     ) -> None:
         self.name = name
         self.inputs = {spec.name: spec for spec in inputs}
         self.outputs = {spec.name: spec for spec in outputs}
         self.batched = batched
-        self.limits = limits
+        self.limits = limits or ModelLimits()
 
     @abc.abstractmethod
     def make_job(self, request: InferRequest) -> Job:
-        """Check the request and turn it into a job. Raises `ProtocolError` (400)."""
+        """Check the request. Raises `ProtocolError` (400)."""
+
+    @abc.abstractmethod
+    def answer(self, jobs: Sequence[Job], service: Service) -> None:
+        """On rank 0: do what jobs ask for, of which there is one unless the endpoint ``merges``.
+
+        Sets the jobs' futures, now or later. Raises `ProtocolError` to refuse them.
+        """
+
+    def act(self, service: Service, arguments: Mapping[str, Any]) -> Any:
+        """On every rank: what `Service.command` was given is what the backend's method takes."""
+        return getattr(service.backend, self.method)(**arguments)
 
     def metadata(self) -> dict[str, Any]:
         """The protocol's model metadata; shapes with the batch dimension, limits as ``parameters``."""
@@ -171,199 +233,3 @@ class Endpoint(abc.ABC):
 
     def _refuse(self, message: str) -> ProtocolError:
         return ProtocolError(400, f"{self.name}: {message}")
-
-
-class InferEndpoint(Endpoint):
-    """Values, rewards, both, or log-probs for a batch of sequences, given as token ids or as text.
-
-    With ``takes_prompts`` a request must also say what each sequence is a response to.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        outputs: Sequence[TensorSpec],
-        limits: ModelLimits,
-        tokenize: Callable[[str], Sequence[int]] | None = None,
-        *,
-        takes_prompts: bool = False,
-    ) -> None:
-        inputs = [
-            TensorSpec("tokens", "INT64", (-1,), optional=True),
-            TensorSpec("sequence_lengths", "INT64", (1,), optional=True),
-        ]
-        if tokenize is not None:
-            inputs.insert(0, TensorSpec("sentences", "BYTES", (1,), optional=True))
-        if takes_prompts:
-            inputs += [LINES, PROMPT_LENGTHS, STEPS]
-        super().__init__(name, inputs, outputs, batched=True, limits=limits)
-        self._tokenize = tokenize
-
-    def make_job(self, request: InferRequest) -> InferJob:
-        """See `Endpoint.make_job`."""
-        arrays = self._arrays(request)
-        if "sentences" in arrays:
-            if "tokens" in arrays or "sequence_lengths" in arrays:
-                raise self._refuse("give either 'sentences', or 'tokens' and 'sequence_lengths'")
-            tokens, lengths = self._from_sentences(arrays["sentences"])
-        elif "tokens" in arrays and "sequence_lengths" in arrays:
-            tokens, lengths = arrays["tokens"], arrays["sequence_lengths"][:, 0]
-        else:
-            raise self._refuse(
-                "both 'tokens' and 'sequence_lengths' are needed" + (" (or 'sentences')" if self._tokenize else "")
-            )
-        rows, width = tokens.shape
-        if len(lengths) != rows:
-            raise self._refuse(f"{rows} rows of 'tokens', but {len(lengths)} of 'sequence_lengths'")
-        if lengths.min() < 1 or lengths.max() > width:
-            raise self._refuse(f"'sequence_lengths' must be from 1 to {width}, the width of 'tokens'")
-        self._check_length(int(lengths.max()))
-        # What lies behind a row's true length is padding of the caller's choice and never reaches the model.
-        self._check_tokens(np.where(np.arange(width) < lengths[:, None], tokens, 0))
-        job = InferJob(tokens=tokens, lengths=lengths, position=self._position(request.parameters))
-        if LINES.name in arrays:
-            self._add_prompts(job, arrays)
-        return job
-
-    def _add_prompts(self, job: InferJob, arrays: Mapping[str, np.ndarray]) -> None:
-        lines, job.prompt_lengths = arrays[LINES.name][:, 0], arrays[PROMPT_LENGTHS.name][:, 0]
-        if not len(lines) == len(job.prompt_lengths) == job.rows:
-            raise self._refuse(f"{job.rows} rows of 'tokens', but not as many of 'lines' and 'prompt_lengths'")
-        if (job.prompt_lengths < 1).any() or (job.prompt_lengths > job.lengths).any():
-            raise self._refuse("'prompt_lengths' must be from 1 to the row's 'sequence_lengths'")
-        job.lines = [self._line(row, text) for row, text in enumerate(lines)]
-        job.steps = arrays[STEPS.name][:, 0] if STEPS.name in arrays else np.zeros(job.rows, dtype=np.int64)
-        if len(job.steps) != job.rows:
-            raise self._refuse(f"{job.rows} rows of 'tokens', but {len(job.steps)} of 'steps'")
-
-    def _line(self, row: int, text: bytes) -> dict[str, Any]:
-        try:
-            line = parse_json(text.decode())
-        except ValueError as error:
-            raise self._refuse(f"'lines' row {row} is not JSON: {error}") from error
-        if not isinstance(line, dict) or not isinstance(line.get("text"), str):
-            raise self._refuse(f"'lines' row {row} must be an object whose 'text' is the prompt")
-        return line
-
-    def _from_sentences(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        assert self._tokenize is not None  # the input exists only with a tokenizer
-        rows: list[Sequence[int]] = []
-        for index, item in enumerate(sentences[:, 0]):
-            try:
-                text = item.decode()
-            except UnicodeDecodeError as error:
-                raise self._refuse(f"'sentences' row {index} is not UTF-8") from error
-            rows.append(self._tokenize(text))
-            if not rows[-1]:
-                raise self._refuse(f"'sentences' row {index} has no tokens")
-        lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        tokens = np.zeros((len(rows), int(lengths.max())), dtype=np.int64)
-        for index, row in enumerate(rows):
-            tokens[index, : len(row)] = row
-        return tokens, lengths
-
-
-class TrainEndpoint(Endpoint):
-    """One training batch of the critic, applied once however often it is sent (see `ledger`)."""
-
-    def __init__(self, name: str, limits: ModelLimits) -> None:
-        inputs = [TensorSpec("tokens", "INT64", (-1, -1))]
-        inputs += [TensorSpec(other, "FP32", (-1, -1)) for other in ("returns", "prev_values", "mask")]
-        super().__init__(name, inputs, [TensorSpec("loss_mean", "FP32", (1,))], batched=False, limits=limits)
-
-    def make_job(self, request: InferRequest) -> TrainJob:
-        """See `Endpoint.make_job`."""
-        arrays = self._arrays(request)
-        rows, width = arrays["tokens"].shape
-        self._check_length(width)
-        self._check_tokens(arrays["tokens"])
-        for name in ("returns", "prev_values", "mask"):
-            if arrays[name].shape != (rows, width - 1):
-                raise self._refuse(
-                    f"'{name}' must be of shape {[rows, width - 1]}, one column less than 'tokens', "
-                    f"got {list(arrays[name].shape)}"
-                )
-            if not np.isfinite(arrays[name]).all():
-                raise self._refuse(f"'{name}' holds NaN or infinity")
-        # The loss is divided by the mask's sum; a weight, or -1, would give another loss than its sender expects.
-        if not np.isin(arrays["mask"], (0.0, 1.0)).all():
-            raise self._refuse("'mask' must be 1 where a value is trained and 0 elsewhere, but holds other numbers")
-        position = self._position(request.parameters)
-        return TrainJob(batch=arrays, digest=batch_digest(arrays), position=position)
-
-
-class SaveEndpoint(Endpoint):
-    """Writes a checkpoint; answers status 0 when it is on disk.
-
-    Parameter ``keep_history``: history of the checkpoint that belongs to the actor's newest one: it is not pruned.
-    """
-
-    def __init__(self, name: str) -> None:
-        inputs, outputs = [TensorSpec("dummy_var", "INT64", (1,))], [TensorSpec("status", "INT64", (1,))]
-        super().__init__(name, inputs, outputs, batched=False, limits=ModelLimits())
-
-    def make_job(self, request: InferRequest) -> SaveJob:
-        """See `Endpoint.make_job`."""
-        self._arrays(request)
-        keep = self._name(request.parameters, "keep_history") if "keep_history" in request.parameters else None
-        return SaveJob(position=self._position(request.parameters), keep_history=keep)
-
-
-class RestoreEndpoint(Endpoint):
-    """Brings the critic to one of several points of a run's past from which the client can continue.
-
-    Input ``histories``: the critic's history at each point, oldest first. A critic that is at one of the points stays;
-    any other goes to the latest one of which it has a checkpoint, or to its initial weights if these are among them.
-    Output ``position``: the index of the point where it is now. 409 if it can go to none of them, or would have to undo
-    what another run trained.
-    """
-
-    def __init__(self, name: str) -> None:
-        inputs, outputs = [TensorSpec("histories", "BYTES", (-1,))], [TensorSpec("position", "INT64", (1,))]
-        super().__init__(name, inputs, outputs, batched=False, limits=ModelLimits())
-
-    def make_job(self, request: InferRequest) -> RestoreJob:
-        """See `Endpoint.make_job`."""
-        histories = self._arrays(request)["histories"]
-        if len(histories) > MAX_HISTORIES:
-            raise self._refuse(f"{len(histories)} histories, the limit is {MAX_HISTORIES}")
-        try:
-            names = [item.decode("ascii") for item in histories]
-        except UnicodeDecodeError as error:
-            raise self._refuse("'histories' must be ASCII") from error
-        return RestoreJob(run_id=self._name(request.parameters, "run_id"), histories=names)
-
-
-VALUES = TensorSpec("values", "FP32", (-1,))
-LOGPROBS = TensorSpec("logprobs", "FP32", (-1,))
-LINES = TensorSpec("lines", "BYTES", (1,))
-PROMPT_LENGTHS = TensorSpec("prompt_lengths", "INT64", (1,))
-STEPS = TensorSpec("steps", "INT64", (1,), optional=True)
-
-
-def rewards_spec(num_attributes: int = 1) -> TensorSpec:
-    """``rewards`` float32 [b, num_attributes]; 1 unless a regression model's attributes are kept apart."""
-    return TensorSpec("rewards", "FP32", (num_attributes,))
-
-
-def critic_endpoints(
-    limits: ModelLimits,
-    *,
-    combined: bool,
-    tokenize: Callable[[str], Sequence[int]] | None = None,
-) -> list[Endpoint]:
-    """The critic's four endpoints; ``critic_infer`` gives ``rewards`` too when ``combined``."""
-    outputs = [VALUES, rewards_spec()] if combined else [VALUES]
-    return [
-        InferEndpoint("critic_infer", outputs, limits, tokenize),
-        TrainEndpoint("critic_train", limits),
-        SaveEndpoint("critic_save"),
-        RestoreEndpoint("critic_restore"),
-    ]
-
-
-def reward_endpoint(
-    limits: ModelLimits, *, name: str = "reward_model", num_attributes: int = 1, takes_prompts: bool = False
-) -> list[Endpoint]:
-    """The endpoint of a separate reward service."""
-    return [InferEndpoint(name, [rewards_spec(num_attributes)], limits, takes_prompts=takes_prompts)]

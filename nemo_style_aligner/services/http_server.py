@@ -33,8 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from nemo_style_aligner.config.kinds import LARGEST_PORT
-from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.launch.ending import fail_job
+from nemo_style_aligner.errors import UserError, end_process
 from nemo_style_aligner.services.protocol import JSON_TYPE, ProtocolError
 from nemo_style_aligner.services.request_log import NOTES_KEY, REQUEST_ID_HEADER, RequestLog, request_id
 from nemo_style_aligner.services.signing import (
@@ -67,6 +66,7 @@ _EXHAUSTED_LOG_SECONDS = 60.0
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])")
 _FIELD = re.compile(rb"([!#$%&'*+.^`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")  # a WSGI name cannot hold "_" as well
 _BARE_LINE_END = re.compile(rb"(?<!\r)\n")
+_UNASKED_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,8}")  # extensions are refused
 _ONCE = ("CONTENT_LENGTH", "TRANSFER_ENCODING", "HOST")
 
@@ -236,7 +236,7 @@ class WsgiServer:
                 pass
         except BaseException as error:
             if not self._stopping.is_set():
-                fail_job(error)
+                end_process(error)
             logger.exception("%s: error while accepting connections", self._name)
         finally:
             self._listener.close()
@@ -587,6 +587,8 @@ class _Connection:
         if server.token is None and own is not None and own.is_loopback and name and _address(name) is None:
             # A page of another site may have a name that leads here ("DNS rebinding"), but none of these.
             raise ProtocolError(403, f"without a secret, localhost and addresses are answered, not {name[:100]}")
+        if not self._may_read(request):
+            _refuse_other_sites(request)
         answer: list[Any] = []
         try:
             # Strangers wait for each other, so that no crowd of them keeps the others waiting.
@@ -750,6 +752,25 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     return None
+
+
+def _refuse_other_sites(request: _Request) -> None:
+    """Raise `ProtocolError` for what a page of another site asks, for which browsers show their user's password, too.
+
+    Following a link is the user's doing. What asks for something to be done must also be of a type that such pages
+    cannot send unasked.
+    """
+    site, origin = request.fields.get("SEC_FETCH_SITE"), request.fields.get("ORIGIN")
+    is_link = request.method == "GET" and request.fields.get("SEC_FETCH_MODE") == "navigate" and origin is None
+    if site is None and origin is not None:  # of an older browser, or one that does not trust this address
+        site = "same-origin" if origin.partition("://")[2] == request.fields.get("HOST") else "cross-site"
+    if site not in (None, "none", "same-origin") and not is_link:
+        raise ProtocolError(403, f"pages of other sites are not answered, such as {(origin or site)[:100]}")
+    kind = request.fields.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
+    if request.method == "POST" and kind in _UNASKED_TYPES:
+        raise ProtocolError(
+            415, f"a body of the type {kind} is not read: send 'Content-Type: {JSON_TYPE}', or what it is"
+        )
 
 
 def _without_token(what: str) -> ProtocolError:

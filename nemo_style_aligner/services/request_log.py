@@ -23,7 +23,7 @@ import time
 import uuid
 from typing import Any
 
-from nemo_style_aligner.telemetry.log_lines import with_fields
+from nemo_style_aligner.log_fields import with_fields
 
 logger = logging.getLogger(__name__)
 

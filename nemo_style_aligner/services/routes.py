@@ -13,20 +13,18 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
-import prometheus_client as prometheus
 from flask import Flask, Response, request
 
 import nemo_style_aligner
-from nemo_style_aligner.services.endpoints import MODEL_VERSION, Endpoint
+from nemo_style_aligner.services.endpoints import MODEL_VERSION, Endpoint, Job
 from nemo_style_aligner.services.exactly_once.ledger import INSTANCE_HEADER
 from nemo_style_aligner.services.flask_app import note, service_app
 from nemo_style_aligner.services.http_client import server_url
 from nemo_style_aligner.services.http_server import ConnectionLimits, WsgiServer
-from nemo_style_aligner.services.jobs import InferJob, Job, JobQueue, QueueState
+from nemo_style_aligner.services.jobs import JobQueue, QueueState
 from nemo_style_aligner.services.protocol import (
     HEADER_LENGTH_FIELD,
     LIVE_PATH,
@@ -38,6 +36,7 @@ from nemo_style_aligner.services.protocol import (
     is_int,
 )
 from nemo_style_aligner.services.request_log import REQUEST_ID_HEADER, request_id
+from nemo_style_aligner.services.service_metrics import ServiceMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -61,28 +60,6 @@ class HttpSettings:
     infer_timeout_s: float = 600.0  # until an inference request is answered 504; twice that if being computed
     command_timeout_s: float = 3600.0  # until training, saving or restoring is answered 504
     connections: ConnectionLimits = dataclasses.field(default_factory=ConnectionLimits)
-
-
-_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800)
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-
-
-class ServiceMetrics:
-    """What `/metrics` shows, in a registry of its own: several services may live in one process."""
-
-    def __init__(self) -> None:
-        self.registry = prometheus.CollectorRegistry()
-        of: Any = {"namespace": "aligner", "subsystem": "server", "registry": self.registry}
-        counter: Any = partial(prometheus.Counter, **of)
-        histogram: Any = partial(prometheus.Histogram, buckets=_SECONDS, **of)
-        self.requests = counter("requests", "Inference-protocol requests answered", ["model", "status"])
-        self.latency = histogram("request_seconds", "Time from a request's arrival to its answer", ["model"])
-        self.queue_time = histogram("queue_seconds", "Time a job waited for the model")
-        self.batch_rows = histogram("batch_rows", "Rows in a merged inference batch", buckets=_ROWS)
-        self.command_time = histogram("command_seconds", "Time the model took for one command", ["command"])
-        self.training_steps = counter("training_steps", "Training requests applied")
-        self.training_repeats = counter("training_repeats", "Training requests answered from the ledger")
-        self.outstanding = prometheus.Gauge("outstanding_requests", "Requests accepted and not yet answered", **of)
 
 
 def create_app(
@@ -165,7 +142,7 @@ class _Routes:
             job = endpoint.make_job(decoded)
             job.request_id = request_id(request.headers.get(REQUEST_ID_HEADER, ""), decoded.id)
             note(request_id=job.request_id)
-            outputs = self._wait(job, endpoint, decoded)
+            outputs = self._wait(job, decoded)
             body, headers = encode_infer_response(model, MODEL_VERSION, outputs, decoded)
             status = 200
         except ProtocolError as error:
@@ -190,9 +167,9 @@ class _Routes:
             raise ProtocolError(404, f"model '{model}' has only version {MODEL_VERSION}, not '{version}'")
         return endpoint
 
-    def _wait(self, job: Job, endpoint: Endpoint, decoded: InferRequest) -> dict[str, np.ndarray]:
+    def _wait(self, job: Job, decoded: InferRequest) -> dict[str, np.ndarray]:
         """Queue the job and wait for its outputs. Inference under way may take twice the service's time limit."""
-        limit = self._settings.infer_timeout_s if isinstance(job, InferJob) else self._settings.command_timeout_s
+        limit = self._settings.infer_timeout_s if job.endpoint.merges else self._settings.command_timeout_s
         asked = decoded.parameters.get("timeout")  # Triton's request parameter, microseconds
         if asked is not None:
             if not is_int(asked) or not 0 <= asked < 2**63:
@@ -201,7 +178,7 @@ class _Routes:
         self._queue.put(job)
         try:
             done, _ = concurrent.futures.wait([job.future], limit)
-            if not done and not job.future.cancel() and isinstance(job, InferJob) and not asked:
+            if not done and not job.future.cancel() and job.endpoint.merges and not asked:
                 # It is being computed; after a 504 the client would send it again, to be computed again.
                 done, _ = concurrent.futures.wait([job.future], limit)
                 limit *= 2
@@ -209,7 +186,7 @@ class _Routes:
                 return job.future.result()
             self._queue.discard(job)  # frees its tensors: only outstanding jobs may take memory
             raise ProtocolError(
-                504, f"{endpoint.name}: no answer within {limit:g} s, {self._queue.waiting} jobs are waiting"
+                504, f"{job.endpoint.name}: no answer within {limit:g} s, {self._queue.waiting} jobs are waiting"
             )
         finally:
             self._queue.release()

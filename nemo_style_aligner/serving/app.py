@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any
 
 from flask import Flask, Response, request
@@ -20,12 +20,12 @@ from nemo_style_aligner.services.request_log import NOTES_KEY
 from nemo_style_aligner.serving.answers import Answer, Endpoint
 from nemo_style_aligner.serving.bodies import Asked, BodyReader, RequestError, error_body, error_object
 from nemo_style_aligner.serving.generation import Generation, Metrics, Ticket
+from nemo_style_aligner.wanted import CHECK_SECONDS, wanted
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_PATH = "/health"
 _MAX_BODY_BYTES = 2**25
-_POLL_SECONDS = 0.25  # how soon it is noticed that a client is gone
 
 
 class ServedModel:
@@ -86,6 +86,7 @@ class ServedModel:
 
     def _app(self) -> Flask:
         app = service_app("nemo_style_aligner.serving", self._metrics.registry, error_body)
+        app.before_request(self._begin)
         app.after_request(self._count)
         app.url_map.strict_slashes = False  # /v1/models/, too
         posts = {"/v1/completions": self._completion, "/v1/chat/completions": self._chat}
@@ -97,6 +98,18 @@ class ServedModel:
         app.add_url_rule("/tokenizer_info", view_func=self._tokenizer_info)
         app.add_url_rule(_HEALTH_PATH, view_func=lambda: Response(""), endpoint="health")
         return app
+
+    def _begin(self) -> None:
+        """Tell what takes long when it need not go on: the request's client is gone, or its time is over."""
+        arrived, client_is_there = time.monotonic(), request.environ[CLIENT_IS_THERE_KEY]
+
+        def check() -> None:
+            if not client_is_there():
+                raise RequestError(408, "the client is gone")
+            if time.monotonic() - arrived > self._request_seconds:
+                raise RequestError(504, f"no answer within {self._request_seconds:g} s", code="timeout")
+
+        wanted.set(check)
 
     # ---- completions ----------------------------------------------------------------------------
 
@@ -112,29 +125,26 @@ class ServedModel:
     def _answer(self, asked: Asked, endpoint: Endpoint) -> ResponseReturnValue:
         ticket = self.generation.submit(asked)
         answer = Answer(asked, ticket, self._name, self._tokenizer, endpoint)
-        news = self._news(ticket, request.environ[CLIENT_IS_THERE_KEY], request.environ[NOTES_KEY])
+        news = self._news(ticket, wanted.get(), request.environ[NOTES_KEY])
         next(news)  # an error that comes before the first token has a status of its own, in a stream, too
         if asked.streams:
             return Response(_events(asked, answer, news), content_type=EVENT_STREAM)
         news.close()
         return answer.whole()
 
-    def _news(self, ticket: Ticket, client_is_there: Any, notes: dict[str, Any]) -> Generator[None, None, None]:
+    def _news(self, ticket: Ticket, check: Callable[[], None], notes: dict[str, Any]) -> Generator[None, None, None]:
         """Yield when all responses are finished; in streams, whenever there is news of one. No end of its own.
 
         Whatever ends it, slots that are still in use are freed.
 
         Raises:
-            RequestError: the request's time is over, its client is gone, or generation has failed.
+            RequestError: generation has failed, or what ``check`` raises.
         """
         try:
             while True:
-                if ticket.wait(_POLL_SECONDS):
+                if ticket.wait(CHECK_SECONDS):
                     yield
-                elif not client_is_there():
-                    raise RequestError(408, "the client is gone")
-                if time.monotonic() - ticket.arrived > self._request_seconds:
-                    raise RequestError(504, f"no answer within {self._request_seconds:g} s", code="timeout")
+                check()
         finally:
             notes["responses"] = len(ticket.choices)
             self._metrics.request_seconds.observe(time.monotonic() - ticket.arrived)

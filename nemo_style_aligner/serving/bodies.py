@@ -22,9 +22,14 @@ from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.services.protocol import ProtocolError
 from nemo_style_aligner.serving.tool_calls import CallForm, CallReader, find_form
+from nemo_style_aligner.wanted import wanted
 
 MOST_ALTERNATIVES = 20  # that log-probs may be asked of, in the place of each token
 MOST_STOPS = 64
+MOST_BIASES = 1024
+LONGEST_STOP = 4096  # characters
+_SLICE = 4  # characters of a text, times the model's tokens, that are tokenized at once, while it may be too long
+_LEAST_PER_TOKEN = 32  # characters for which a token may stand, even if none is as long: spaces, and unknown ones
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 _LARGEST_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1  # what the model has room for is another matter, with an error of its own
@@ -141,11 +146,10 @@ class Fields:
         def is_right(value: Any) -> bool:
             items = [value] if isinstance(value, str) else value
             is_short = isinstance(items, list) and len(items) <= MOST_STOPS  # each is looked for after each token
-            return is_short and all(isinstance(i, str) and i and is_text(i) for i in items)
+            return is_short and all(isinstance(i, str) and 0 < len(i) <= LONGEST_STOP and is_text(i) for i in items)
 
-        value = self.take(
-            name, [], f"a string that is not empty, or a list of at most {MOST_STOPS} such strings", is_right
-        )
+        meaning = f"a string of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} such strings"
+        value = self.take(name, [], meaning, is_right)
         return (value,) if isinstance(value, str) else tuple(value)
 
     def fields(self, name: str, without_effect: Sequence[str]) -> Fields:
@@ -229,6 +233,7 @@ class BodyReader:
         self._tokenizer = tokenizer
         self._name = name
         self._max_length, self._vocab_size, self._max_choices = max_length, vocab_size, max_choices
+        self._per_token = max(_LEAST_PER_TOKEN, tokenizer.longest_token)
         self._learnt_ends = tokenizer.end_strings(())
 
     def completion(self, body: bytes) -> Asked:
@@ -246,6 +251,7 @@ class BodyReader:
         ids = fields.take("token_ids", None, f"a list of token ids below {self._vocab_size}", self._are_ids)
         if ids is None:
             raise RequestError(400, "'token_ids' is missing", "token_ids")
+        self._check_size(len(ids), "token ids", "token_ids")
         fields.text("request_id")
         fields.drop("features", {})
         sampling = fields.fields("sampling_params", _WITHOUT_EFFECT_ON_IDS)
@@ -292,13 +298,14 @@ class BodyReader:
         fields.finish()
         if ids is None:
             raise RequestError(400, "'tokens' is missing", "tokens")
+        self._check_size(len(ids), "token ids", "tokens")
         return ids
 
     def _fields(self, body: bytes) -> Fields:
         fields = Fields.of(body)
         name = fields.text("model")
         if name not in (None, self._name):
-            message = f"the model '{name}' is not served here: it is '{self._name}'"
+            message = f"the model '{name[:100]}' is not served here: it is '{self._name}'"
             raise RequestError(404, message, "model", "model_not_found")
         return fields
 
@@ -314,10 +321,7 @@ class BodyReader:
         """What is common to all endpoints. ``around``: where fields stand that are not about sampling, if elsewhere."""
         around = around or fields
         num_choices = fields.whole("n", 1, 1, self._max_choices)
-        if len(prompts) * num_choices > self._max_choices:
-            raise RequestError(
-                400, f"{len(prompts)} prompts with n={num_choices} are more than {self._max_choices} responses", "n"
-            )
+        self._check_number(len(prompts), num_choices)
         if fields.whole("best_of", num_choices, 1, self._max_choices) != num_choices:
             raise RequestError(400, "'best_of' is supported as 'n' alone: leave it out", "best_of")
         if max_tokens == 0 and not echo:
@@ -382,15 +386,13 @@ class BodyReader:
 
     def _logit_bias(self, fields: Fields) -> tuple[tuple[int, float], ...]:
         def is_right(value: Any) -> bool:
-            ids = (
-                [int(key) if key.isdecimal() and len(key) < 10 else -1 for key in value]
-                if type(value) is dict
-                else [-1]
-            )
-            biases = value.values() if type(value) is dict else ()
-            return all(0 <= i < self._vocab_size for i in ids) and all(type(bias) in (int, float) for bias in biases)
+            if not isinstance(value, dict) or len(value) > MOST_BIASES:  # they are added at each token
+                return False
+            ids = [int(key) if key.isdecimal() and len(key) < 10 else -1 for key in value]
+            are_numbers = all(type(bias) in (int, float) for bias in value.values())
+            return are_numbers and all(0 <= i < self._vocab_size for i in ids)
 
-        meaning = f"an object of numbers by token ids below {self._vocab_size}"
+        meaning = f"an object of at most {MOST_BIASES} numbers by token ids below {self._vocab_size}"
         biases: dict[str, float] = fields.take("logit_bias", {}, meaning, is_right)
         return tuple(sorted({int(key): float(bias) for key, bias in biases.items() if bias}.items()))
 
@@ -423,12 +425,29 @@ class BodyReader:
         if given is None:
             raise RequestError(400, "'prompt' is missing", "prompt")
         adds_bos = fields.flag("add_special_tokens", True)
-        return [
-            Prompt(token_ids=self._text_to_ids(item, adds_bos), text=item)
-            if isinstance(item, str)
-            else Prompt(token_ids=item, text=self._tokenizer.ids_to_text(item, keep_special=True))
-            for item in items_of(given)
-        ]
+        items = items_of(given)
+        self._check_number(len(items), 1)
+        return [self._prompt(item, adds_bos) for item in items]
+
+    def _prompt(self, item: Any, adds_bos: bool) -> Prompt:
+        """A text, or token ids."""
+        if isinstance(item, str):
+            return Prompt(token_ids=self._text_to_ids(item, adds_bos), text=item)
+        self._check_size(len(item), "token ids", "prompt")
+        return Prompt(token_ids=item, text=self._tokenizer.ids_to_text(item, keep_special=True))
+
+    def _check_number(self, num_prompts: int, num_choices: int) -> None:
+        if num_prompts * num_choices > self._max_choices:
+            raise RequestError(
+                400, f"{num_prompts} prompts with n={num_choices} are more than {self._max_choices} responses", "n"
+            )
+
+    def _check_size(self, number: int, what: str, param: str, per_token: int = 1) -> None:
+        """Refuse what surely has too many tokens, before anything is made of it."""
+        if number > self._max_length * per_token:
+            most = f"this model's maximum context length is {self._max_length} tokens"
+            message = f"{most}, fewer than {number:,} {what} are: shorten the prompt"
+            raise RequestError(400, message, param, "context_length_exceeded")
 
     def _are_ids(self, value: Any) -> bool:
         """Whether it is a list of token ids, at least one."""
@@ -437,11 +456,25 @@ class BodyReader:
 
     def _text_to_ids(self, text: str, adds_bos: bool) -> list[int]:
         """As a job encodes a prompt; without BOS, the text alone."""
-        tokenizer, ids = self._tokenizer, self._tokenizer.text_to_ids(text)
+        tokenizer, ids = self._tokenizer, self._ids(text, "prompt")
         ids = tokenizer.with_bos(ids, tokenizer.begins_with_bos(None, "add_bos")) if adds_bos else ids
         if not ids:
             raise RequestError(400, "the prompt is empty, and no token of its own begins the model's texts", "prompt")
         return ids
+
+    def _ids(self, text: str, param: str) -> list[int]:
+        """Ids of a text. One that is long is measured by slices, so that what is too long costs little."""
+        self._check_size(len(text), "characters", param, self._per_token)
+        number, step = 0, _SLICE * self._max_length
+        try:
+            for start in range(0, len(text), step) if len(text) > step else ():
+                wanted.get()()
+                number += len(self._tokenizer.text_to_ids(text[start : start + step]))
+                self._check_size(number, "tokens", param, 2)  # the whole may have fewer: where it was cut, tokens were
+            wanted.get()()
+            return self._tokenizer.text_to_ids(text)
+        except TokenizerError as error:
+            raise RequestError(400, str(error), param) from error
 
     def _conversation(self, fields: Fields, tools: Sequence[Mapping[str, Any]]) -> Prompt:
         """``messages``, as a job renders a prompt; a `RequestError` if the chat template would leave out a part."""
@@ -450,9 +483,12 @@ class BodyReader:
         )
         if given is None:
             raise RequestError(400, "'messages' is missing", "messages")
+        self._check_size(len(given), "messages", "messages")
         renderer, variables = ChatRenderer(self._tokenizer), self._template_variables(fields)
         try:
             turns = [read_turn(_message(number, message)) for number, message in enumerate(given)]
+            size = len(json.dumps(variables)) + len(json.dumps(tools, ensure_ascii=False)) + sum(map(_size, turns))
+            self._check_size(size, "characters", "messages", self._per_token)
             record = Record(Path("messages"), len(given) - 1, {})
             turns[-1], continues = _continued(fields, turns[-1])
             render = renderer.continued if continues else renderer.prompt
@@ -464,8 +500,8 @@ class BodyReader:
                     record.fail(f"{key!r} of a message is nothing that the model's chat template shows: leave it out")
         except DataError as error:
             raise RequestError(400, str(error), "tools" if "'tools'" in str(error) else "messages") from error
-        ids = self._tokenizer.text_to_ids(text)
-        return Prompt(token_ids=self._tokenizer.with_bos(ids, renderer.begins_with_bos(None)), text=text)
+        ids = self._tokenizer.with_bos(self._ids(text, "messages"), renderer.begins_with_bos(None))
+        return Prompt(token_ids=ids, text=text)
 
     # ---- tools ----------------------------------------------------------------------------------
 
@@ -530,6 +566,11 @@ class BodyReader:
             if value and not re.search(rf"\b{re.escape(key)}\b", template):
                 raise RequestError(400, f"'{key}' is nothing that the model's chat template reads: leave it out", name)
         return variables
+
+
+def _size(turn: Turn) -> int:
+    """The characters of all that a template may show of it."""
+    return len(turn.role) + len(turn.content or "") + len(json.dumps(turn.extras, ensure_ascii=False))
 
 
 def _continued(fields: Fields, last: Turn) -> tuple[Turn, bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.data.tokenizer import Tokenizer
@@ -16,7 +15,7 @@ from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.files import kind_of, tokenizer_of
 from nemo_style_aligner.models.gpt import parse_precision
-from nemo_style_aligner.models.restore import open_base_model
+from nemo_style_aligner.models.restore import read_base_model
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.parallel.machine import available_memory
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
@@ -82,7 +81,7 @@ def _kv_cache_tokens(architecture: ModelArchitecture, dtype: torch.dtype, num_sl
 def _open(path: Path, precision: str) -> tuple[ModelArchitecture, Tokenizer, WeightStream]:
     kind = kind_of(path)
     if kind == ".nemo archive":
-        base = open_base_model(str(path), OmegaConf.create({"model": {}, "trainer": {"precision": precision}}))
+        base = read_base_model(str(path), {}, precision)
         if "reward_model_type" in base.config:
             raise UserError(f"{path} {_NO_LANGUAGE_MODEL}")
         return base.architecture, base.tokenizer, export_weights(base.load(trainable=False))

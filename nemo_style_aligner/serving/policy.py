@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 
 import torch.distributed as dist
-from omegaconf import DictConfig
 
 from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.config.schema import ServePolicy
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.services.http_client import server_url
-from nemo_style_aligner.services.secret import resolve_token
 from nemo_style_aligner.serving.app import ServedModel
 from nemo_style_aligner.weights.stream import export_weights
 
@@ -29,18 +28,18 @@ class PolicyServer:
     It shares nothing with the run but the processor: the run's samples and numbers stay as they are.
     """
 
-    def __init__(self, cfg: DictConfig, base: BaseModel, longest: int) -> None:
+    def __init__(self, section: ServePolicy, base: BaseModel, longest: int, token: str | None) -> None:
         """Start to listen on rank 0; requests wait for the first weights.
 
         Args:
             longest: tokens of a prompt and its response in the run, unless the config says otherwise.
+            token: the secret that clients must know; None: no authentication.
 
         Raises:
             ConfigError: the model has fewer positions than the config asks for.
             PlaceTakenError: nothing can listen where the config says.
         """
-        section = cfg.trainer.ppo.serve_policy
-        max_length, positions = int(section.max_length or longest), base.architecture.max_position_embeddings
+        max_length, positions = section.max_length or longest, base.architecture.max_position_embeddings
         if max_length > positions:
             raise ConfigError(f"{_SECTION}.max_length={max_length} is more than the model's {positions} positions")
         self._served: ServedModel | None = None
@@ -50,7 +49,7 @@ class PolicyServer:
             base.architecture,
             dtype=base.dtype,
             device=device(),
-            num_slots=int(section.num_slots),
+            num_slots=section.num_slots,
             max_sequence_length=max_length,
             is_watched=False,
             **vocabulary_options(base.architecture, base.tokenizer),
@@ -60,9 +59,9 @@ class PolicyServer:
             self._engine,
             base.tokenizer,
             "policy",
-            host=str(section.host),
-            port=int(section.port),
-            token=resolve_token(cfg.remote_critic_rm.token, "remote_critic_rm.token"),
+            host=section.host,
+            port=section.port,
+            token=token,
             section=_SECTION,
         )
         server = self._served.server

@@ -20,6 +20,10 @@ HYPERPARAMETERS_FILE = "hyperparameters.yaml"
 LENGTH_FILE = "length.json"
 
 
+class NoRunError(UserError):
+    """A folder holds nothing that a job has logged."""
+
+
 class DamagedLogError(UserError, ValueError):
     """A file that a job has logged to holds something else."""
 
@@ -44,7 +48,7 @@ def newest_lines(path: Path, before: int | None = None) -> Iterator[tuple[int, A
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        end = content.rfind(b"\n", 0, len(content) if before is None else before) + 1
+        end = content.rfind(b"\n", 0, len(content) if before is None else max(0, min(before, len(content)))) + 1
         while end:
             start = content.rfind(b"\n", 0, end - 1) + 1
             try:

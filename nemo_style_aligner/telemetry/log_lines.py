@@ -6,11 +6,11 @@ import datetime
 import json
 import logging
 import sys
-from collections.abc import Mapping
 from typing import Any, get_args
 
 from nemo_style_aligner.config.kinds import LogFormat, LogLevel
 from nemo_style_aligner.config.section_names import translated
+from nemo_style_aligner.log_fields import FIELDS, OF_ALL_RANKS
 from nemo_style_aligner.masking import masked, masked_text
 from nemo_style_aligner.wording import spelt
 
@@ -19,8 +19,6 @@ LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
 
 _TEXT = "%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
 _PACKAGE = __name__.split(".")[0]
-# Attributes of records, see `with_fields` and `warn_for_all_ranks`.
-_FIELDS, _OF_ALL_RANKS = "fields", "of_all_ranks"
 
 
 def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogFormat = "text") -> None:
@@ -32,7 +30,7 @@ def configure_logging(rank: int = 0, level: int = logging.INFO, log_format: LogF
     handler = logging.StreamHandler(sys.stderr)
     text = TextFormatter(_TEXT.format(rank=rank), datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(rank) if log_format == "json" else text)
-    handler.addFilter(lambda record: rank == 0 or not hasattr(record, _OF_ALL_RANKS))
+    handler.addFilter(lambda record: rank == 0 or not hasattr(record, OF_ALL_RANKS))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -50,16 +48,6 @@ def warn_plainly() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-
-
-def warn_for_all_ranks(logger: logging.Logger, message: str, *args: object) -> None:
-    """Log a warning that every rank would log alike: rank 0 does, once."""
-    logger.warning(message, *args, extra={_OF_ALL_RANKS: True})
-
-
-def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``extra`` argument that adds ``fields`` to a record's JSON line. Text lines do not show them."""
-    return {_FIELDS: dict(fields)}
 
 
 class TextFormatter(logging.Formatter):
@@ -101,4 +89,4 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = masked_text(translated(self.formatException(record.exc_info)))
-        return json.dumps({**masked(getattr(record, _FIELDS, {})), **line}, default=str)
+        return json.dumps({**masked(getattr(record, FIELDS, {})), **line}, default=str)

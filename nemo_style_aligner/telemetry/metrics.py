@@ -18,10 +18,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from nemo_style_aligner.config.loading import without_secrets
-from nemo_style_aligner.config.section_names import given
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_files import (
     HYPERPARAMETERS_FILE,
@@ -37,7 +33,7 @@ from nemo_style_aligner.telemetry.log_files import (
     replace_text,
     write_line,
 )
-from nemo_style_aligner.telemetry.trackers import Service, Tracker, start_trackers
+from nemo_style_aligner.telemetry.trackers import Service, Tracker
 
 
 class MetricsLogger:
@@ -64,11 +60,6 @@ class MetricsLogger:
         with self._to_tensorboard():
             self._tensorboard = SummaryWriter(str(self.log_dir / "tensorboard"), flush_secs=10)
         self._files = {name: open_for_append(self.log_dir / name) for name in (METRICS_FILE, TABLES_FILE)}
-
-    @classmethod
-    def from_config(cls, exp_manager: DictConfig, log_dir: Path, rank: int) -> MetricsLogger:
-        """Build it from the config section ``exp_manager``. Raises what `start_trackers` does."""
-        return cls(log_dir, rank, start_trackers(exp_manager, log_dir) if rank == 0 else ())
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
         """Log scalars (numbers or one-element tensors) under ``prefix + name`` (``prefix="train/"``), if there are any.
@@ -117,21 +108,18 @@ class MetricsLogger:
         for record in records:
             write_line(self._files[SAMPLES_FILE], record)
 
-    def log_hyperparameters(self, config: DictConfig) -> None:
-        """Keep the job's whole config, secrets masked: ``hyperparameters.yaml`` and a text in TensorBoard.
+    def log_hyperparameters(self, config: dict[str, Any], text: str) -> None:
+        """Keep the job's whole config, also given as YAML: ``hyperparameters.yaml`` and a text in TensorBoard.
 
         Raises:
             OSError: it cannot be written; the file of an earlier start is left as it was.
         """
         if not self._enabled:
             return
-        container = without_secrets(given(config))
-        text = OmegaConf.to_yaml(container, resolve=True)
         replace_text(self.log_dir / HYPERPARAMETERS_FILE, text)
         with self._to_tensorboard():
             self._tensorboard.add_text("hyperparameters", f"```yaml\n{text}\n```")
-        plain: Any = OmegaConf.to_container(container, resolve=True)
-        self._tell(lambda service: service.config(plain, text))
+        self._tell(lambda service: service.config(config, text))
 
     def log_length(self, max_steps: int) -> None:
         """Keep how many steps the run will have.

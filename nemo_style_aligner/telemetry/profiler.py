@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+
+from nemo_style_aligner.config.schema import ProfiledSteps
 
 
 @contextlib.contextmanager
-def profiled(section: DictConfig | None, log_dir: Path, rank: int, done: int) -> Iterator[Callable[[], None]]:
+def profiled(section: ProfiledSteps | None, log_dir: Path, rank: int, done: int) -> Iterator[Callable[[], None]]:
     """Profile the steps of ``section``, ``trainer.profile``, into ``profile/rank_N_from_step_A.json.gz``.
 
     The body calls what it is given at the end of each step; ``done`` were made before. If it ends within the range,
@@ -19,7 +20,7 @@ def profiled(section: DictConfig | None, log_dir: Path, rank: int, done: int) ->
     """
     first = last = 0
     if section is not None and section.start_step is not None and rank in section.ranks:
-        first, last = max(done + 1, int(section.start_step)), int(section.end_step or section.start_step)
+        first, last = max(done + 1, section.start_step), section.end_step or section.start_step
     if first == 0 or last < first:
         yield lambda: None
         return

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import jinja2
 from markupsafe import Markup
 
-from nemo_style_aligner.telemetry.log_files import METRICS_FILE
-from nemo_style_aligner.telemetry.run_view import QUESTIONS, NoRunError, RunView, number
+from nemo_style_aligner.telemetry.log_files import METRICS_FILE, NoRunError
+from nemo_style_aligner.telemetry.run_view import QUESTIONS, RunView, number
 from nemo_style_aligner.telemetry.samples import Section, Shown, compared, samples_of
 
 _PAGES = Path(__file__).with_name("pages")

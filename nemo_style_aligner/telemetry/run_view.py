@@ -11,11 +11,15 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-import yaml
-
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.parsing import read_json
-from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE, LENGTH_FILE, METRICS_FILE, read_json_lines
+from nemo_style_aligner.parsing import parse_yaml, read_json
+from nemo_style_aligner.telemetry.log_files import (
+    HYPERPARAMETERS_FILE,
+    LENGTH_FILE,
+    METRICS_FILE,
+    NoRunError,
+    read_json_lines,
+)
 from nemo_style_aligner.telemetry.metric_table import (
     LEARNS,
     METRICS,
@@ -58,10 +62,6 @@ _STEP = "timers/step"
 _LEAST_SHARE = 0.01  # of a step's time, for a phase to be shown by itself
 _LAST_STEPS = 11  # whose pace is that of the steps to come
 _LEAST_STEPS = 6  # before anything is said about progress
-
-
-class NoRunError(UserError):
-    """A folder holds nothing that a job has logged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,10 @@ class RunView:
             raise NoRunError(f"{log_dir}: no job has logged anything there ({METRICS_FILE} is empty or missing)")
         config = log_dir / HYPERPARAMETERS_FILE
         self.config_text = config.read_text(encoding="utf-8") if config.exists() else ""
-        self.config: dict[str, Any] = yaml.safe_load(self.config_text) or {}
+        try:
+            self.config: dict[str, Any] = parse_yaml(self.config_text) or {}
+        except ValueError as error:
+            raise UserError(f"{config} cannot be read: {error}") from error
         self.times = [record["time"] for record in records if "time" in record]
         self._times_of_steps = {record["step"]: record["time"] for record in records if "time" in record}
         length = log_dir / LENGTH_FILE

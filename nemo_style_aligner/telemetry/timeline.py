@@ -11,13 +11,13 @@ from typing import Any
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_files import (
     METRICS_FILE,
+    NoRunError,
     newest_lines,
     open_for_append,
     read_json_lines,
     write_line,
 )
 from nemo_style_aligner.telemetry.metric_table import phase_title
-from nemo_style_aligner.telemetry.run_view import NoRunError
 
 FOLDER = "timeline"
 _LOGGED_LAST = ("timers/step", "train/train_step_time")  # of a step

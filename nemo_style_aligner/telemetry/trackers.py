@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from omegaconf import DictConfig, OmegaConf
-
+from nemo_style_aligner.config.fields import Section
 from nemo_style_aligner.config.loading import leaves_of
+from nemo_style_aligner.config.schema import ExpManager
 from nemo_style_aligner.errors import UserError, excepthook_kept
 from nemo_style_aligner.masking import masked
 from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE, replace_text
@@ -104,7 +104,7 @@ class Tracker:
         logger.warning("sending to %s %s. The log directory has everything. %s", self.kind.name, what, self._remedy)
 
 
-def start_trackers(exp_manager: DictConfig, log_dir: Path) -> list[Tracker]:
+def start_trackers(exp_manager: ExpManager, log_dir: Path) -> list[Tracker]:
     """Those that ``exp_manager`` asks for.
 
     When a run is started again, they start in the background, and one that does not is a warning: what is down by then
@@ -117,7 +117,7 @@ def start_trackers(exp_manager: DictConfig, log_dir: Path) -> list[Tracker]:
     if exp_manager.create_wandb_logger:
         services.append((Wandb, partial(Wandb, log_dir, _arguments(exp_manager.wandb_logger_kwargs))))
     if exp_manager.create_mlflow_logger:
-        named = {"experiment_name": str(exp_manager.name)} | _arguments(exp_manager.mlflow_logger_kwargs)
+        named = {"experiment_name": exp_manager.name} | _arguments(exp_manager.mlflow_logger_kwargs)
         services.append((MLflow, partial(MLflow, log_dir, named)))
     for kind, _ in services:
         with excepthook_kept():
@@ -160,9 +160,8 @@ def _asking_once() -> Iterator[None]:
         os.environ[_RETRIES] = known or _MLFLOW_DEFAULTS[_RETRIES]
 
 
-def _arguments(section: DictConfig | None) -> dict[str, Any]:
-    container: Any = OmegaConf.to_container(section, resolve=True) if section is not None else {}
-    return {key: value for key, value in container.items() if value is not None}
+def _arguments(section: Section) -> dict[str, Any]:
+    return {key: value for key, value in vars(section).items() if value is not None}
 
 
 class Wandb:

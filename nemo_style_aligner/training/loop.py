@@ -10,15 +10,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from omegaconf import DictConfig
-
 from nemo_style_aligner.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.checkpoints.training import CheckpointManager, MayPublish
+from nemo_style_aligner.config.schema import ProfiledSteps
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.launch.stop_signals import StopEarlyError
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.optimizer import Optimizer
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.profiler import profiled
 from nemo_style_aligner.telemetry.progress import Progress
@@ -36,7 +35,7 @@ class LoopSettings:
     Attributes:
         max_steps: steps of the whole run, over all restarts: those of ``max_epochs``, but at most ``step_limit``.
         max_epochs: passes over the training data.
-        step_limit: the section's ``max_steps``; see the function `step_limit`.
+        step_limit: the section's ``max_steps``; see `limit_of`.
         val_check_interval, save_interval: steps between validations and checkpoints; 0 turns them off.
         val_check_at_start: validate before the first step, too.
     """
@@ -49,9 +48,9 @@ class LoopSettings:
     save_interval: int
 
 
-def step_limit(section: DictConfig) -> int:
-    """``max_steps`` of a trainer's section; `sys.maxsize` if it is unset or negative, so that only epochs count."""
-    return int(section.max_steps) if section.max_steps is not None and section.max_steps >= 0 else sys.maxsize
+def limit_of(max_steps: int) -> int:
+    """``max_steps`` of a trainer's section; `sys.maxsize` if it is -1, so that only epochs count."""
+    return sys.maxsize if max_steps < 0 else max_steps
 
 
 class TrainingLoop(abc.ABC):
@@ -90,7 +89,7 @@ class TrainingLoop(abc.ABC):
         self.metrics = metrics
         self.run_control = run_control
         self.timer = timer
-        self.profile: DictConfig | None = None
+        self.profile: ProfiledSteps | None = None
         self.step = 0
         self._is_validation_due = False
         self._is_saved = True

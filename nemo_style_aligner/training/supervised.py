@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from nemo_style_aligner.checkpoints.training import CheckpointManager
+from nemo_style_aligner.config.schema import SupervisedLoop
 from nemo_style_aligner.data.datasets import Dataset
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.models.gpt import MegatronModel
@@ -22,7 +22,7 @@ from nemo_style_aligner.models.supervised_losses import Objective
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
-from nemo_style_aligner.training.loop import LoopSettings, TrainingLoop, step_limit
+from nemo_style_aligner.training.loop import LoopSettings, TrainingLoop, limit_of
 from nemo_style_aligner.training.run_control import RunControl
 
 
@@ -37,25 +37,24 @@ class SupervisedSettings(LoopSettings):
     limit_val_batches: int
 
     @classmethod
-    def from_config(cls, section: DictConfig, steps_per_epoch: int, num_val_batches: int) -> SupervisedSettings:
-        """Read a trainer section. ``limit_val_batches`` may be a number of batches or a fraction (float up to 1.0)."""
-        max_epochs, last_step = int(section.max_epochs or 1), step_limit(section)
-        max_steps = min(steps_per_epoch * max_epochs, last_step)
-        limit = section.limit_val_batches
+    def from_config(cls, loop: SupervisedLoop, steps_per_epoch: int, num_val_batches: int) -> SupervisedSettings:
+        """Those of a trainer's section. ``limit_val_batches`` may be a number or a fraction (float up to 1.0)."""
+        max_steps = min(steps_per_epoch * loop.max_epochs, limit_of(loop.max_steps))
+        limit = loop.limit_val_batches
         if isinstance(limit, float) and 0.0 <= limit <= 1.0:
             limit = max(1, round(limit * num_val_batches)) if limit else 0
         return cls(
             max_steps=max_steps,
-            max_epochs=max_epochs,
-            step_limit=last_step,
-            val_check_interval=_interval(section.val_check_interval, max_steps),
-            val_check_at_start=bool(section.get("val_check_at_start")),
-            save_interval=_interval(section.save_interval, max_steps),
+            max_epochs=loop.max_epochs,
+            step_limit=limit_of(loop.max_steps),
+            val_check_interval=_interval(loop.val_check_interval, max_steps),
+            val_check_at_start=loop.val_check_at_start,
+            save_interval=_interval(loop.save_interval, max_steps),
             limit_val_batches=min(int(limit), num_val_batches),
         )
 
 
-def _interval(value: Any, max_steps: int) -> int:
+def _interval(value: float | None, max_steps: int) -> int:
     """An interval in updates; a float up to 1.0 is a fraction of the run, null or 0 means never."""
     if isinstance(value, float) and 0.0 < value <= 1.0:
         return max(1, round(value * max_steps))

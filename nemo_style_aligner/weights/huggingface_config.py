@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from nemo_style_aligner.architecture import MULTIPLIERS, Activation, ModelArchitecture, Normalization
+from nemo_style_aligner.architecture import (
+    DEFAULTS,
+    ENDS,
+    MULTIPLIERS,
+    Activation,
+    LayerFeatures,
+    ModelArchitecture,
+)
 from nemo_style_aligner.checkpoints.foreign import refuse_nemo_2
 from nemo_style_aligner.parsing import read_json
 from nemo_style_aligner.rope import RopeScaling
@@ -30,40 +38,75 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the models of one Hugging Face ``model_type`` have in common, beyond Llama's tensor names."""
+    """What the models of one Hugging Face ``model_type`` have in common, beyond Llama's tensor names.
+
+    Attributes:
+        class_prefix: of its classes' names in transformers.
+        fixed: fields of the architecture that are the same in all its models, and not Llama's.
+        keys: further fields that its configs say, or say under another key than Llama's -> the key.
+        bias_keys: which of ``attention_bias`` (on q, k, v and o) and ``mlp_bias`` it has.
+        scales_embeddings: by the root of the hidden size.
+        fused: q, k and v are one tensor, gate and up another.
+        window: what a config says where no layer has a sliding window: nothing, null, or a window as long as sequences.
+    """
 
     class_prefix: str
-    gated: bool = True
-    normalization: Normalization = "rmsnorm"
-    norm_eps_key: str = "rms_norm_eps"
-    qkv_bias: bool = False
-    qk_layernorm: bool = False
-    attention_bias_key: bool = False  # has the key attention_bias: biases on q, k, v and o
-    mlp_bias_key: bool = False
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    bias_keys: tuple[str, ...] = ("attention_bias",)
+    scales_embeddings: bool = False
     partial_rotary: bool = False
     scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
-    fused: bool = False  # q, k and v are one tensor, gate and up another
+    fused: bool = False
     no_rope_layers: bool = False
-    multipliers: bool = False
+    window: Literal["nothing", "null", "length"] = "nothing"
 
+    def key(self, field: str) -> str | None:
+        """Under which key a config of the family says a field of the architecture; None: it does not."""
+        return self.keys.get(field) or _KEYS.get(field)
+
+    def fixed_value(self, field: str, hidden_size: int) -> Any:
+        """The value of a field that configs do not say."""
+        if field == "embedding_multiplier" and self.scales_embeddings:
+            return hidden_size**0.5
+        return self.fixed.get(field, DEFAULTS[field])
+
+
+_KEYS = {"layernorm_epsilon": "rms_norm_eps", "activation": "hidden_act"}  # Llama's
+_FEATURES = [*(field.name for field in dataclasses.fields(LayerFeatures) if field.name != "bias"), *ENDS]
+_BOTH_BIASES = ("attention_bias", "mlp_bias")
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("Llama", attention_bias_key=True, mlp_bias_key=True),
-    "mistral": Family("Mistral"),
-    "qwen2": Family("Qwen2", qkv_bias=True),
-    "qwen3": Family("Qwen3", qk_layernorm=True, attention_bias_key=True),
+    "llama": Family("Llama", bias_keys=_BOTH_BIASES),
+    "mistral": Family("Mistral", bias_keys=(), window="null"),
+    "qwen2": Family("Qwen2", {"qkv_bias": True}, bias_keys=(), window="null"),
+    "qwen3": Family("Qwen3", {"qk_layernorm": True}, window="null"),
     "nemotron": Family(
         "Nemotron",
-        gated=False,
-        normalization="layernorm1p",
-        norm_eps_key="norm_eps",
-        attention_bias_key=True,
-        mlp_bias_key=True,
+        {"gated": False, "normalization": "layernorm1p"},
+        {"layernorm_epsilon": "norm_eps"},
+        bias_keys=_BOTH_BIASES,
         partial_rotary=True,
     ),
-    "phi3": Family("Phi3", partial_rotary=True, scalings=("longrope",), fused=True),
-    "smollm3": Family("SmolLM3", attention_bias_key=True, mlp_bias_key=True, no_rope_layers=True),
-    "granite": Family("Granite", attention_bias_key=True, mlp_bias_key=True, multipliers=True),
+    "phi3": Family("Phi3", bias_keys=(), partial_rotary=True, scalings=("longrope",), fused=True, window="null"),
+    "smollm3": Family("SmolLM3", bias_keys=_BOTH_BIASES, no_rope_layers=True, window="null"),
+    "granite": Family(
+        "Granite",
+        keys={"softmax_scale": "attention_multiplier", **{multiplier: multiplier for multiplier in MULTIPLIERS}},
+        bias_keys=_BOTH_BIASES,
+    ),
+    "olmo2": Family("Olmo2", {"layer_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True}),
+    "gemma2": Family(
+        "Gemma2",
+        {"layer_norms": "both", "normalization": "rmsnorm1p"},
+        {
+            "activation": "hidden_activation",
+            "softmax_scale": "query_pre_attn_scalar",
+            **{cap: cap for cap in ("attn_logit_softcapping", "final_logit_softcapping")},
+        },
+        scales_embeddings=True,
+        window="length",
+    ),
 }
 
 _OF_OTHER_MODELS: dict[str, tuple[Any, ...]] = {
@@ -123,8 +166,6 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
     name = _family_name(config)
     family = FAMILIES[name]
     _refuse_sliding_window(config)
-    if config["hidden_act"] not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act {config['hidden_act']!r} is not one of {', '.join(_ACTIVATIONS)}")
     attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if attention_bias != mlp_bias:
         raise ValueError("attention_bias and mlp_bias differ: biases on some linear layers only are not supported")
@@ -145,23 +186,43 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         vocab_size=config["vocab_size"],
         kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
         max_position_embeddings=_positions(config, scaling),
-        normalization=family.normalization,
-        layernorm_epsilon=config[family.norm_eps_key],
-        activation=_ACTIVATIONS[config["hidden_act"]],
-        gated=family.gated,
         bias=attention_bias,
-        qkv_bias=family.qkv_bias,
-        qk_layernorm=family.qk_layernorm,
         tied_embeddings=bool(config["tie_word_embeddings"]),
         rotary_base=rope["rope_theta"],
         rotary_percentage=turned,
         rope_scaling=scaling,
         no_rope_layers=_no_rope_layers(config) if family.no_rope_layers else (),
-        softmax_scale=float(config["attention_multiplier"]) if family.multipliers else None,
-        **{key: float(config[key]) for key in MULTIPLIERS if family.multipliers},
+        **{field: _value(family, field, config) for field in (*_FEATURES, "layernorm_epsilon")},
         init_method_std=config["initializer_range"],
         family=name,
     )
+
+
+_INVERSE = "query_pre_attn_scalar"  # of which the root is what attention scores are divided by
+
+
+def _value(family: Family, field: str, config: Mapping[str, Any]) -> Any:
+    """The value of a field of the architecture."""
+    key = family.key(field)
+    if key is None:
+        return family.fixed_value(field, config["hidden_size"])
+    value = config[key]
+    if field == "activation":
+        if value not in _ACTIVATIONS:
+            raise ValueError(f"{key} {value!r} is not one of {', '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[value]
+    if value is None:
+        return None
+    return float(value) ** -0.5 if key == _INVERSE else float(value)
+
+
+def _said(family: Family, field: str, a: ModelArchitecture) -> Any:
+    """What a config says of a field of the architecture that the family has a key for."""
+    if field == "activation":
+        return next(name for name, value in _ACTIVATIONS.items() if value == a.activation)
+    if field == "softmax_scale":
+        return round(a.attention_scale**-2) if family.key(field) == _INVERSE else a.attention_scale
+    return getattr(a, field)
 
 
 def _family_name(config: Mapping[str, Any]) -> str:
@@ -204,8 +265,9 @@ def _refuse_other_models(config: Mapping[str, Any]) -> None:
             f"auto_map: the model has code of its own ({code}), which is not run here. If transformers' class of its "
             "model_type computes the same, remove the key"
         )
+    own = FAMILIES[_family_name(config)].keys.values()
     for key, plain in _OF_OTHER_MODELS.items():
-        if config.get(key) not in plain:
+        if key not in own and config.get(key) not in plain:
             raise ValueError(
                 f"{key}={config[key]}, which transformers ignores in {config['model_type']} models. If this one was "
                 "trained with it, it cannot be computed here; else remove the key"
@@ -261,26 +323,21 @@ def hf_family(architecture: ModelArchitecture) -> str:
     for name in dict.fromkeys((architecture.family, *FAMILIES)):
         if name in FAMILIES and _can_express(FAMILIES[name], architecture):
             return name
-    raise ValueError(
-        f"no Hugging Face family ({', '.join(FAMILIES)}) combines this model's normalization="
-        f"{architecture.normalization}, gated={architecture.gated}, bias={architecture.bias}, qkv_bias="
-        f"{architecture.qkv_bias}, qk_layernorm={architecture.qk_layernorm}, rotary_percentage="
-        f"{architecture.rotary_percentage}, rope_scaling={architecture.rope_scaling}, no_rope_layers="
-        f"{architecture.no_rope_layers}, multipliers={architecture.has_multipliers}"
-    )
+    named = (*_FEATURES, "bias", "rotary_percentage", "rope_scaling", "no_rope_layers")
+    has = [f"{name}={getattr(architecture, name)}" for name in named if getattr(architecture, name) != DEFAULTS[name]]
+    raise ValueError(f"no Hugging Face family ({', '.join(FAMILIES)}) combines this model's {', '.join(has)}")
 
 
 def _can_express(family: Family, a: ModelArchitecture) -> bool:
+    fixed = [field for field in _FEATURES if family.key(field) is None]
+    scale = a.attention_scale
     return (
-        family.gated == a.gated
-        and family.normalization == a.normalization
-        and family.qkv_bias == a.qkv_bias
-        and family.qk_layernorm == a.qk_layernorm
-        and (not a.bias or (family.attention_bias_key and family.mlp_bias_key))
+        all(getattr(a, field) == family.fixed_value(field, a.hidden_size) for field in fixed)
+        and (family.key("softmax_scale") != _INVERSE or math.isclose(round(scale**-2) ** -0.5, scale))
+        and (not a.bias or family.bias_keys == _BOTH_BIASES)
         and (family.partial_rotary or a.rotary_percentage == 1.0)
         and (a.rope_scaling is None or a.rope_scaling.rope_type in family.scalings)
         and (family.no_rope_layers or not a.no_rope_layers)
-        and (family.multipliers or not a.has_multipliers)
         and not (family.fused and a.kv_channels * a.num_attention_heads != a.hidden_size)
     )
 
@@ -320,7 +377,6 @@ def hf_config(
     a = architecture
     model_type = hf_family(a)
     family = FAMILIES[model_type]
-    activation = next(key for key, value in _ACTIVATIONS.items() if value == a.activation)
     config: dict[str, Any] = {
         "architectures": [family.class_prefix + ("ForSequenceClassification" if num_attributes else "ForCausalLM")],
         "model_type": model_type,
@@ -333,8 +389,7 @@ def hf_config(
         "head_dim": a.kv_channels,
         "vocab_size": a.vocab_size,
         "max_position_embeddings": _exported_positions(a),
-        "hidden_act": activation,
-        family.norm_eps_key: a.layernorm_epsilon,
+        **{str(family.key(field)): _said(family, field, a) for field in dict.fromkeys((*_KEYS, *family.keys))},
         "initializer_range": a.init_method_std,
         "tie_word_embeddings": a.tied_embeddings,
         "rope_theta": a.rotary_base,
@@ -347,18 +402,13 @@ def hf_config(
         config["rope_scaling"] = a.rope_scaling.to_mapping()
     if a.rope_scaling is not None and a.rope_scaling.rope_type == "longrope":
         config["original_max_position_embeddings"] = a.rope_scaling.original_max_position_embeddings
-    if family.attention_bias_key:
-        config["attention_bias"] = a.bias
-    if family.mlp_bias_key:
-        config["mlp_bias"] = a.bias
+    config |= dict.fromkeys(family.bias_keys, a.bias)
     if family.partial_rotary:
         config["partial_rotary_factor"] = a.rotary_percentage
     if family.no_rope_layers:
         config["no_rope_layers"] = [int(layer not in a.no_rope_layers) for layer in range(a.num_layers)]
-    if family.multipliers:
-        config |= {key: getattr(a, key) for key in MULTIPLIERS} | {"attention_multiplier": a.attention_scale}
-    if model_type in ("mistral", "qwen2", "qwen3", "phi3", "smollm3"):
-        config["sliding_window"] = None
+    if family.window != "nothing":
+        config["sliding_window"] = a.max_position_embeddings if family.window == "length" else None
     if num_attributes:
         config["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_attributes)}
         config["label2id"] = {f"LABEL_{i}": i for i in range(num_attributes)}

@@ -10,8 +10,8 @@ description, a list of `Segment`s, covers every case:
   still cuts this same matrix evenly (and gathers the activations), so nothing changes here;
 - a gated first MLP layer: per *rank* its share of the gate, then its share of the up projection.
 
-Norm weights are stored as the model stores them: those of ``layernorm1p`` are offsets from one, on the
-Hugging Face side too (as in Nemotron).
+Norm weights are stored as the model stores them: those of ``layernorm1p`` and ``rmsnorm1p`` are offsets from one, on
+the Hugging Face side too (as in Nemotron and Gemma).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.architecture import ModelArchitecture, NormPlaces
 from nemo_style_aligner.wording import some_of
 
 if TYPE_CHECKING:
@@ -32,6 +32,25 @@ Order = Literal["plain", "vocabulary", "query groups", "gated"]
 _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"
 )
+
+LAYER_NORMS: Mapping[NormPlaces, Mapping[str, str]] = {
+    "before": {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
+    "both": {
+        "input_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+}
+"""A layer's norms, in their order: what each is of -> its name in Hugging Face's checkpoints."""
+
+_MEGATRON_NORMS = {
+    "input_norm": ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    "attention_out_norm": ("attention_out_norm.",),
+    "mlp_norm": ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    "mlp_out_norm": ("mlp_out_norm.",),
+}
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_BIAS = "score.bias"
@@ -251,12 +270,16 @@ def checked_stream(
 
 
 def _layer(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:
-    yield from _norm(a, _names(layer, "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-                     f"model.layers.{layer}.input_layernorm", layer)  # fmt: skip
+    norms = {
+        kind: tuple(_norm(a, _names(layer, *_MEGATRON_NORMS[kind]), f"model.layers.{layer}.{hf}", layer))
+        for kind, hf in LAYER_NORMS[a.layers[layer].layer_norms].items()
+    }
+    yield from norms.get("input_norm", ())
     yield from _attention(a, layer)
-    yield from _norm(a, _names(layer, "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-                     f"model.layers.{layer}.post_attention_layernorm", layer)  # fmt: skip
+    for kind in ("attention_out_norm", "mlp_norm"):
+        yield from norms.get(kind, ())
     yield from _mlp(a, layer)
+    yield from norms.get("mlp_out_norm", ())
 
 
 def _attention(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:
@@ -272,9 +295,8 @@ def _attention(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:
             _names(layer, f"self_attention.linear_qkv.{kind}"),
             parts, 0, "query groups", layer, a.num_query_groups * sum(group_rows), group_rows=group_rows,
         )  # fmt: skip
-    if a.qk_layernorm:
-        for name in "qk":
-            yield from _norm(a, _names(layer, f"self_attention.{name}_layernorm."), f"{hf}.{name}_norm", layer)
+    for name, size in zip("qk", a.qk_norm_sizes, strict=False):  # the norms may be none
+        yield from _norm(a, _names(layer, f"self_attention.{name}_layernorm."), f"{hf}.{name}_norm", layer, size)
     width = a.num_attention_heads * a.kv_channels
     yield from _row_parallel(a, layer, "self_attention.linear_proj", f"{hf}.o_proj", width)
 
@@ -301,12 +323,11 @@ def _row_parallel(a: ModelArchitecture, layer: int, megatron: str, hf: str, widt
 
 
 def _norm(
-    a: ModelArchitecture, megatron: tuple[str, ...], hf: str, place: int | Literal["first", "last"]
+    a: ModelArchitecture, megatron: tuple[str, ...], hf: str, place: int | Literal["first", "last"], size: int = 0
 ) -> Iterator[LayoutEntry]:
-    """Entries of a norm. ``megatron``: its parameters' names without the final "weight" or "bias"."""
-    size = a.kv_channels if hf.endswith(("q_norm", "k_norm")) else a.hidden_size
-    for kind in ("weight",) if a.normalization == "rmsnorm" else ("weight", "bias"):
-        yield _replicated(tuple(name + kind for name in megatron), f"{hf}.{kind}", (size,), place)
+    """Entries of a norm. ``megatron``: its parameters' names without "weight" or "bias"; size 0: the hidden size."""
+    for kind in ("weight", "bias") if a.norm_has_bias else ("weight",):
+        yield _replicated(tuple(name + kind for name in megatron), f"{hf}.{kind}", (size or a.hidden_size,), place)
 
 
 def _replicated(

@@ -5,6 +5,7 @@ Or, where the file is harmless once it is read as plain data, in what it says as
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gzip
 import io
@@ -38,7 +39,8 @@ from nemo_style_aligner.checkpoints.nemo_archive import (
     load_nemo_tokenizer,
     save_nemo,
 )
-from nemo_style_aligner.config.loading import plain_config
+from nemo_style_aligner.config.job_config import plain_config
+from nemo_style_aligner.config.schema import Critic
 from nemo_style_aligner.data.jsonl import DataError, read_jsonl
 from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
@@ -115,11 +117,12 @@ def test_an_archives_interpolations_are_text_in_jobs(
     monkeypatch.setenv(VARIABLE, SECRET)
     hostile = {"note": READS_SECRET, "deep": [{"x": f"\\{READS_SECRET}"}], "regression": {"y": "${.z}", "z": "w"}}
     archive = with_config(model[0], tmp_path / "model.nemo", **hostile)
-    cfg = OmegaConf.create({"model": {"mine": "${trainer.precision}"}, "trainer": {"precision": 32}})
+    given = OmegaConf.create({"model": {"mine": "${trainer.precision}"}, "trainer": {"precision": 32}})
+    job = Critic.read(given)
     for _ in range(2):  # the second on top of what the first has merged
-        base = open_base_model(str(archive), cfg)
-        assert cfg.model.note == base.config.note == READS_SECRET and cfg.model.mine == 32
-        read = OmegaConf.to_container(cfg.model, resolve=True)
+        base, job = open_base_model(str(archive), job)
+        assert job.get("model.note") == base.config["note"] == READS_SECRET and base.config["mine"] == 32
+        read = job.model_given()
         assert isinstance(read, dict) and {key: read[key] for key in hostile} == hostile
 
 
@@ -458,6 +461,58 @@ def test_tokenizers_with_nonsense_in_them_are_refused(
     folder = copy_of(model[1], tmp_path / "hf", **{name.replace(".", "__"): json.dumps(content)})
     with pytest.raises(TokenizerError):
         _ = load_tokenizer(folder).stop_ids
+
+
+def steps(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": list(steps), "decoders": list(steps)}
+
+
+def replaced(content: str, **pattern: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+DOUBLED, PUT_BEFORE = replaced("aa", String="a"), {"type": "Prepend", "prepend": "a"}
+LENGTHENING = {
+    "doubling": steps(*[DOUBLED] * 22),
+    "nested": steps(*[steps(*[DOUBLED] * 11)] * 2),
+    "long": replaced("a" * 10**6, String="a"),
+    "by an expression": steps(*[replaced("aa", Regex="a")] * 22),
+    "of a property": steps(*[replaced("aa", Regex=r"\p{L}")] * 22),
+    "between letters": steps(*[replaced("a", Regex="(?=a)")] * 22),
+    "before": steps(*[PUT_BEFORE, DOUBLED] * 22),
+    "table": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4) + b"a" * 10**6).decode()},
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHENING)
+def test_tokenizers_that_lengthen_texts_without_end_are_refused(
+    model: tuple[Path, Path], tmp_path: Path, kind: str
+) -> None:
+    content = json.loads((model[1] / "tokenizer.json").read_text())
+    for section in ("normalizer", "decoder")[: 1 if kind in ("before", "table") else 2]:
+        hostile = json.dumps(content | {section: LENGTHENING[kind]})
+        folder = copy_of(model[1], tmp_path / section, tokenizer__json=hostile)
+        with pytest.raises(TokenizerError, match=f"its {section} may make a text .* times as long"):
+            load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "normalizer", [steps(PUT_BEFORE, replaced("_", String=" ")), steps(*[replaced(" ", Regex=r"\p{Z}{2,}")] * 40)]
+)
+def test_tokenizers_that_put_a_character_for_others_are_read(
+    model: tuple[Path, Path], tmp_path: Path, normalizer: dict[str, Any]
+) -> None:
+    content = json.loads((model[1] / "tokenizer.json").read_text()) | {"normalizer": normalizer}
+    assert load_tokenizer(copy_of(model[1], tmp_path / "hf", tokenizer__json=json.dumps(content))).text_to_ids("a b")
+
+
+def test_an_expression_that_gives_up_is_an_error_of_one_line(model: tuple[Path, Path], tmp_path: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+    content = json.loads((model[1] / "tokenizer.json").read_text()) | {"pre_tokenizer": split}
+    tokenizer = load_tokenizer(copy_of(model[1], tmp_path / "hf", tokenizer__json=json.dumps(content)))
+    with pytest.raises(TokenizerError, match="cannot encode or decode a text: Onig") as refused:
+        tokenizer.text_to_ids("a" * 40 + "c")
+    assert "\n" not in str(refused.value)
 
 
 # ---- chat templates -----------------------------------------------------------------------------

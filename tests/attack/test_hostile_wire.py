@@ -31,7 +31,8 @@ from served_critic import CountingBackend, client_config, critic_client, infer_b
 from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueClient, WorkQueueServer
 from nemo_style_aligner.services import http_client
 from nemo_style_aligner.services.client import CriticClient
-from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.services.endpoints import ModelLimits
 from nemo_style_aligner.services.http_client import (
     ClientLimits,
     HttpClient,
@@ -59,7 +60,7 @@ def read_all(connection: socket.socket, seconds: float = 20.0) -> bytes:
 
 
 def score(client: CriticClient) -> list[float]:
-    return client.infer_async(torch.tensor([[1, 2]]), torch.tensor([2])).result(30).rewards.tolist()
+    return client.infer_async(torch.tensor([[1, 2]]), torch.tensor([2])).result(30)["rewards"].tolist()
 
 
 def train(client: CriticClient, value: float) -> float:
@@ -142,7 +143,7 @@ def test_a_crowd_of_strangers_locks_nobody_out(kind: str, often: bool) -> None:
     ):
         assert score(early) == [3.0]
         outputs(other.post(f"{server.url}/v2/models/critic_infer/infer", json=ONE, headers=BEARER, timeout=20))
-        kept = list(early._critic._peer._sockets)
+        kept = list(early._http._peer._sockets)
         with crowd(server.number, STRANGERS[kind], often=often):
             for number in range(2):
                 with critic_client(server.number, token=SECRET) as late:
@@ -151,7 +152,7 @@ def test_a_crowd_of_strangers_locks_nobody_out(kind: str, often: bool) -> None:
                 assert score(early) == [3.0]
             outputs(other.post(f"{server.url}/v2/models/critic_infer/infer", json=ONE, headers=BEARER, timeout=20))
             assert server._http.num_connections <= 24
-        assert list(early._critic._peer._sockets) == kept, "who has shown the secret was cut off"
+        assert list(early._http._peer._sockets) == kept, "who has shown the secret was cut off"
 
 
 def test_a_crowd_at_the_work_queue_holds_up_no_worker() -> None:
@@ -388,7 +389,7 @@ def test_what_was_sent_once_cannot_be_sent_again() -> None:
         stream = b"".join(relay.heard)
         request = stream[stream.index(b"POST ") :]
         assert backend.trained == [3.0] and b"X-Signature: " in request
-        client._critic._peer._sockets.clear()  # so that closing the client leaves the recorded connection open
+        client._http._peer._sockets.clear()  # so that closing the client leaves the recorded connection open
         relay.servers[0].sendall(request)
         with socket.create_connection(("127.0.0.1", server.number), 20) as again:
             again.sendall(stream[: -len(request)])

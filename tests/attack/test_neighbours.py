@@ -311,7 +311,7 @@ def write_everything(log_dir: Path) -> list[str]:
     def log() -> None:
         metrics = MetricsLogger(log_dir)
         metrics.log_metrics({"loss": 1.0}, 1)
-        metrics.log_hyperparameters(OmegaConf.create({"a": 1}))
+        metrics.log_hyperparameters({"a": 1}, "a: 1\n")
         metrics.close()
 
     def keep() -> None:

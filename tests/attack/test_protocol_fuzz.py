@@ -14,7 +14,8 @@ from served_critic import VOCAB, CountingBackend, get, infer_body, outputs, post
 
 from attack.conftest import ROUNDS
 from attack.fuzz_requests import LENGTH_FIELD, fuzzed_requests, good_request
-from nemo_style_aligner.services.endpoints import ModelLimits, critic_endpoints
+from nemo_style_aligner.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.services.endpoints import ModelLimits
 from nemo_style_aligner.services.protocol import ProtocolError, decode_infer_request, decode_infer_response
 from nemo_style_aligner.services.routes import HttpSettings, create_app
 

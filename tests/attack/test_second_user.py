@@ -47,8 +47,9 @@ for path, mode in asked["files"]:
 for method, url, body in asked["requests"]:
     data = None if body is None else json.dumps(body).encode()
     for header in ({}, {"Authorization": "Bearer "}, {"Authorization": "Bearer guess"}):
+        fields = header | {"Content-Type": "application/json"}
         try:
-            status = urllib.request.urlopen(urllib.request.Request(url, data, header, method=method)).status
+            status = urllib.request.urlopen(urllib.request.Request(url, data, fields, method=method)).status
         except urllib.error.HTTPError as error:
             status = error.code
         found[f"{method} {url} {header}"] = status

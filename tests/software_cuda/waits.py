@@ -8,6 +8,7 @@ import torch
 from software_tensors import Transfers
 
 from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.config import schema
 from nemo_style_aligner.models import pipeline
 from nemo_style_aligner.models.actor import Actor
 from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
@@ -23,7 +24,8 @@ SHAPE = ModelArchitecture(
     num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2, vocab_size=53,
     max_position_embeddings=128,
 )  # fmt: skip
-OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2}
+OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.0}
+ADAM = schema.Optimizer(**OPTIM)
 ROWS, WIDTH = 12, 9
 
 waits: list[int] = []
@@ -49,7 +51,7 @@ def passes(rows: int) -> list[int]:
     waits.clear()
     options = {"training_batching": MicroBatching(rows), "forward_batching": MicroBatching(rows)}
     model = build_model(SHAPE, {"optim": OPTIM}, torch.bfloat16)
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0)
+    optimizer = Optimizer(model, ADAM, Schedule(lr=1e-2, name="constant"), 1.0)
     loss = LossSettings("gspo", aggregation="sequence_mean", kl_coef=0.1, entropy_bonus=0.01)
     actor = Actor(model, optimizer, None, **options, temperature=0.7, loss=loss)
     flat = torch.ones(int((lengths - 2).sum()))
@@ -61,7 +63,7 @@ def passes(rows: int) -> list[int]:
 
     head = RewardHeadConfig(num_attributes=2, merge_attributes=True, pooling="average")
     model = build_model(SHAPE, {"optim": OPTIM}, torch.bfloat16, head=head)
-    optimizer = Optimizer(model, OPTIM, Schedule(lr=1e-2, name="constant"), 1.0)
+    optimizer = Optimizer(model, ADAM, Schedule(lr=1e-2, name="constant"), 1.0)
     critic = Critic(model, optimizer, head, **options, global_batch_size=ROWS, loss_clip=0.2)
     critic.values(ids, lengths)
     critic.train(ValueBatch(ids, ones, ones, ones))

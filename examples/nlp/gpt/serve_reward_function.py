@@ -17,7 +17,6 @@ except ModuleNotFoundError as error:
 
 import argparse
 import logging
-import signal
 from pathlib import Path
 
 from nemo_style_aligner.arguments import HelpFormatter
@@ -65,31 +64,29 @@ def main() -> None:
         parser.error(f"--threads {args.threads}: give at least 1")
 
     # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.jobs.reward_function import RewardFunctionService
+    from nemo_style_aligner.jobs.reward_function import FunctionEndpoint
     from nemo_style_aligner.models.files import tokenizer_of
     from nemo_style_aligner.rl.reward_functions import FunctionRewards, load_reward_function
+    from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
     from nemo_style_aligner.services.routes import HttpSettings
 
     configure_logging(level=getattr(logging, args.log_level.upper()), log_format=args.log_format)
     try:
         tokenizer = tokenizer_of(args.tokenizer)
         function = load_reward_function(args.function, "--function")
-        service = RewardFunctionService(
-            FunctionRewards(function, args.function, seconds=CALL_SECONDS, max_parallel=args.threads),
-            tokenizer,
-            HttpSettings(
-                port=args.port,
-                host=bind_address(args.host),
-                token=resolve_token(args.token, "--token"),
-                known_as=tuple(args.known_as),
-            ),
-            end_strings=[unescaped(string) for string in args.end_strings],
+        rewards = FunctionRewards(function, args.function, seconds=CALL_SECONDS, max_parallel=args.threads)
+        http = HttpSettings(
+            port=args.port,
+            host=bind_address(args.host),
+            token=resolve_token(args.token, "--token"),
+            known_as=tuple(args.known_as),
         )
+        endpoint = FunctionEndpoint(rewards, tokenizer, [unescaped(string) for string in args.end_strings])
+        service = ModelServer([endpoint], http, DispatchSettings(1, 0))  # one row: an error fails one request only
     except (UserError, OSError) as error:
         parser.error(str(error))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: service.request_stop())
-    service.run()
+    service.run(None)
+    rewards.close()
 
 
 if __name__ == "__main__":

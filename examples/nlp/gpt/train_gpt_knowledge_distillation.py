@@ -5,18 +5,17 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
-from omegaconf import DictConfig
-
+from nemo_style_aligner.config.schema import DistillationTraining
 from nemo_style_aligner.launch.start import job
 
 
 @job("gpt_knowledge_distillation", check="nemo_style_aligner.jobs.config_checks.check_job")
-def main(cfg: DictConfig) -> int:
+def main(config: DistillationTraining) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
     from nemo_style_aligner.jobs.distillation_setup import build_distillation_trainer
     from nemo_style_aligner.jobs.supervised_setup import run_supervised
 
-    return run_supervised(cfg, build_distillation_trainer)
+    return run_supervised(config, build_distillation_trainer)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,16 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
-from omegaconf import DictConfig
-
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.launch.start import job
 
 
 @job("gpt_ppo_actor", check="nemo_style_aligner.jobs.config_checks.check_job")
-def main(cfg: DictConfig) -> int:
+def main(config: PPOActor) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
     from nemo_style_aligner.jobs.rl_setup import run_actor
 
-    return run_actor(cfg)
+    return run_actor(config)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,16 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
-from omegaconf import DictConfig
-
+from nemo_style_aligner.config.schema import RewardTraining
 from nemo_style_aligner.launch.start import job
 
 
 @job("training_rm", check="nemo_style_aligner.jobs.config_checks.check_job")
-def main(cfg: DictConfig) -> int:
+def main(config: RewardTraining) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
     from nemo_style_aligner.jobs.supervised_setup import build_reward_trainer, run_supervised
 
-    return run_supervised(cfg, build_reward_trainer)
+    return run_supervised(config, build_reward_trainer)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import numpy as np
 import torch
 
+from nemo_style_aligner.architecture import ENDS, EVERY_FEATURE
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
 from nemo_style_aligner.engine.embedded.torch_operations import Batch, ChunkSegment, TorchOperations
 from nemo_style_aligner.native.with_triton import with_triton
 
+logger = logging.getLogger(__name__)
+
 # Largest error, relative to the largest magnitude of the exact result.
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 2e-5}
+_KNOWN = EVERY_FEATURE - {"layer_norms", "qk_norm_over_heads", "attn_logit_softcapping"} | {*ENDS}
 _POSITIONS = 1280  # of the longest sequence in the check
 _MANY_PROCESSORS = 2**16  # so many that the check divides attention into parts, whatever the number of heads
 
@@ -28,10 +33,12 @@ def choose_operations(shape: EngineShape, device: torch.device) -> TorchOperatio
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         return TritonOperations(shape, device, num_processors)
 
-    made = None
-    if device.type == "cuda" and shape.dtype != torch.float32:  # without tensor cores the kernels' attention is slow
-        made = with_triton(make, device, "generation runs")
-    return made or TorchOperations(shape, device)
+    if device.type != "cuda" or shape.dtype == torch.float32:  # without tensor cores their attention is slow
+        return TorchOperations(shape, device)
+    if unknown := shape.architecture.unknown(_KNOWN):
+        logger.warning("generation runs without Triton's kernels: they have no %s", ", ".join(unknown))
+        return TorchOperations(shape, device)
+    return with_triton(make, device, "generation runs") or TorchOperations(shape, device)
 
 
 @torch.inference_mode()
@@ -57,14 +64,14 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
         return None if x is None else x.float()
 
     weight = random(a.hidden_size, of=torch.float32)
-    norm_bias = None if a.normalization == "rmsnorm" else random(a.hidden_size, of=torch.float32)
+    norm = weight, random(a.hidden_size, of=torch.float32) if a.norm_has_bias else None
     for has_product, has_bias in ((False, False), (True, a.bias)):  # a pass's first norm, and all others
         hidden = random(5, a.hidden_size, of=torch.float32)
         product = random(5, a.hidden_size) if has_product else None
         bias = random(a.hidden_size) if has_bias else None
         exact_hidden = hidden.clone()
-        normed = operations.add_and_norm(hidden, product, bias, weight, norm_bias)
-        exact = expected.add_and_norm(exact_hidden, wide(product), wide(bias), weight, norm_bias)
+        normed = operations.add_and_norm(hidden, product, bias, norm)
+        exact = expected.add_and_norm(exact_hidden, wide(product), wide(bias), norm)
         compare("norm", normed, exact)
         compare("residual stream", hidden, exact_hidden)
 
@@ -75,13 +82,13 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
     head_norms = None
     if a.qk_layernorm:
         head_norms = random(a.kv_channels, of=torch.float32), random(a.kv_channels, of=torch.float32)
-    cases = [(4, True), (80, True)] + [(4, False)] * bool(a.no_rope_layers)
-    for num_pages, rotates in cases:  # pages of decoding tokens: attended to in one part, and in several
+    cases = [(pages, layer) for layer in dict.fromkeys(a.layers) for pages in (4, 80)]
+    for num_pages, layer in cases:  # pages of decoding tokens: attended to in one part, and in several
         batch = example(num_pages, len(pages), device)
         qkv = random(len(batch.positions), groups * (heads + 2) * a.kv_channels)
         exact_qkv, exact_pages = (x.to(torch.float32, copy=True) for x in (qkv, pages))  # both are written to
-        exact = expected.attention_of(batch)(exact_qkv, head_norms, exact_pages, rotates)
-        attended = operations.attention_of(batch)(qkv, head_norms, pages, rotates)
+        exact = expected.attention_of(batch)(exact_qkv, head_norms, exact_pages, layer)
+        attended = operations.attention_of(batch)(qkv, head_norms, pages, layer)
         compare("attention", attended, exact)
         compare("keys and values", pages, exact_pages)
 

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from nemo_style_aligner.engine.embedded.step import EngineShape
-from nemo_style_aligner.engine.embedded.torch_operations import Batch, TorchOperations
+from nemo_style_aligner.engine.embedded.torch_operations import Batch, HeadNorms, Norm, TorchOperations
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.embedded.weight_table import Rows, Write, layer_rows
+from nemo_style_aligner.softcaps import capped
+from nemo_style_aligner.weights.layout import LAYER_NORMS
 
 
 class TorchWeights:
@@ -38,8 +40,8 @@ class TorchWeights:
         self.head = self.embedding
         if not a.tied_embeddings:
             self.head = self.tensor({"lm_head.weight": vocabulary}, size, shape.dtype)
-        self.layers = [LayerWeights(self, f"model.layers.{index}.") for index in range(a.num_layers)]
-        self.final_norm, self.final_norm_bias = self.norm("model.norm")
+        self.layers = [LayerWeights(self, index) for index in range(a.num_layers)]
+        self.final_norm = self.norm("model.norm")
 
     def linear(self, parts: dict[str, Rows], columns: int, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A matrix [all rows of ``parts``, ``columns``] and its bias; ``parts``: module names and their rows."""
@@ -49,10 +51,10 @@ class TorchWeights:
             return weight, None
         return weight, self.tensor({f"{name}.bias": part for name, part in parts.items()}, (rows,), dtype)
 
-    def norm(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def norm(self, name: str) -> Norm:
         """Weight and bias of a norm. They work on the float32 residual stream, so they are float32 in every dtype."""
         a = self.shape.architecture
-        names = [f"{name}.weight"] if a.normalization == "rmsnorm" else [f"{name}.weight", f"{name}.bias"]
+        names = [f"{name}.weight", f"{name}.bias"] if a.norm_has_bias else [f"{name}.weight"]
         found = [self.tensor({each: Rows(0, a.hidden_size)}, (a.hidden_size,), torch.float32) for each in names]
         return found[0], found[1] if len(found) > 1 else None
 
@@ -70,21 +72,25 @@ class TorchWeights:
 
 
 class LayerWeights:
-    """Weights of this rank's part of one layer; q, k, v are fused, so are gate and up."""
+    """Weights of this rank's part of one layer; q, k, v are fused, so are gate and up.
 
-    def __init__(self, weights: TorchWeights, prefix: str) -> None:
-        a, shard = weights.shape.architecture, weights.shape.shard
+    Attributes:
+        norms: by their keys in `LAYER_NORMS`.
+    """
+
+    def __init__(self, weights: TorchWeights, layer: int) -> None:
+        a, shard, prefix = weights.shape.architecture, weights.shape.shard, f"model.layers.{layer}."
         matrices = layer_rows(shard, prefix)
         self.qkv, self.qkv_bias = weights.linear(matrices["qkv"], a.hidden_size, a.bias or a.qkv_bias)
         self.output, self.output_bias = weights.linear(matrices["output"], shard.query_size, a.bias)
         self.fc1, self.fc1_bias = weights.linear(matrices["fc1"], a.hidden_size, a.bias)
         self.fc2, self.fc2_bias = weights.linear(matrices["fc2"], shard.ffn_size, a.bias)
-        self.input_norm, self.input_norm_bias = weights.norm(f"{prefix}input_layernorm")
-        self.mlp_norm, self.mlp_norm_bias = weights.norm(f"{prefix}post_attention_layernorm")
-        self.head_norms: tuple[torch.Tensor, torch.Tensor] | None = None  # of queries, of keys
-        if a.qk_layernorm:
-            names, d = (f"{prefix}self_attn.q_norm.weight", f"{prefix}self_attn.k_norm.weight"), a.kv_channels
-            query, key = (weights.tensor({name: Rows(0, d)}, (d,), torch.float32) for name in names)
+        names = LAYER_NORMS[a.layers[layer].layer_norms]
+        self.norms = {kind: weights.norm(prefix + name) for kind, name in names.items()}
+        self.head_norms: HeadNorms = None  # of queries, of keys
+        if sizes := shard.qk_norm_sizes:
+            names_and_sizes = zip((f"{prefix}self_attn.{part}_norm.weight" for part in "qk"), sizes, strict=True)
+            query, key = (weights.tensor({name: Rows(0, n)}, (n,), torch.float32) for name, n in names_and_sizes)
             self.head_norms = query, key
 
 
@@ -116,21 +122,29 @@ class TorchModel:
         if self._a.embedding_multiplier != 1:
             hidden *= self._a.embedding_multiplier
         product, bias = None, None  # not yet added to the hidden states
-        for index, (layer, pages) in enumerate(zip(weights.layers, self._pages, strict=True)):
-            rotates = index not in self._a.no_rope_layers
-            normed = ops.add_and_norm(hidden, product, bias, layer.input_norm, layer.input_norm_bias)
+        for layer, pages, features in zip(weights.layers, self._pages, self._a.layers, strict=True):
+            norms = layer.norms
+            normed = ops.add_and_norm(hidden, product, bias, norms.get("input_norm"))
             qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-            product = F.linear(attention(qkv, layer.head_norms, pages, rotates), layer.output)
+            product = F.linear(attention(qkv, layer.head_norms, pages, features), layer.output)
             reduce(product)  # each rank has multiplied its columns of the matrix
-            normed = ops.add_and_norm(hidden, product, layer.output_bias, layer.mlp_norm, layer.mlp_norm_bias)
+            product, bias = self._to_add(product, layer.output_bias, norms.get("attention_out_norm"))
+            normed = ops.add_and_norm(hidden, product, bias, norms.get("mlp_norm"))
             product = F.linear(ops.activate(F.linear(normed, layer.fc1, layer.fc1_bias)), layer.fc2)
             reduce(product)
-            bias = layer.fc2_bias
+            product, bias = self._to_add(product, layer.fc2_bias, norms.get("mlp_out_norm"))
         if batch.output_rows is not None:
             hidden = hidden[batch.output_rows]
             product = None if product is None else product[batch.output_rows]
-        last = ops.add_and_norm(hidden, product, bias, weights.final_norm, weights.final_norm_bias)
-        return self._logits(last)
+        return self._logits(ops.add_and_norm(hidden, product, bias, weights.final_norm))
+
+    def _to_add(
+        self, product: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What is added to the residual stream for a projection's output, and its bias: perhaps their norm."""
+        if norm is None:
+            return product, bias
+        return self._operations.normed(product if bias is None else product + bias, norm), None
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings, float32 [t, hidden]: each rank looks up the ids it holds, and the ranks' results are summed."""
@@ -150,6 +164,7 @@ class TorchModel:
         logits = F.linear(last, weight) if dtype == last.dtype else torch.mm(last, weight.t(), out_dtype=dtype)
         if self._a.logits_scaling != 1:
             logits /= self._a.logits_scaling
+        logits = capped(logits, self._a.final_logit_softcapping)
         if self._tensor_parallel.size == 1:
             return logits
         return torch.cat(self._tensor_parallel.all_gather(logits), dim=-1)[:, : self._a.vocab_size]

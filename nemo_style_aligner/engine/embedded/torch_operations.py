@@ -13,7 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nemo_style_aligner.architecture import Layer
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
+from nemo_style_aligner.softcaps import capped_attention
 from nemo_style_aligner.transfers import moved
 
 
@@ -40,15 +42,17 @@ class Batch:
 
 
 HeadNorms: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | None"
-"""Weights of the norms of query and key heads, float32 [d] each, of models that have them."""
+"""Weights of the norms of queries and keys, of models that have them: float32 [d] each, or [this rank's heads * d]."""
 
-Attention: TypeAlias = Callable[[torch.Tensor, HeadNorms, torch.Tensor, bool], torch.Tensor]
+Norm: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
+"""Weight and bias of a norm of the residual stream, float32 [h] each; only RMSNorm has no bias."""
+
+Attention: TypeAlias = Callable[[torch.Tensor, HeadNorms, torch.Tensor, Layer], torch.Tensor]
 """Attention of one pass in one layer: [t, heads * d], before the output projection.
 
 Called with the output of the qkv projection [t, groups * (heads per group + 2) * d] (for each group its query heads,
 its key head and its value head), which it may overwrite; with the weights of the head norms; with the layer's pages
-[pages, PAGE_TOKENS, 2 * groups, d], into which it writes the pass's keys and values; and with whether the layer rotates
-queries and keys.
+[pages, PAGE_TOKENS, 2 * groups, d], into which it writes the pass's keys and values; and with what the layer computes.
 """
 
 
@@ -58,38 +62,45 @@ class TorchOperations:
     name = "torch's functions"
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
-        self.architecture = a = shape.architecture
+        self.architecture = shape.architecture
         self.groups = shape.shard.num_groups
         self.heads = shape.shard.num_heads // self.groups
         self.dtype = shape.dtype
         self.cos, self.sin = (table.to(device) for table in shape.rotary_tables())
-        self.norm_offset = 1.0 if a.normalization == "layernorm1p" else 0.0
+        self.tensor_parallel = shape.tensor_parallel
 
     def add_and_norm(
         self,
         hidden: torch.Tensor,
         product: torch.Tensor | None,
         product_bias: torch.Tensor | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        norm: Norm | None,
     ) -> torch.Tensor:
         """Add ``product`` and its bias to ``hidden``, float32 [t, h], in place; return its norm in the engine's dtype.
 
         What is added is multiplied by the model's ``residual_multiplier``.
 
         Args:
-            product: [t, h] in the engine's dtype, the output of the preceding projection; None: there is none.
-            weight, bias: float32 [h], of the norm; only RMSNorm has no bias.
+            product: [t, h], the output of the preceding projection, or its norm in float32; None: there is none.
+            norm: None: the sum itself is returned.
         """
         multiplier = self.architecture.residual_multiplier
         if product is not None:
             hidden.add_(product, alpha=multiplier)
         if product_bias is not None:
             hidden.add_(product_bias, alpha=multiplier)
-        shape, epsilon = (hidden.shape[-1],), self.architecture.layernorm_epsilon
+        return (hidden if norm is None else self.normed(hidden, norm)).to(self.dtype)
+
+    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """The norm of ``x`` [t, h], float32."""
+        a, shape, (weight, bias) = self.architecture, (x.shape[-1],), norm
         if bias is None:
-            return F.rms_norm(hidden, shape, weight, epsilon).to(self.dtype)
-        return F.layer_norm(hidden, shape, weight + self.norm_offset, bias, epsilon).to(self.dtype)
+            return F.rms_norm(x.float(), shape, self.scales(weight), a.layernorm_epsilon)
+        return F.layer_norm(x.float(), shape, self.scales(weight), bias, a.layernorm_epsilon)
+
+    def scales(self, weight: torch.Tensor) -> torch.Tensor:
+        """What a norm multiplies by, of its stored weight."""
+        return weight + self.architecture.norm_offset if self.architecture.norm_offset else weight
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP's non-linearity on [t, fc1 rows]: gate and value side by side where it is gated."""
@@ -111,25 +122,36 @@ class TorchOperations:
         tables, mask = batch.tables.flatten(), self._decode_mask(batch)
         chunks = [(segment, *_pages_and_mask(segment, device)) for segment in batch.segments]
 
-        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor, rotates: bool) -> torch.Tensor:
-            heads, channels = self.heads, self.architecture.kv_channels
+        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor, layer: Layer) -> torch.Tensor:
+            heads, channels, cap = self.heads, self.architecture.kv_channels, layer.attn_logit_softcapping
             qkv = qkv.view(len(qkv), self.groups, heads + 2, channels)
             turning = qkv[:, :, : heads + 1]
-            if norms is None:
-                normed = turning
-            else:
-                parts = zip(turning.float().split([heads, 1], dim=2), norms, strict=True)
-                epsilon = self.architecture.layernorm_epsilon
-                normed = torch.cat([F.rms_norm(part, (channels,), weight, epsilon) for part, weight in parts], dim=2)
-            if norms is not None or rotates:
-                turning.copy_(_rotated(normed, cos, sin) if rotates else normed)
+            normed = turning if norms is None else self._heads_normed(turning, norms)
+            if norms is not None or layer.rotates:
+                turning.copy_(_rotated(normed, cos, sin) if layer.rotates else normed)
             query, key_value = qkv[:, :, :heads], qkv[:, :, heads:].transpose(1, 2)
             pages.view(-1, 2, self.groups, channels).index_copy_(0, batch.places, key_value)
-            attended = [_attend_decoding(pages, query[:num_decode], tables, mask, scale)] if num_decode else []
-            attended += [_attend_chunk(pages, query, *chunk, scale) for chunk in chunks]
+            attended = [_attend_decoding(pages, query[:num_decode], tables, mask, scale, cap)] if num_decode else []
+            attended += [_attend_chunk(pages, query, *chunk, scale, cap) for chunk in chunks]
             return attended[0] if len(attended) == 1 else torch.cat(attended)
 
         return attention
+
+    def _heads_normed(self, turning: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Norms of queries and keys [t, groups, heads per group + 1, d], float32. Collective if over all heads."""
+        a, parts = self.architecture, turning.float().split([self.heads, 1], dim=2)
+        if not a.qk_norm_over_heads:
+            scaled = zip(parts, map(self.scales, norms), strict=True)
+            each = [F.rms_norm(part, (a.kv_channels,), weight, a.layernorm_epsilon) for part, weight in scaled]
+            return torch.cat(each, dim=2)
+        squares = torch.stack([part.square().sum((1, 2, 3)) for part in parts])
+        self.tensor_parallel.all_reduce(squares)
+        normed = []
+        for part, weight, sums in zip(parts, map(self.scales, norms), squares, strict=True):
+            # Ranks that share a key head count it once each, above and below.
+            mean = sums[:, None, None, None] / (self.tensor_parallel.size * part[0].numel())
+            normed.append(part * (mean + a.layernorm_epsilon).rsqrt() * weight.view(part.shape[1:]))
+        return torch.cat(normed, dim=2)
 
     def _decode_mask(self, batch: Batch) -> torch.Tensor:
         """Additive mask [n, 1, heads per group, positions of ``tables``] that hides what comes after each token."""
@@ -151,8 +173,23 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.cat((*rotated, rest.float()) if rest.shape[-1] else rotated, dim=-1)
 
 
+def _attended(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float, cap: float | None
+) -> torch.Tensor:
+    """Attention of [..., heads, s, d] to [..., groups, n, d]."""
+    if cap is not None:
+        return capped_attention(query, keys, values, mask, scale, cap)
+    has_groups = query.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=has_groups)
+
+
 def _attend_decoding(
-    pages: torch.Tensor, query: torch.Tensor, tables: torch.Tensor, mask: torch.Tensor, scale: float
+    pages: torch.Tensor,
+    query: torch.Tensor,
+    tables: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    cap: float | None,
 ) -> torch.Tensor:
     """One token per sequence: ``query`` [n, groups, heads per group, d] -> [n, heads * d]. ``tables`` [n * p] is flat.
 
@@ -161,7 +198,7 @@ def _attend_decoding(
     n, groups, _, channels = query.shape
     seen = pages.index_select(0, tables).view(n, -1, 2 * groups, channels).transpose(1, 2)
     keys, values = seen[:, :groups], seen[:, groups:]
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).reshape(n, -1)
+    return _attended(query, keys, values, mask, scale, cap).reshape(n, -1)
 
 
 def _attend_chunk(
@@ -171,12 +208,13 @@ def _attend_chunk(
     seen_pages: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
+    cap: float | None,
 ) -> torch.Tensor:
     """Attention of one chunk, [length, heads * d]; ``query`` is that of the whole pass."""
     seen = pages.index_select(0, seen_pages).flatten(0, 1)[: segment.start + segment.length].unflatten(1, (2, -1))
     keys, values = seen.permute(1, 2, 0, 3)[:, :, None]  # each [groups, 1, end, d]: groups are the batch dimension
     own = query[segment.first : segment.first + segment.length].permute(1, 2, 0, 3)
-    out = F.scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+    out = _attended(own, keys, values, mask, scale, cap)
     return out.permute(2, 0, 1, 3).flatten(1)
 
 

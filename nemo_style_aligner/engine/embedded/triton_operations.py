@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from nemo_style_aligner.architecture import Layer
 from nemo_style_aligner.engine.embedded.paged_attention import PagedAttention
 from nemo_style_aligner.engine.embedded.step import EngineShape
-from nemo_style_aligner.engine.embedded.torch_operations import Attention, Batch, HeadNorms, TorchOperations
+from nemo_style_aligner.engine.embedded.torch_operations import Attention, Batch, HeadNorms, Norm, TorchOperations
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
 _ACTIVE_BLOCK = 1024  # results per program of `activate_kernel`
@@ -38,11 +39,11 @@ class TritonOperations(TorchOperations):
         hidden: torch.Tensor,
         product: torch.Tensor | None,
         product_bias: torch.Tensor | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        norm: Norm | None,
     ) -> torch.Tensor:
         """As `TorchOperations.add_and_norm`."""
-        t, size = hidden.shape
+        assert norm is not None  # `choose_operations` has seen to it
+        (t, size), (weight, bias) = hidden.shape, norm
         out = torch.empty(t, size, dtype=self.dtype, device=hidden.device)
         block = triton.next_power_of_2(size)
         add_and_norm_kernel[(t,)](
@@ -55,7 +56,7 @@ class TritonOperations(TorchOperations):
             self.architecture.layernorm_epsilon,
             SIZE=size,
             BLOCK=block,
-            OFFSET=self.norm_offset,
+            OFFSET=self.architecture.norm_offset,
             MULTIPLIER=self.architecture.residual_multiplier,
             HAS_PRODUCT=product is not None,
             HAS_PRODUCT_BIAS=product_bias is not None,
@@ -85,10 +86,10 @@ class TritonOperations(TorchOperations):
         """As `TorchOperations.attention_of`."""
         attend = self._paged.of_pass(batch)
 
-        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor, rotates: bool) -> torch.Tensor:
+        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor, layer: Layer) -> torch.Tensor:
             channels, turned = self.architecture.kv_channels, self.cos.shape[1]
             qkv = qkv.view(len(qkv), self.groups, self.heads + 2, channels)
-            query_norm, key_norm = (self.cos, self.cos) if norms is None else norms  # not touched where there are none
+            query_norm, key_norm = map(self.scales, norms or (self.cos, self.cos))  # not touched where there are none
             rotate_and_store_kernel[len(qkv), self.groups](
                 *(qkv, self.cos, self.sin, query_norm, key_norm, batch.positions, batch.places, pages),
                 self.architecture.layernorm_epsilon,
@@ -100,7 +101,7 @@ class TritonOperations(TorchOperations):
                 ROWS=self._rows,
                 WIDTH=self._width,
                 HAS_NORMS=norms is not None,
-                ROTATES=rotates,
+                ROTATES=layer.rotates,
                 num_warps=_warps(self._rows * self._width),
                 enable_fp_fusion=True,
             )

@@ -16,9 +16,9 @@ import sys
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from packaging.version import InvalidVersion, Version
 
+from nemo_style_aligner.config.schema import ActorLoop
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.engine.trtllm.sidecar.process import sidecar_environment
 from nemo_style_aligner.engine.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
@@ -59,14 +59,13 @@ class Installation:
     python: str
 
 
-def find_trtllm(cfg: DictConfig) -> Installation:
-    """The TensorRT-LLM of ``trainer.ppo.trt_llm.sidecar_python``; null: of this environment.
+def find_trtllm(given: str | None) -> Installation:
+    """The TensorRT-LLM of ``trainer.ppo.trt_llm.sidecar_python``; None: of this environment.
 
     Raises:
         TensorRTLLMUnavailable: it is not installed, or there is no GPU for it.
         TensorRTLLMMismatch: the installed version does not fit. Both messages name the command that installs it.
     """
-    given = cfg.trainer.ppo.trt_llm.sidecar_python
     version = installed_version(given)
     install = (
         f"To install one: {given or 'python'} -m pip install --pre {_INDEX} {DISTRIBUTION}=={PIN} (see "
@@ -121,11 +120,14 @@ def _version(text: str) -> Version:
 # ---- an engine -----------------------------------------------------------------------------------
 
 
-def trtllm_engine(cfg: DictConfig, model: MegatronModel, group: EngineGroup, **options: Any) -> SidecarEngine:
+def trtllm_engine(
+    ppo: ActorLoop, repetition_penalty: float, model: MegatronModel, group: EngineGroup, **options: Any
+) -> SidecarEngine:
     """The engine of this rank's tensor-parallel group, not built yet. Collective.
 
     Args:
-        cfg: the actor's config.
+        ppo: ``trainer.ppo``.
+        repetition_penalty: of sampling.
         model: the policy.
         group: the tensor-parallel group.
         options: those common to all engines, see `GenerationEngine`.
@@ -134,8 +136,9 @@ def trtllm_engine(cfg: DictConfig, model: MegatronModel, group: EngineGroup, **o
         TensorRTLLMUnavailable, TensorRTLLMMismatch: see `find_trtllm`.
         ValueError: the model, the layout or a setting is not supported; the message says what to change.
     """
-    found, section, layout = find_trtllm(cfg), cfg.trainer.ppo.trt_llm, model.layout
-    _check_settings(cfg, found.version)
+    section, layout = ppo.trt_llm, model.layout
+    found = find_trtllm(section.sidecar_python)
+    _check_settings(ppo, repetition_penalty, found.version)
     if layout.pp_size > 1:
         logger.warning(
             "TensorRT-LLM runs without pipeline parallelism here: each of the %d tensor-parallel groups generates with "
@@ -162,17 +165,15 @@ def trtllm_engine(cfg: DictConfig, model: MegatronModel, group: EngineGroup, **o
         python=found.python,
         environment=sidecar_environment(os.environ, entries),
         device_uuids=tuple(uuid for _, uuid in devices),
-        sleep=bool(section.unload_engine_train),
-        kv_cache_memory_fraction=float(section.kv_cache_memory_fraction),
-        bucket_bytes=int(section.refit_bucket_mebibytes) * _MEBIBYTE,
-        start_seconds=float(section.timeouts.start_seconds),
-        refit_seconds=float(section.timeouts.refit_seconds),
-        request_seconds=float(section.timeouts.request_seconds),
+        sleep=section.unload_engine_train,
+        kv_cache_memory_fraction=section.kv_cache_memory_fraction,
+        bucket_bytes=section.refit_bucket_mebibytes * _MEBIBYTE,
+        **vars(section.timeouts),
     )
     return SidecarEngine(model.architecture, settings, dtype=model.config.params_dtype, group=group, **options)
 
 
-def _check_settings(cfg: DictConfig, version: str) -> None:
+def _check_settings(ppo: ActorLoop, repetition_penalty: float, version: str) -> None:
     """Refuse what TensorRT-LLM cannot honour.
 
     Its log-probs are of the logits at temperature 1, after the bias that holds stop tokens back at first.
@@ -181,8 +182,7 @@ def _check_settings(cfg: DictConfig, version: str) -> None:
         ValueError: settings that need other log-probs, a repetition penalty, which this version silently ignores, or
             memory that cannot be shared.
     """
-    ppo = cfg.trainer.ppo
-    asked = [key for key in ("importance_weight_cap", "importance_sequence_bounds") if ppo.get(key) is not None]
+    asked = [key for key in ("importance_weight_cap", "importance_sequence_bounds") if getattr(ppo, key) is not None]
     if ppo.policy_logprobs == "engine":
         asked.append("policy_logprobs=engine")
     if asked:
@@ -190,7 +190,7 @@ def _check_settings(cfg: DictConfig, version: str) -> None:
         raise ValueError(
             f"{names} cannot be used with TensorRT-LLM: its log-probs are not those of the policy as it samples"
         )
-    if float(cfg.model.ppo.sampling_params.repetition_penalty) != 1.0 and _version(version) < Version(PIN):
+    if repetition_penalty != 1.0 and _version(version) < Version(PIN):
         raise ValueError(
             f"model.ppo.sampling_params.repetition_penalty: TensorRT-LLM {version} ignores it; install {PIN} or newer"
         )

@@ -299,6 +299,9 @@ def _end_of_response(tokens: list[int], stop: StopCondition, limit: int) -> tupl
     return len(grown), None
 
 
+_TOLD = ("normalization", "activation", "gated", "bias", "qkv_bias", "qk_layernorm")  # to TensorRT-LLM, of a model
+
+
 def _with_tensors_apart(architecture: ModelArchitecture) -> ModelArchitecture:
     """The same model in a family that does not fuse tensors: refits bring them one by one.
 
@@ -310,10 +313,8 @@ def _with_tensors_apart(architecture: ModelArchitecture) -> ModelArchitecture:
     features = {
         f"rope_type={a.rope_scaling.rope_type}" if a.rope_scaling else "": a.rope_scaling is not None
         and a.rope_scaling.rope_type != "llama3",
-        "layers without a rotary embedding": bool(a.no_rope_layers),
-        "multipliers of embeddings, attention, residual stream or logits": a.has_multipliers,
     }
-    if untold := [name for name, has in features.items() if has]:
+    if untold := [*(name for name, has in features.items() if has), *a.unknown(_TOLD)]:
         raise ValueError(
             f"TensorRT-LLM cannot be used for models with {' and '.join(untold)}: use "
             "trainer.ppo.generation.engine=embedded"

@@ -11,7 +11,7 @@ extern "C" struct Attention {
     const float *cos, *sin; // [token][rotary]
     const int32_t* lengths; // of the sequences, in the order of their tokens
     int32_t num_sequences, groups, per_group, channels, rotary, is_bf16, threads;
-    float scale;
+    float scale, softcap; // of the scores; softcap c: they are c tanh(score / c), 0: as they are
 };
 
 namespace {
@@ -58,6 +58,19 @@ struct Seen {
     }
 };
 
+// Replaces scores by what their soft cap makes of them. slopes: the derivatives of these, in the same places; or null.
+inline void cap_scores(float* scores, int count, int begin, float cap, float* slopes) {
+    for (int column = 0; column < count; column += LANES) {
+        const Seen seen(column, begin, count);
+        for (int key = 0; key < seen.keys; ++key) {
+            const size_t at = (size_t)key * BLOCK + column;
+            const vf t = vtanh(load<vf>(scores + at) / cap);
+            store(scores + at, t * cap);
+            if (slopes) store(slopes + at, 1.0f - t * t);
+        }
+    }
+}
+
 // Replaces scores by their exponentials after subtracting each query's largest, in words of neighbouring keys:
 // [words(keys)][BLOCK]. sums: of a query's exponentials; lse: the log of what the sum would be otherwise.
 template <int P> void exponentiate(float* scores, int count, int begin, float* sums, float* lse) {
@@ -82,8 +95,9 @@ template <int P> void exponentiate(float* scores, int count, int begin, float* s
 
 // From scores and their `lse` to weights p, and from gradients g of weights to those of scores, p (g - sum of p g):
 // both are replaced, at the beginning of each row, by factors of type F. across: the latter in words of neighbouring
-// keys, [words(keys)][BLOCK]; it may be `grads` for words of one number.
-template <class F> void differentiate(float* scores, float* grads, float* across, int count, int begin, const float* lse) {
+// keys, [words(keys)][BLOCK]; it may be `grads` for words of one number. caps: factors of the latter, or null.
+template <class F>
+void differentiate(float* scores, float* grads, float* across, int count, int begin, const float* lse, const float* caps) {
     constexpr int P = sizeof(F) == 2 ? 2 : 1;
     for (int column = 0; column < count; column += LANES) {
         const Seen seen(column, begin, count);
@@ -107,6 +121,7 @@ template <class F> void differentiate(float* scores, float* grads, float* across
                 if (key + i >= seen.last) break;
                 const vf p = key + i < seen.keys ? load<vf>(x + at) : vf{};
                 slopes[i] = key + i < seen.keys ? p * (load<vf>(g + at) - sum) : vf{};
+                if (caps && key + i < seen.keys) slopes[i] *= load<vf>(caps + column + at);
                 store_as((F*)(scores + at) + column, p);
                 store_as((F*)(grads + at) + column, slopes[i]);
             }
@@ -231,6 +246,7 @@ template <class T> void attention_forward(const Attention& a) {
                 transpose(query, count, stride, across);
                 multiply<ROWS_UP_TO_COLUMNS, P>(keys, stride, 1, across, BLOCK, scores, BLOCK, end,
                                                 round_up(count, LANES), words(a.channels, P), begin);
+                if (a.softcap) cap_scores(scores, count, begin, a.softcap, nullptr);
                 exponentiate<P>(scores, count, begin, sums, lse);
                 multiply<DEPTH_UP_TO_ROWS, P>(scores, 1, BLOCK, values, width, out, width, count, width, words(end, P),
                                               begin);
@@ -278,7 +294,7 @@ template <class T> void attention_backward(const Attention& a) {
         const Task& task = tasks[index];
         const size_t matrix = (size_t)task.length * width, block = (size_t)BLOCK * task.length;
         const size_t rows = (size_t)BLOCK * width;
-        Scratch scratch(7 * matrix + 3 * block + 7 * rows + BLOCK);
+        Scratch scratch(7 * matrix + (a.softcap ? 4 : 3) * block + 7 * rows + BLOCK);
         float *sum = scratch.take(2 * matrix), *own = scratch.take(2 * matrix);
         float *keys = scratch.take(matrix), *values = scratch.take(matrix), *memory = scratch.take(matrix);
         float *query = scratch.take(rows), *query_memory = scratch.take(rows), *query_across = scratch.take(rows);
@@ -286,6 +302,7 @@ template <class T> void attention_backward(const Attention& a) {
         float *result = scratch.take(rows), *lse = scratch.take(BLOCK);
         float *weights = scratch.take(block), *slopes = scratch.take(block);
         float* slopes_across = P == 1 ? slopes : scratch.take(block);
+        float* caps = a.softcap ? scratch.take(block) : nullptr;
         h.fetch_all(task, a.per_group, true, (F*)keys);
         h.fetch_all(task, a.per_group + 1, false, (F*)values);
         const float* keys_joined = joined<P>(keys, task.length, width, memory);
@@ -319,7 +336,8 @@ template <class T> void attention_backward(const Attention& a) {
                                                 depth, begin);
                 multiply<ROWS_UP_TO_COLUMNS, P>(values, stride, 1, grad_across, BLOCK, slopes, BLOCK, end, columns,
                                                 depth, begin);
-                differentiate<F>(weights, slopes, slopes_across, count, begin, lse);
+                if (caps) cap_scores(weights, count, begin, a.softcap, caps);
+                differentiate<F>(weights, slopes, slopes_across, count, begin, lse, caps);
                 multiply<DEPTH_FROM_ROWS, P>(weights, BLOCK, 1, joined<P>(grad, count, width, grad_memory), width,
                                              grad_values, width, end, width, words(count, P), begin);
                 multiply<DEPTH_FROM_ROWS, P>(slopes, BLOCK, 1, joined<P>(query, count, width, query_memory), width,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import GenerationResult
 from nemo_style_aligner.launch.stop_signals import stops
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.models.packing import shares
 from nemo_style_aligner.parallel.agreement import PATIENCE_SECONDS
@@ -46,7 +47,6 @@ from nemo_style_aligner.rl.scoring import ScoredBatch, Scorer, Scores
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.telemetry.log_files import json_numbers
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 from nemo_style_aligner.telemetry.timers import ScopedTimer
 
 logger = logging.getLogger(__name__)

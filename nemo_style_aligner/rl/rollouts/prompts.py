@@ -7,16 +7,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
-
+from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.data.datasets import Dataset, DataSource, PromptDataset, PromptItem, load_data_prefix
 from nemo_style_aligner.data.examples import for_log
 from nemo_style_aligner.data.jsonl import DataError
 from nemo_style_aligner.data.samplers import EpochSampler
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.rl.sample import Prompt, Rollouts
-from nemo_style_aligner.telemetry.log_lines import warn_for_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -99,14 +98,16 @@ class PromptSource:
         return Prompt(index, item.token_ids, self.response_lengths.expect(index), item.line, item.place)
 
 
-def prompt_dataset(cfg: DictConfig, source: DataSource, tokenizer: Tokenizer) -> tuple[Dataset[PromptItem], TextFormat]:
+def prompt_dataset(
+    config: PPOActor, source: DataSource, tokenizer: Tokenizer
+) -> tuple[Dataset[PromptItem], TextFormat]:
     """The prompts of a part of ``model.data.data_prefix``, and how their texts are written.
 
     Prompts that leave no room for a response are dropped, with a count in the log.
     """
-    ppo = cfg.model.ppo
-    room = int(cfg.model.data.seq_length) - int(ppo.length_params.max_length)
-    longest = int(cfg.trainer.ppo.trt_llm.max_input_len)
+    ppo = config.model.ppo
+    room = config.model.data.seq_length - ppo.length_params.max_length
+    longest = config.trainer.ppo.trt_llm.max_input_len
     limited_by = "trainer.ppo.trt_llm.max_input_len"
     if room <= longest:
         limited_by = "model.data.seq_length less model.ppo.length_params.max_length"
@@ -114,7 +115,7 @@ def prompt_dataset(cfg: DictConfig, source: DataSource, tokenizer: Tokenizer) ->
     return source.build(lambda paths: PromptDataset(paths, tokenizer, min(room, longest), limited_by, add_bos, key))
 
 
-def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptSource, PromptSource | None]:
+def build_prompt_sources(config: PPOActor, tokenizer: Tokenizer) -> tuple[PromptSource, PromptSource | None]:
     """Training and validation prompts of the actor job, from ``model.data.data_prefix``.
 
     Validation uses ``model.ppo.num_val_samples`` prompts, or all where there are fewer.
@@ -123,9 +124,9 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
         DataError: too few training prompts for one step.
         ValueError: no training prompts, or a BOS token is asked for and the tokenizer has none.
     """
-    ppo = cfg.model.ppo
-    prefix = load_data_prefix(cfg.model.data.data_prefix)
-    train, written = prompt_dataset(cfg, prefix.train, tokenizer)
+    ppo = config.model.ppo
+    prefix = load_data_prefix(config.model.data.data_prefix)
+    train, written = prompt_dataset(config, prefix.train, tokenizer)
     logger.info("the first training prompt:\n%s", for_log(train[0], tokenizer))
     if len(train) < ppo.num_rollout_samples:
         raise DataError(
@@ -134,17 +135,17 @@ def build_prompt_sources(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[PromptS
         )
 
     def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
-        several = int(cfg.trainer.ppo.num_rollouts_per_prompt) if shuffle else 1  # validation compares policies
-        return PromptSource(split, batch_size, int(cfg.model.seed), shuffle, written, several)
+        several = config.trainer.ppo.num_rollouts_per_prompt if shuffle else 1  # validation compares policies
+        return PromptSource(split, batch_size, config.model.seed, shuffle, written, several)
 
     validation = None
     if prefix.validation is not None:
-        held_out, _ = prompt_dataset(cfg, prefix.validation, tokenizer)
+        held_out, _ = prompt_dataset(config, prefix.validation, tokenizer)
         if len(held_out):
-            validation = source(held_out, min(int(ppo.num_val_samples), len(held_out)), False)
-    elif cfg.trainer.ppo.val_check_interval:
+            validation = source(held_out, min(ppo.num_val_samples, len(held_out)), False)
+    elif config.trainer.ppo.val_check_interval:
         warn_for_all_ranks(logger, "model.data.data_prefix names no validation prompts: nothing is validated")
-    return source(train, int(ppo.num_rollout_samples), True), validation
+    return source(train, ppo.num_rollout_samples, True), validation
 
 
 # ---- how long a prompt's next response may be ----------------------------------------------------

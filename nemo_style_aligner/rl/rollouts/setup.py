@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from omegaconf import DictConfig
 
 from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.config.loading import ConfigError
+from nemo_style_aligner.config.schema import ActorLoop, Generation, Policy, PPOActor, RemoteCritic
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams, text_before_end
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine, num_pages
@@ -42,7 +42,7 @@ _WILDCARDS = ("0.0.0.0", "::")  # addresses to listen on that workers elsewhere 
 # ---- sampling and engine -------------------------------------------------------------------------
 
 
-def sampling_params(cfg: DictConfig, tokenizer: Tokenizer | None = None) -> SamplingParams:
+def sampling_params(policy: Policy, seed: int, tokenizer: Tokenizer | None = None) -> SamplingParams:
     """``model.ppo.sampling_params`` and ``length_params`` as the engine's `SamplingParams`.
 
     With the policy's ``tokenizer``, responses also end as the policy has learnt.
@@ -51,18 +51,18 @@ def sampling_params(cfg: DictConfig, tokenizer: Tokenizer | None = None) -> Samp
         ValueError: a value that it does not allow.
         TokenizerError: an end string could never be found.
     """
-    sampling, length = cfg.model.ppo.sampling_params, cfg.model.ppo.length_params
+    sampling, length = policy.sampling_params, policy.length_params
     ends = tuple(map(_end_string, sampling.end_strings or ()))
     return SamplingParams(
-        max_new_tokens=int(length.max_length),
-        min_new_tokens=int(length.min_length),
-        use_greedy=bool(sampling.use_greedy),
-        temperature=float(sampling.temperature),
-        top_k=int(sampling.top_k),
-        top_p=float(sampling.top_p),
-        repetition_penalty=float(sampling.repetition_penalty),
+        max_new_tokens=length.max_length,
+        min_new_tokens=length.min_length,
+        use_greedy=sampling.use_greedy,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
         stop_strings=ends if tokenizer is None else tokenizer.end_strings(ends),
-        seed=int(cfg.trainer.ppo.trt_llm.seed),
+        seed=seed,
     )
 
 
@@ -73,7 +73,7 @@ def _end_string(given: object) -> str:
     return unescaped(str(given))
 
 
-def choose_engine(cfg: DictConfig) -> str:
+def choose_engine(ppo: ActorLoop) -> str:
     """The engine's name: ``trainer.ppo.generation.engine``, or trtllm instead of embedded with ``trt_llm.enable``.
 
     Where TensorRT-LLM cannot be used, ``trt_llm.enable`` falls back to the embedded engine.
@@ -81,12 +81,12 @@ def choose_engine(cfg: DictConfig) -> str:
     Raises:
         RuntimeError: TensorRT-LLM is asked for by name and missing, or installed in a version that does not fit.
     """
-    name = str(cfg.trainer.ppo.generation.engine)
+    name = ppo.generation.engine
     if name == "trtllm":
-        find_trtllm(cfg)
-    elif name == "embedded" and cfg.trainer.ppo.trt_llm.enable:
+        find_trtllm(ppo.trt_llm.sidecar_python)
+    elif ppo.trt_llm.enable:
         try:
-            find_trtllm(cfg)
+            find_trtllm(ppo.trt_llm.sidecar_python)
         except TensorRTLLMUnavailable as reason:
             logger.info("trainer.ppo.trt_llm.enable=True: %s. Until then the embedded engine is used.", reason)
         else:
@@ -94,13 +94,12 @@ def choose_engine(cfg: DictConfig) -> str:
     return name
 
 
-def require_kv_cache(cfg: DictConfig, max_sequence_length: int) -> None:
+def require_kv_cache(section: Generation, max_sequence_length: int) -> None:
     """Make sure that an embedded engine's KV cache holds a sequence of this length, before one is built.
 
     Raises:
         ConfigError: it does not.
     """
-    section = cfg.trainer.ppo.generation
     if section.engine == "embedded":
         try:
             num_pages(section.kv_cache_tokens, 1, max_sequence_length)
@@ -109,7 +108,7 @@ def require_kv_cache(cfg: DictConfig, max_sequence_length: int) -> None:
 
 
 def build_engine(
-    cfg: DictConfig, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int
+    config: PPOActor, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int
 ) -> tuple[GenerationEngine, EngineGroup]:
     """Build this rank's generation engine; return it and the ranks that share it. Collective.
 
@@ -119,19 +118,20 @@ def build_engine(
     Raises:
         ValueError: a key of ``trainer.ppo.generation`` is wrong, or ranks or model cannot be divided as it says.
     """
-    if choose_engine(cfg) == "trtllm":
-        options = _engine_options(cfg, model.architecture, tokenizer, max_sequence_length)
-        group = training_group(cfg, model.layout)
-        engine = trtllm_engine(cfg, model, group, **options)
+    if choose_engine(config.trainer.ppo) == "trtllm":
+        options = _engine_options(config, model.architecture, tokenizer, max_sequence_length)
+        group = training_group(config, model.layout)
+        penalty = config.model.ppo.sampling_params.repetition_penalty
+        engine = trtllm_engine(config.trainer.ppo, penalty, model, group, **options)
         engine.build()
         return engine, group
     return build_embedded_engine(
-        cfg, model.architecture, model.config.params_dtype, tokenizer, max_sequence_length, lender=model
+        config, model.architecture, model.config.params_dtype, tokenizer, max_sequence_length, lender=model
     )
 
 
 def build_embedded_engine(
-    cfg: DictConfig,
+    config: PPOActor,
     architecture: ModelArchitecture,
     dtype: torch.dtype,
     tokenizer: Tokenizer,
@@ -140,19 +140,19 @@ def build_embedded_engine(
     lender: MegatronModel | None = None,
 ) -> tuple[GenerationEngine, EngineGroup]:
     """Build this rank's embedded engine; see `build_engine`. It may use the weights of ``lender`` in place."""
-    group = _generation_ranks(cfg)
+    group = _generation_ranks(config)
     ranks = group.tensor_parallel
-    section = cfg.trainer.ppo.generation
+    section = config.trainer.ppo.generation
     engine = EmbeddedEngine(
         architecture,
         dtype=dtype,
         device=device(),
-        kv_cache_tokens=None if section.kv_cache_tokens is None else int(section.kv_cache_tokens),
-        prefill_chunk_tokens=None if section.prefill_chunk_tokens is None else int(section.prefill_chunk_tokens),
+        kv_cache_tokens=section.kv_cache_tokens,
+        prefill_chunk_tokens=section.prefill_chunk_tokens,
         tensor_parallel=ranks,
         step=section.step,
         trainer_weights=None if lender is None else functools.partial(lendable_weights, lender, ranks.rank, ranks.size),
-        **_engine_options(cfg, architecture, tokenizer, max_sequence_length),
+        **_engine_options(config, architecture, tokenizer, max_sequence_length),
     )
     try:
         engine.build()
@@ -168,24 +168,24 @@ def build_embedded_engine(
 
 
 def _engine_options(
-    cfg: DictConfig, architecture: ModelArchitecture, tokenizer: Tokenizer, max_sequence_length: int
+    config: PPOActor, architecture: ModelArchitecture, tokenizer: Tokenizer, max_sequence_length: int
 ) -> dict[str, Any]:
     """Options that every engine takes."""
     return {
-        "num_slots": int(cfg.trainer.ppo.generation.num_slots or cfg.model.ppo.rollout_micro_batch_size),
+        "num_slots": config.trainer.ppo.generation.num_slots or config.model.ppo.rollout_micro_batch_size,
         "max_sequence_length": max_sequence_length,
         **vocabulary_options(architecture, tokenizer),
     }
 
 
-def training_group(cfg: DictConfig, layout: ParallelLayout) -> EngineGroup:
+def training_group(config: PPOActor, layout: ParallelLayout) -> EngineGroup:
     """This rank's tensor-parallel group of the training layout. Collective."""
     process_group = parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None
     return EngineGroup(
         TensorParallel(layout.tp_rank, layout.tp_size, process_group),
         index=layout.dp_rank * layout.pp_size + layout.pp_rank,
         count=layout.dp_size * layout.pp_size,
-        control=_control_group(cfg, layout.tp_size),
+        control=_control_group(config, layout.tp_size),
         leader=parallel_state.get_tensor_model_parallel_src_rank(),
     )
 
@@ -199,20 +199,20 @@ def engine_size(asked: int | None, reshard: bool, tp_size: int, pp_size: int) ->
             stages. No effect where training has no stages.
         tp_size, pp_size: of training.
     """
-    return int(asked or (tp_size if reshard and pp_size > 1 else 1))
+    return asked or (tp_size if reshard and pp_size > 1 else 1)
 
 
-def _generation_ranks(cfg: DictConfig) -> EngineGroup:
+def _generation_ranks(config: PPOActor) -> EngineGroup:
     """The ranks that share this rank's embedded engine. Collective.
 
     Raises:
         ValueError: the ranks of the job cannot be divided into groups of that size.
     """
-    ppo = cfg.trainer.ppo
-    tp_size, pp_size = int(cfg.model.tensor_model_parallel_size), int(cfg.model.pipeline_model_parallel_size)
+    ppo, model = config.trainer.ppo, config.model
+    tp_size, pp_size = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     size = engine_size(ppo.generation.tensor_parallel_size, ppo.trt_llm.reshard, tp_size, pp_size)
     try:
-        process_group = neighbour_group(size, cfg.trainer.distributed_timeout_minutes)
+        process_group = neighbour_group(size, config.trainer.distributed_timeout_minutes)
     except ValueError as error:
         raise ValueError(f"trainer.ppo.generation.tensor_parallel_size={size}: {error}") from error
     rank, count = dist.get_rank(), dist.get_world_size() // size
@@ -221,21 +221,21 @@ def _generation_ranks(cfg: DictConfig) -> EngineGroup:
         TensorParallel(rank % size, size, process_group),
         index=rank // size,
         count=count,
-        control=_control_group(cfg, size),
+        control=_control_group(config, size),
         leader=rank - rank % size,
     )
 
 
-def _control_group(cfg: DictConfig, size: int) -> dist.ProcessGroup | None:
+def _control_group(config: PPOActor, size: int) -> dist.ProcessGroup | None:
     """The group in which an engine's ranks wait while their leader waits for the queue or a sidecar. Collective."""
-    seconds = max(cfg.trainer.ppo.trt_llm.timeouts.values())
-    return control_group(size, max(cfg.trainer.distributed_timeout_minutes, seconds / 60))
+    seconds = max(vars(config.trainer.ppo.trt_llm.timeouts).values())
+    return control_group(size, max(config.trainer.distributed_timeout_minutes, seconds / 60))
 
 
 # ---- work and generator -------------------------------------------------------------------------
 
 
-def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:
+def open_work_queue(config: PPOActor) -> WorkQueueServer | None:
     """Start the Flask work queue (``trainer.ppo.batch_iterator.use_flask``) on the first rank that generates.
 
     Returns None on all other ranks, and without ``use_flask``. Call it before weights are read, so that a port that is
@@ -245,30 +245,32 @@ def open_work_queue(cfg: DictConfig) -> WorkQueueServer | None:
         OSError: its address cannot be bound.
         SecretError: the shared secret cannot be used.
     """
-    section, channel = cfg.trainer.ppo.batch_iterator, roles.channel()
+    section, channel = config.trainer.ppo.batch_iterator, roles.channel()
     generates = channel is None or channel.generates
     if not section.use_flask or not generates or dist.get_rank() != 0:
         return None
     return WorkQueueServer(
         host=section.host or _reachable_address(),
-        port=int(section.port),
-        token=shared_token(cfg),
+        port=section.port,
+        token=shared_token(config.remote_critic_rm),
         section="trainer.ppo.batch_iterator",
     )
 
 
 def build_work_source(
-    cfg: DictConfig, engine: GenerationEngine, group: EngineGroup, queue: WorkQueueServer | None
+    config: PPOActor, engine: GenerationEngine, group: EngineGroup, queue: WorkQueueServer | None
 ) -> WorkSource:
     """A client of the queue that `open_work_queue` started; a fixed partition without ``use_flask``. Collective."""
-    if not cfg.trainer.ppo.batch_iterator.use_flask:
-        return StaticPartition(group.index, group.count, int(cfg.trainer.ppo.num_rollouts_per_prompt))
+    if not config.trainer.ppo.batch_iterator.use_flask:
+        return StaticPartition(group.index, group.count, config.trainer.ppo.num_rollouts_per_prompt)
     address = None
     if queue is not None:
         queue.queue.workers = group.count
         address = (_reachable_address() if queue.host in _WILDCARDS else queue.host, queue.port)
     host, port = broadcast_object(address)
-    return WorkQueueClient(host, port, token=shared_token(cfg), server=queue, slots=engine.num_slots)
+    return WorkQueueClient(
+        host, port, token=shared_token(config.remote_critic_rm), server=queue, slots=engine.num_slots
+    )
 
 
 def _reachable_address() -> str:
@@ -276,12 +278,12 @@ def _reachable_address() -> str:
     return "127.0.0.1" if is_on_one_machine() else own_address()
 
 
-def shared_token(cfg: DictConfig) -> str | None:
-    return resolve_token(cfg.remote_critic_rm.token, "remote_critic_rm.token")
+def shared_token(remote: RemoteCritic) -> str | None:
+    return resolve_token(remote.token, "remote_critic_rm.token")
 
 
 def build_generator(
-    cfg: DictConfig,
+    config: PPOActor,
     model: MegatronModel,
     tokenizer: Tokenizer,
     max_sequence_length: int,
@@ -295,50 +297,51 @@ def build_generator(
             model.architecture,
             model.config.params_dtype,
             max_sequence_length,
-            float(cfg.trainer.ppo.batch_iterator.wait_seconds),
+            config.trainer.ppo.batch_iterator.wait_seconds,
         )
-    return _local_generator(cfg, tokenizer, *build_engine(cfg, model, tokenizer, max_sequence_length), queue)
+    return _local_generator(config, tokenizer, *build_engine(config, model, tokenizer, max_sequence_length), queue)
 
 
 def build_rollout_rank(
-    cfg: DictConfig, channel: Channel, architecture: ModelArchitecture, dtype: torch.dtype, tokenizer: Tokenizer
+    config: PPOActor, channel: Channel, architecture: ModelArchitecture, dtype: torch.dtype, tokenizer: Tokenizer
 ) -> RolloutRank:
     """What a rollout rank runs. Its engine is built when the training ranks send the maximum sequence length."""
-    queue = open_work_queue(cfg)
+    queue = open_work_queue(config)
 
     def build(max_sequence_length: int) -> LocalGenerator:
-        engine, group = build_embedded_engine(cfg, architecture, dtype, tokenizer, max_sequence_length)
-        return _local_generator(cfg, tokenizer, engine, group, queue)
+        engine, group = build_embedded_engine(config, architecture, dtype, tokenizer, max_sequence_length)
+        return _local_generator(config, tokenizer, engine, group, queue)
 
     return RolloutRank(channel, architecture, dtype, build)
 
 
 def _local_generator(
-    cfg: DictConfig,
+    config: PPOActor,
     tokenizer: Tokenizer,
     engine: GenerationEngine,
     group: EngineGroup,
     queue: WorkQueueServer | None,
 ) -> LocalGenerator:
-    work, environment = build_work_source(cfg, engine, group, queue), build_environment(cfg, tokenizer)
-    minutes = max(cfg.trainer.distributed_timeout_minutes, cfg.trainer.ppo.batch_iterator.wait_seconds / 60)
+    work, environment = build_work_source(config, engine, group, queue), build_environment(config, tokenizer)
+    minutes = max(config.trainer.distributed_timeout_minutes, config.trainer.ppo.batch_iterator.wait_seconds / 60)
     meeting = control_group(dist.get_world_size(), minutes)
-    return LocalGenerator(engine, work, sampling_params(cfg, tokenizer), group, meeting, environment)
+    sampling = sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed, tokenizer)
+    return LocalGenerator(engine, work, sampling, group, meeting, environment)
 
 
-def build_environment(cfg: DictConfig, tokenizer: Tokenizer) -> Environment | None:
+def build_environment(config: PPOActor, tokenizer: Tokenizer) -> Environment | None:
     """What ``trainer.ppo.environment`` names; None: a response is one reply. Raises UserCodeError."""
-    named, limits = cfg.trainer.ppo.environment, cfg.trainer.ppo.episodes
+    named = config.trainer.ppo.environment
     if named is None:
         return None
     function = load_environment(named, "trainer.ppo.environment")
-    bounds = EpisodeLimits(int(limits.max_replies), float(limits.seconds), float(limits.blocked_seconds))
-    return Environment(function, named, tokenizer, response_text(cfg, tokenizer), bounds)
+    sampling = sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed, tokenizer)
+    bounds = EpisodeLimits(**vars(config.trainer.ppo.episodes))
+    return Environment(function, named, tokenizer, response_text(sampling, tokenizer), bounds)
 
 
-def response_text(cfg: DictConfig, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+def response_text(sampling: SamplingParams, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
     """What gives the text of a response's tokens, without what ended it."""
-    sampling = sampling_params(cfg, tokenizer)
 
     def decode(token_ids: Sequence[int]) -> str:
         ids, least = tokenizer.without_end(list(token_ids)), sampling.min_new_tokens

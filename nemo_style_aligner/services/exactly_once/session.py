@@ -32,7 +32,7 @@ from nemo_style_aligner.services.http_client import (
     ServerUnavailableError,
 )
 from nemo_style_aligner.services.protocol import READY_PATH, ProtocolError
-from nemo_style_aligner.services.reward_client import PROGRESS_SECONDS, output
+from nemo_style_aligner.services.score_client import PROGRESS_SECONDS, output
 from nemo_style_aligner.telemetry import activity
 
 logger = logging.getLogger(__name__)

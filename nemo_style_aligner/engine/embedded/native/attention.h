@@ -60,10 +60,16 @@ static INLINE void score_pages(const act_t* const* query, int rows, const Cached
     }
 }
 
+// Bends numbers so that none leaves (-cap, cap).
+static INLINE vf soft_cap(vf x, float cap) { return vtanh(x / cap) * cap; }
+
 // Overwrites one row of scores with weights, as act_t, and returns the factor that makes these sum to 1. Positions from
 // `length` on get 0.
 static INLINE float softmax_row(float* scores, int length, int padded) {
-    constexpr float scale = (float)SOFTMAX_SCALE;
+    constexpr float scale = ATTN_LOGIT_SOFTCAPPING > 0 ? 1.0f : (float)SOFTMAX_SCALE;
+    if (ATTN_LOGIT_SOFTCAPPING > 0)
+        for (int i = 0; i < padded; i += LANES)
+            store(scores + i, soft_cap(load<vf>(scores + i) * (float)SOFTMAX_SCALE, ATTN_LOGIT_SOFTCAPPING));
     for (int i = length; i < padded; ++i) scores[i] = -INFINITY;
     vf most = splat(-INFINITY);
     for (int i = 0; i < padded; i += LANES) most = vmax(most, load<vf>(scores + i));

@@ -89,9 +89,9 @@ static double activation_error() {
     double error = std::isnan(activate(splat(NAN))[0]) ? 0 : INFINITY;
     for (float x : values) {
         const double relu = std::max(0.0f, x);
-        const double expected = ACTIVATION == 0   ? x / (1 + std::exp(-(double)x))
-                                : ACTIVATION == 1 ? 0.5 * x * std::erfc(-x * 0.7071067811865476)
-                                : ACTIVATION == 3 ? x / (1 + std::exp(-1.5957691216057308 * x * (1 + 0.044715 * x * x)))
+        const double expected = ACTIVATION == SILU   ? x / (1 + std::exp(-(double)x))
+                                : ACTIVATION == GELU ? 0.5 * x * std::erfc(-x * 0.7071067811865476)
+                                : ACTIVATION == GELU_TANH ? x / (1 + std::exp(-1.5957691216057308 * x * (1 + 0.044715 * x * x)))
                                                   : relu * relu;
         error = worse(error, std::abs(activate(splat(x))[LANES - 1] - expected) / std::max(1.0, std::abs(expected)));
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.architecture import ENDS, LayerFeatures, ModelArchitecture
 from nemo_style_aligner.engine.embedded.step import EngineShape
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.native.compilation import (
@@ -34,8 +34,6 @@ _CHECK_SECONDS = 120.0
 _CHECKED_MODEL = ModelArchitecture(
     num_layers=1, hidden_size=384, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2, vocab_size=256
 )
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
-_NORMS = {"rmsnorm": 0, "layernorm": 1, "layernorm1p": 2}
 
 
 def load_library(shape: EngineShape, kernel: str) -> ctypes.CDLL:
@@ -103,7 +101,9 @@ def check(command: list[str], folder: Path) -> None:
 
 def _macros(shape: EngineShape) -> dict[str, object]:
     a, shard = shape.architecture, shape.shard
+    features = (*(field.name for field in dataclasses.fields(LayerFeatures)), *ENDS)
     return {
+        **{name.upper(): _macro(getattr(a, name)) for name in features},
         "LAYERS": a.num_layers,
         "HIDDEN": a.hidden_size,
         "HEADS": shard.num_heads,
@@ -113,14 +113,14 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "FFN": shard.ffn_size,
         "VOCAB_ROWS": shard.vocab_rows,
         "RANKS": shard.size,
-        "NORM": _NORMS[a.normalization],
         "EPSILON": repr(a.layernorm_epsilon),
-        "ACTIVATION": _ACTIVATIONS[a.activation],
-        "GATED": int(a.gated),
-        "QK_NORM": int(a.qk_layernorm),
         "SOFTMAX_SCALE": repr(a.attention_scale),
-        "EMBEDDING_MULTIPLIER": repr(float(a.embedding_multiplier)),
-        "RESIDUAL_MULTIPLIER": repr(float(a.residual_multiplier)),
-        "LOGITS_SCALING": repr(float(a.logits_scaling)),
         "STORAGE_F32": int(shape.dtype == torch.float32),
     }
+
+
+def _macro(value: bool | float | str | None) -> object:
+    """A feature's value in C++: words are constants there, None is 0."""
+    if isinstance(value, str):
+        return value.upper().replace("-", "_")
+    return repr(value) if isinstance(value, float) else int(value or 0)

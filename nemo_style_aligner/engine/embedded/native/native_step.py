@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nemo_style_aligner.architecture import ENDS, EVERY_FEATURE, ModelArchitecture
 from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.engine.embedded.arena import Arena
 from nemo_style_aligner.engine.embedded.native.library import load_library
@@ -26,11 +27,14 @@ from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.embedded.weight_table import Rows, WeightTable, Write, layer_rows
 from nemo_style_aligner.engine.sampling import SamplingRows
 from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, NothingCompiles, usable_kernels
+from nemo_style_aligner.weights.layout import LAYER_NORMS
 from nemo_style_aligner.wording import counted
 
 logger = logging.getLogger(__name__)
 
 _MAX_STOP_IDS = 64  # as in sample.h
+_KNOWN = EVERY_FEATURE | {*ENDS}
+_HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}  # in a layer -> Hugging Face's names
 _MATRICES = ("qkv", "output", "fc1", "fc2")  # of a layer
 _PANEL = 32  # output features per panel, as in panels.h
 _WHOLE, _GATE, _UP = 0, 1, 2  # `Half` in panels.h
@@ -58,7 +62,11 @@ class NativeStep(ModelStep):
         kernel: str | None = None,
         num_threads: int | None = None,
     ) -> None:
-        """Raises NativeUnavailable where no kernel can run."""
+        """Raises NativeUnavailable where no kernel can run, or the step does not know a feature of the model."""
+        several = shape.tensor_parallel.size > 1  # between which the step has no sums over heads
+        if unknown := shape.architecture.unknown(_KNOWN - {"qk_norm_over_heads"} if several else _KNOWN):
+            over = " over several ranks" if several else ""
+            raise NativeUnavailable(f"the native generation step does not know the model's {', '.join(unknown)}{over}")
         self._kernels = [kernel] if kernel else usable_kernels(shape.dtype)
         if not self._kernels:
             raise NativeUnavailable("the native generation step needs an x86-64 processor with AVX2 and FMA")
@@ -195,14 +203,14 @@ class NativeStep(ModelStep):
             kind = name.rpartition(".")[2]
             panels = -(-outputs[kind] // _PANEL)
             regions[name] = ((panels, _round_up(self._columns[kind], 32), _PANEL), shape.dtype)
-            regions[f"{name}.bias"] = ((panels * _PANEL,), torch.float32)
+            regions[f"{name}_bias"] = ((panels * _PANEL,), torch.float32)
         if not a.tied_embeddings:
             regions["embedding"] = ((shard.vocab_rows, a.hidden_size), shape.dtype)
-        for layer in range(a.num_layers):
-            for name in ("input_norm", "mlp_norm"):
-                regions[f"{layer}.{name}"] = regions[f"{layer}.{name}_bias"] = ((a.hidden_size,), torch.float32)
-            for name in ("query_norm", "key_norm"):
-                regions[f"{layer}.{name}"] = ((a.kv_channels,), torch.float32)
+        for index, layer in enumerate(a.layers):
+            for name in LAYER_NORMS[layer.layer_norms]:
+                regions[f"{index}.{name}"] = regions[f"{index}.{name}_bias"] = ((a.hidden_size,), torch.float32)
+            for name, size in zip(_HEAD_NORMS, shard.qk_norm_sizes, strict=False):  # there may be none
+                regions[f"{index}.{name}"] = ((size,), torch.float32)
         regions["final_norm"] = regions["final_norm_bias"] = ((a.hidden_size,), torch.float32)
         self._weights = Arena(regions, huge_pages=True)
         self._rotary = [table.contiguous() for table in shape.rotary_tables()]
@@ -211,23 +219,14 @@ class NativeStep(ModelStep):
         """Every address the library needs."""
         a, weights = self._shape.architecture, self._weights
 
-        def biased(name: str, exists: bool) -> int | None:
-            return weights[f"{name}.bias"].data_ptr() if exists else None
-
         self._layers = (Layer * a.num_layers)()
-        has_norm_bias = a.normalization != "rmsnorm"
-        for index, layer in enumerate(self._layers):
-            for matrix in _MATRICES:
-                setattr(layer, matrix, weights[f"{index}.{matrix}"].data_ptr())
-                exists = a.bias or (a.qkv_bias and matrix == "qkv")
-                setattr(layer, f"{matrix}_bias", biased(f"{index}.{matrix}", exists and self._adds_bias(matrix)))
-            for norm in ("input_norm", "mlp_norm"):
-                setattr(layer, norm, weights[f"{index}.{norm}"].data_ptr())
-                if has_norm_bias:
-                    setattr(layer, f"{norm}_bias", weights[f"{index}.{norm}_bias"].data_ptr())
-            for norm in ("query_norm", "key_norm"):
-                setattr(layer, norm, weights[f"{index}.{norm}"].data_ptr())
-            if index not in a.no_rope_layers:
+        for index, (layer, features) in enumerate(zip(self._layers, a.layers, strict=True)):
+            norms = list(LAYER_NORMS[features.layer_norms])
+            biases = [f"{norm}_bias" for norm in norms if a.norm_has_bias]
+            biases += [f"{matrix}_bias" for matrix in _MATRICES if _has_bias(a, matrix) and self._adds_bias(matrix)]
+            for name in (*_MATRICES, *norms, *biases, *(_HEAD_NORMS if features.qk_layernorm else ())):
+                setattr(layer, name, weights[f"{index}.{name}"].data_ptr())
+            if features.rotates:
                 layer.cosines, layer.sines = (table.data_ptr() for table in self._rotary)
             layer.keys = self._pages[f"keys.{index}"].data_ptr()
             layer.values = self._pages[f"values.{index}"].data_ptr()
@@ -238,7 +237,7 @@ class NativeStep(ModelStep):
         return Model(
             layers=self._layers,
             final_norm=weights["final_norm"].data_ptr(),
-            final_norm_bias=weights["final_norm_bias"].data_ptr() if has_norm_bias else None,
+            final_norm_bias=weights["final_norm_bias"].data_ptr() if a.norm_has_bias else None,
             head=weights["head"].data_ptr(),
             embedding=weights["embedding"].data_ptr() if "embedding" in weights else None,
             **activations,
@@ -256,7 +255,7 @@ class NativeStep(ModelStep):
         packed = _PackedFromTrainer(self._context)
         writes: dict[str, Write] = {}
 
-        def pack(matrix: str, parts: dict[str, Rows], num_rows: int, has_bias: bool = False) -> None:
+        def pack(matrix: str, parts: dict[str, Rows], num_rows: int) -> None:
             names = tuple(f"{module}.weight" for module in parts)
             size = (num_rows, self._columns[matrix.rpartition(".")[2]])
             source = self._trainer.find(names, size, _SOURCE_DTYPES, torch.device("cpu"))
@@ -270,28 +269,31 @@ class NativeStep(ModelStep):
                 if source is not None:
                     packed.add(f"{module}.weight", to, source, rows)
                 count = rows.count * rows.groups
-                if has_bias:
-                    writes[f"{module}.bias"] = _into(weights[f"{matrix}.bias"], _lane_places(count, first_row, half))
+                if _has_bias(a, matrix.rpartition(".")[2]):
+                    writes[f"{module}.bias"] = _into(weights[f"{matrix}_bias"], _lane_places(count, first_row, half))
                 first_row += count if half == _WHOLE else 0
 
         for layer in range(a.num_layers):
             prefix = f"model.layers.{layer}."
             for matrix, parts in layer_rows(shard, prefix).items():
-                pack(f"{layer}.{matrix}", parts, Rows.total(parts), a.bias or (a.qkv_bias and matrix == "qkv"))
-            norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-            head_norms = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"} if a.qk_layernorm else {}
-            for region, module in (norms | head_norms).items():
+                pack(f"{layer}.{matrix}", parts, Rows.total(parts))
+            norms = LAYER_NORMS[a.layers[layer].layer_norms]
+            for region, module in {**norms, **(_HEAD_NORMS if a.qk_layernorm else {})}.items():
                 writes[f"{prefix}{module}.weight"] = weights[f"{layer}.{region}"].copy_
-            for region, module in norms.items() if a.normalization != "rmsnorm" else ():
+            for region, module in norms.items() if a.norm_has_bias else ():
                 writes[f"{prefix}{module}.bias"] = weights[f"{layer}.{region}_bias"].copy_
         writes["model.norm.weight"] = weights["final_norm"].copy_
-        if a.normalization != "rmsnorm":
+        if a.norm_has_bias:
             writes["model.norm.bias"] = weights["final_norm_bias"].copy_
         if not a.tied_embeddings:
             writes["model.embed_tokens.weight"] = weights["embedding"][: shard.held_vocab_rows].copy_
         head = "model.embed_tokens" if a.tied_embeddings else "lm_head"
         pack("head", {head: Rows(0, shard.held_vocab_rows)}, shard.vocab_rows)
         return WeightTable(shard, writes, copied=packed.names, copy=packed.write if packed.names else None)
+
+
+def _has_bias(a: ModelArchitecture, matrix: str) -> bool:
+    return matrix != "head" and (a.bias or (a.qkv_bias and matrix == "qkv"))
 
 
 def _into(lanes: torch.Tensor, places: torch.Tensor) -> Write:

@@ -2,16 +2,20 @@
 //
 // Compiled once per model shape; the shape comes as macros from `native/library.py`:
 //   LAYERS HIDDEN HEADS GROUPS HEAD_DIM ROTARY FFN VOCAB_ROWS   this rank's sizes (ROTARY: channels that are rotated)
-//   NORM (0 RMSNorm, 1 LayerNorm, 2 LayerNorm with weights stored less one)  EPSILON
-//   ACTIVATION (0 SiLU, 1 GELU, 2 squared ReLU, 3 GELU by tanh)  GATED  QK_NORM
-//   SOFTMAX_SCALE (factor of attention scores)  EMBEDDING_MULTIPLIER  RESIDUAL_MULTIPLIER (of what layers add)
-//   LOGITS_SCALING (what logits are divided by)
-//   RANKS: how many ranks hold the model together
+//   the fields of `architecture.LayerFeatures`, and of the model's ends, in capitals; 0 for None
+//   EPSILON  RANKS: how many ranks hold the model together
 //   STORAGE_F32 (else bf16)  KERNEL  LANES  EMULATE
 #include "attention.h"
 #include "sample.h"
 
+enum { RMSNORM, RMSNORM1P, LAYERNORM, LAYERNORM1P };
+enum { BEFORE, AFTER, BOTH };
+enum { SILU, GELU, GELU_TANH, SQUARED_RELU };
+constexpr bool IS_LAYER_NORM = NORMALIZATION == LAYERNORM || NORMALIZATION == LAYERNORM1P;
+constexpr float NORM_OFFSET = NORMALIZATION == RMSNORM1P || NORMALIZATION == LAYERNORM1P ? 1 : 0; // to stored weights
+constexpr bool OUT_NORMS = LAYER_NORMS != BEFORE; // what attention and MLP add to the residual stream is normed
 constexpr bool SUM_RANKS = RANKS > 1; // summands that the ranks must add up are left in `partial`
+constexpr bool SUMS_APART = SUM_RANKS || OUT_NORMS;  // ... or that are normed before they are added
 constexpr int QKV = (HEADS + 2 * GROUPS) * HEAD_DIM;
 constexpr int HIDDEN_K = round_up(HIDDEN, 32), HEADS_K = round_up(HEADS * HEAD_DIM, 32), FFN_K = round_up(FFN, 32);
 constexpr int FFN_PANELS = GATED ? (FFN + 15) / 16 : (FFN + PANEL - 1) / PANEL;
@@ -21,7 +25,9 @@ constexpr int panels(int features) { return (features + PANEL - 1) / PANEL; }
 struct Layer {
     const panel_t *qkv, *output, *fc1, *fc2; // [panels][k][32], see panels.h
     const float *qkv_bias, *output_bias, *fc1_bias, *fc2_bias; // null: none
-    const float *input_norm, *input_norm_bias, *mlp_norm, *mlp_norm_bias, *query_norm, *key_norm;
+    const float *input_norm, *input_norm_bias, *mlp_norm, *mlp_norm_bias; // null: none
+    const float *attention_out_norm, *attention_out_norm_bias, *mlp_out_norm, *mlp_out_norm_bias;
+    const float *query_norm, *key_norm;
     const float *cosines, *sines; // [positions][ROTARY / 2]; null: the layer does not rotate
     panel_t *keys, *values; // [page][GROUPS][PAGE_SIZE]
 };
@@ -57,16 +63,18 @@ struct Context {
 
 // ---- parts of a layer -----------------------------------------------------------------------------------------------
 
-static void norm_row(const float* x, const float* weight, const float* bias, act_t* out) {
+// Without a weight, a copy. `out` may be `x`.
+template <class T> static void norm_row(const float* x, const float* weight, const float* bias, T* out) {
+    if (!weight) return store_row(out, x, HIDDEN);
     constexpr int WHOLE_VECTORS = HIDDEN / LANES * LANES;
     float mean = 0;
-#if NORM > 0
-    vf sums = {};
-    for (int i = 0; i < WHOLE_VECTORS; i += LANES) sums += load<vf>(x + i);
-    mean = sum_lanes(sums);
-    for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) mean += x[i];
-    mean /= HIDDEN;
-#endif
+    if (IS_LAYER_NORM) {
+        vf sums = {};
+        for (int i = 0; i < WHOLE_VECTORS; i += LANES) sums += load<vf>(x + i);
+        mean = sum_lanes(sums);
+        for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) mean += x[i];
+        mean /= HIDDEN;
+    }
     vf lanes = {};
     for (int i = 0; i < WHOLE_VECTORS; i += LANES) {
         vf d = load<vf>(x + i) - mean;
@@ -76,24 +84,24 @@ static void norm_row(const float* x, const float* weight, const float* bias, act
     for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) squares += (x[i] - mean) * (x[i] - mean);
     const float factor = 1.0f / std::sqrt(squares / HIDDEN + (float)EPSILON);
     for (int i = 0; i < WHOLE_VECTORS; i += LANES) {
-        vf w = load<vf>(weight + i) + (NORM == 2 ? 1.0f : 0.0f);
+        vf w = load<vf>(weight + i) + NORM_OFFSET;
         vf y = (load<vf>(x + i) - mean) * factor * w;
-        store_as(out + i, NORM > 0 ? y + load<vf>(bias + i) : y);
+        store_as(out + i, IS_LAYER_NORM ? y + load<vf>(bias + i) : y);
     }
     for (int i = WHOLE_VECTORS; i < HIDDEN; ++i) {
-        const float y = (x[i] - mean) * factor * (weight[i] + (NORM == 2 ? 1.0f : 0.0f));
-        set_as(out + i, NORM > 0 ? y + bias[i] : y);
+        const float y = (x[i] - mean) * factor * (weight[i] + NORM_OFFSET);
+        set_as(out + i, IS_LAYER_NORM ? y + bias[i] : y);
     }
 }
 
 static INLINE float activate(float x) {
-    if (ACTIVATION == 1) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+    if (ACTIVATION == GELU) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
     const float positive = x < 0 ? 0 : x; // NaN stays NaN
     return positive * positive;
 }
 static INLINE vf activate(vf x) {
-    if (ACTIVATION == 0) return x / (1.0f + vexp(-x));
-    if (ACTIVATION == 3) return x / (1.0f + vexp(-1.59576912f * x * (1.0f + 0.044715f * x * x))); // tanh by exp
+    if (ACTIVATION == SILU) return x / (1.0f + vexp(-x));
+    if (ACTIVATION == GELU_TANH) return x / (1.0f + vexp(-1.59576912f * x * (1.0f + 0.044715f * x * x))); // tanh by exp
     vf y;
     for (int lane = 0; lane < LANES; ++lane) y[lane] = activate(x[lane]);
     return y;
@@ -126,6 +134,13 @@ static INLINE void store_column(panel_t* keys, const float* x, int n, int at) {
     for (; i < n; ++i) keys[pair_index(i, at, PAGE)] = narrow[i];
 }
 
+// 1 / rms of N numbers.
+template <int N> static INLINE float scale_of(const float* x) {
+    float squares = 0;
+    for (int i = 0; i < N; ++i) squares += x[i] * x[i];
+    return 1.0f / std::sqrt(squares / N + (float)EPSILON);
+}
+
 // Norms q and k where the model does, rotates them, and stores k and v in the row's page.
 static void file_row(const Model& m, const Layer& layer, const Pass& pass, int row) {
     const int position = pass.positions[row];
@@ -133,15 +148,22 @@ static void file_row(const Model& m, const Layer& layer, const Pass& pass, int r
     const int at = position % PAGE;
     const size_t angles = (size_t)position * (ROTARY / 2);
     const float* source = m.qkv + (size_t)row * QKV;
+#if QK_NORM_OVER_HEADS
+    const float query_scale = scale_of<HEADS * HEAD_DIM>(source);
+    const float key_scale = scale_of<GROUPS * HEAD_DIM>(source + HEADS * HEAD_DIM);
+#endif
     for (int head = 0; head < HEADS + GROUPS; ++head, source += HEAD_DIM) {
         float x[HEAD_DIM], y[HEAD_DIM];
         memcpy(x, source, sizeof x);
-#if QK_NORM
-        float squares = 0;
-        for (float v : x) squares += v * v;
-        const float factor = 1.0f / std::sqrt(squares / HEAD_DIM + (float)EPSILON);
+#if QK_LAYERNORM
         const float* weight = head < HEADS ? layer.query_norm : layer.key_norm;
-        for (int i = 0; i < HEAD_DIM; ++i) x[i] *= factor * weight[i];
+#if QK_NORM_OVER_HEADS
+        const float factor = head < HEADS ? query_scale : key_scale;
+        weight += (head < HEADS ? head : head - HEADS) * HEAD_DIM;
+#else
+        const float factor = scale_of<HEAD_DIM>(x);
+#endif
+        for (int i = 0; i < HEAD_DIM; ++i) x[i] *= factor * (weight[i] + NORM_OFFSET);
 #endif
         memcpy(y, x, sizeof x);
         if (layer.cosines) {
@@ -212,7 +234,8 @@ class Worker {
 
     void attention(int l) {
         const Layer& layer = m.layers[l];
-        norm_rows(layer.input_norm, layer.input_norm_bias);
+        if (l == 0) norm_rows(layer.input_norm, layer.input_norm_bias, SUM_RANKS); // of embeddings
+        else norm_rows(layer.input_norm, layer.input_norm_bias, SUMS_APART, m.layers[l - 1].mlp_out_norm, m.layers[l - 1].mlp_out_norm_bias);
         const panel_t* next = first_panel(layer.output, HEADS_K);
         product(m.normed, HIDDEN_K, layer.qkv, panels(QKV), next, [&](int panel, int first, int n, const float* block) {
             const int width = std::min(PANEL, QKV - panel * PANEL);
@@ -234,7 +257,7 @@ class Worker {
 
     void mlp(int l) {
         const Layer& layer = m.layers[l];
-        norm_rows(layer.mlp_norm, layer.mlp_norm_bias);
+        norm_rows(layer.mlp_norm, layer.mlp_norm_bias, SUMS_APART, layer.attention_out_norm, layer.attention_out_norm_bias);
         const panel_t* next = first_panel(layer.fc2, FFN_K);
         product(m.normed, HIDDEN_K, layer.fc1, FFN_PANELS, next, [&](int panel, int first, int n, float* block) {
             constexpr int WIDTH = GATED ? 16 : PANEL;
@@ -254,7 +277,9 @@ class Worker {
 
     void output() {
         constexpr int STRIDE = round_up(VOCAB_ROWS, PANEL);
-        if (SUM_RANKS) each(pass.num_tokens, rows_chunk(), [&](int row) { add_partial(row); });
+        const Layer& last = m.layers[LAYERS - 1];
+        if (SUMS_APART)
+            each(pass.num_tokens, rows_chunk(), [&](int row) { add_partial(row, last.mlp_out_norm, last.mlp_out_norm_bias); });
         each(pass.num_outputs, 1, [&](int i) {
             norm_row(m.hidden + (size_t)pass.output_rows[i] * HIDDEN, m.final_norm, m.final_norm_bias,
                      m.normed + (size_t)i * HIDDEN_K);
@@ -267,33 +292,42 @@ class Worker {
                 float* row = block + i * PANEL;
                 if (LOGITS_SCALING != 1)
                     for (int j = 0; j < PANEL; j += LANES) store(row + j, load<vf>(row + j) / (float)LOGITS_SCALING);
+                if (FINAL_LOGIT_SOFTCAPPING > 0)
+                    for (int j = 0; j < PANEL; j += LANES)
+                        store(row + j, soft_cap(load<vf>(row + j), FINAL_LOGIT_SOFTCAPPING));
                 for (int j = 0; j < PANEL; j += 8) stream(logits + j, load<vu8>(row + j));
             }
         });
     }
 
-    // A row-parallel product: added to the residual stream or, if ranks must add theirs up, written to `partial`.
+    // A row-parallel product: added to the residual stream or, if ranks must add theirs up or it is normed first, written
+    // to `partial`.
     void residual_product(const act_t* a, int k, const panel_t* matrix, const float* bias, const panel_t* next) {
         product(a, k, matrix, panels(HIDDEN), next, [&](int panel, int first, int n, const float* block) {
             const int width = std::min(PANEL, HIDDEN - panel * PANEL);
-            float* out = (SUM_RANKS ? m.partial : m.hidden) + panel * PANEL;
+            float* out = (SUMS_APART ? m.partial : m.hidden) + panel * PANEL;
             for (int i = first + n; i < std::min(first + 2 * n, rows); ++i) // the next block's rows
                 for (int j = 0; j < PANEL; j += 16) __builtin_prefetch(out + (size_t)i * HIDDEN + j, 1);
             for (int i = 0; i < n; ++i)
-                write_row<!SUM_RANKS>(out + (size_t)(first + i) * HIDDEN, block + i * PANEL, panel_bias(bias, panel),
-                                      width, (float)RESIDUAL_MULTIPLIER);
+                write_row<!SUMS_APART>(out + (size_t)(first + i) * HIDDEN, block + i * PANEL, panel_bias(bias, panel),
+                                       width, OUT_NORMS ? 1.0f : (float)RESIDUAL_MULTIPLIER);
         });
     }
 
-    void norm_rows(const float* weight, const float* bias) {
+    // Norms the residual stream, to which `partial` is added first if `adds`.
+    void norm_rows(const float* weight, const float* bias, bool adds, const float* out_norm = nullptr,
+                   const float* out_norm_bias = nullptr) {
         each(pass.num_tokens, rows_chunk(), [&](int row) {
-            if (SUM_RANKS) add_partial(row);
+            if (adds) add_partial(row, out_norm, out_norm_bias);
             norm_row(m.hidden + (size_t)row * HIDDEN, weight, bias, m.normed + (size_t)row * HIDDEN_K);
         });
     }
 
-    void add_partial(int row) {
-        for (int i = 0; i < HIDDEN; ++i) m.hidden[(size_t)row * HIDDEN + i] += m.partial[(size_t)row * HIDDEN + i];
+    void add_partial(int row, const float* norm, const float* bias) {
+        float *hidden = m.hidden + (size_t)row * HIDDEN, *added = m.partial + (size_t)row * HIDDEN;
+        if (norm) norm_row(added, norm, bias, added);
+        const float multiplier = norm ? (float)RESIDUAL_MULTIPLIER : 1.0f;
+        for (int i = 0; i < HIDDEN; ++i) hidden[i] += added[i] * multiplier;
     }
 
     // use(panel, first row, number of rows, block) for the blocks of a product; it may `stream`.

@@ -17,6 +17,8 @@ class Layer(ctypes.Structure):
         *[(name, Pointer) for name in ("qkv", "output", "fc1", "fc2")],
         *[(name, Pointer) for name in ("qkv_bias", "output_bias", "fc1_bias", "fc2_bias")],
         *[(name, Pointer) for name in ("input_norm", "input_norm_bias", "mlp_norm", "mlp_norm_bias")],
+        *[(name, Pointer) for name in ("attention_out_norm", "attention_out_norm_bias")],
+        *[(name, Pointer) for name in ("mlp_out_norm", "mlp_out_norm_bias")],
         *[(name, Pointer) for name in ("query_norm", "key_norm", "cosines", "sines", "keys", "values")],
     ]
 

@@ -1,20 +1,20 @@
-"""The actor job's client of a service of one frozen model, and what it has in common with the critic's client."""
+"""The client of scores: of any service that gives them, in this job or elsewhere. The critic's is built on it."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.services.endpoints import LINES, PROMPT_LENGTHS, STEPS
 from nemo_style_aligner.services.http_client import (
     ClientLimits,
     HttpClient,
@@ -28,6 +28,7 @@ from nemo_style_aligner.services.protocol import (
     decode_infer_response,
     encode_infer_request,
 )
+from nemo_style_aligner.services.scores import LINES, PROMPT_LENGTHS, REWARDS, STEPS, Score
 from nemo_style_aligner.services.secret import HOW_TO_SHARE
 from nemo_style_aligner.services.signing import UnprovenServerError
 
@@ -81,53 +82,60 @@ class PromptsOfSequences:
     Attributes:
         lines: each sequence's prompt with all the keys of its line, to which ``text`` belongs.
         lengths: int64 [b], tokens of the prompts.
-        steps: int64 [b], the run's; for services that ask for these, too.
+        steps: int64 [b], the run's.
     """
 
     lines: Sequence[Mapping[str, Any]]
     lengths: torch.Tensor
-    steps: torch.Tensor | None = None
+    steps: torch.Tensor
 
     def inputs(self) -> dict[str, np.ndarray]:
-        """The inputs of a request: a JSON text for each line, BYTES [b, 1], and the lengths, INT64 [b, 1]."""
+        """The inputs of a request: a JSON text for each line, BYTES [b, 1], lengths and steps, INT64 [b, 1]."""
         texts = np.array([json.dumps(dict(line)).encode() for line in self.lines], dtype=object)
-        return {LINES.name: texts.reshape(-1, 1), PROMPT_LENGTHS.name: as_array(self.lengths).reshape(-1, 1)}
+        inputs = {LINES: texts, PROMPT_LENGTHS: as_array(self.lengths), STEPS: as_array(self.steps)}
+        return {spec.name: array.reshape(-1, 1) for spec, array in inputs.items()}
 
 
-class RewardClient:
-    """Client of a model that gives one reward per sequence, or log-probs: a model's service, a function's, anybody's.
+Scores = dict[str, torch.Tensor]
+"""Scores by name, fp32: [b], or [b, s-1] where they are per token."""
+
+Ask = Callable[..., dict[str, np.ndarray]]  # inputs, and what is ``needed``, as `call_model` takes them
+
+
+class ScoreClient:
+    """Client of a model that scores sequences: a model's service, a function's, anybody's.
 
     Args:
         url: of the service, without a path.
         model: its name there.
+        scores: what it gives, and is asked for; one number where they are per sequence.
         limits: of a request.
         token: the shared secret; None: no authentication.
         max_parallel: requests that are under way at once.
         pad_to_length: shorter sequences are padded to this many tokens; None: to the longest of a request.
         setting: config key that says where the service is, for messages.
-        output: what the model gives: ``rewards`` or ``logprobs``.
     """
 
     def __init__(
         self,
         url: str,
         model: str,
+        scores: Sequence[Score] = (REWARDS,),
         *,
         limits: ClientLimits,
         token: str | None = None,
         max_parallel: int = 8,
         pad_to_length: int | None = None,
         setting: str = "remote_critic_rm.reward_model.port",
-        output: Literal["rewards", "logprobs"] = "rewards",
     ) -> None:
+        self.scores = scores
         self._http = HttpClient(url, token=token)
         self._model = model
         self._limits = limits
         self._pad_to_length = pad_to_length
         self._setting = setting
-        self._output = output
-        self._takes_prompts = self._takes_steps = False
-        self._threads = concurrent.futures.ThreadPoolExecutor(max_parallel, "reward-infer")
+        self._announced: set[str] = set()  # the model's inputs
+        self._threads = concurrent.futures.ThreadPoolExecutor(max_parallel, f"{model}-scores")
 
     @property
     def base_url(self) -> str:
@@ -139,67 +147,60 @@ class RewardClient:
 
         Raises:
             ServerUnavailableError: after ``timeout_s``.
-            UnfitServiceError: it is no such service, or does not fit.
+            UnfitServiceError: it is no such service, does not have the models and scores needed, or says that it cannot
+                take the sequences.
         """
         deadline = time.monotonic() + timeout_s
         wait_for_server(self._http, timeout_s, self._setting)
-        metadata = model_metadata(self._http, self._model, {self._output}, max(deadline - time.monotonic(), 5.0))
-        if sequences is not None:
-            check_limits(self._http, self._model, metadata.get("parameters", {}), sequences)
-        described = metadata.get("inputs")
-        inputs = {entry.get("name") for entry in described} if isinstance(described, list) else set()
-        self._takes_prompts = {LINES.name, PROMPT_LENGTHS.name} <= inputs
-        self._takes_steps = STEPS.name in inputs
+        for model, scores in self._needed().items():
+            metadata = model_metadata(self._http, model, scores, max(deadline - time.monotonic(), 5.0))
+            if sequences is not None:
+                check_limits(self._http, model, metadata.get("parameters", {}), sequences)
+            if model == self._model:
+                described = metadata.get("inputs")
+                self._announced = {entry.get("name") for entry in described} if isinstance(described, list) else set()
+
+    def _needed(self) -> dict[str, Sequence[Score]]:
+        """The models that the service must have, and what they must give."""
+        return {self._model: self.scores}
 
     def infer_async(
         self, tokens: torch.Tensor, lengths: torch.Tensor, prompts: PromptsOfSequences | None = None
-    ) -> concurrent.futures.Future[torch.Tensor]:
-        """Rewards, fp32 [b], or log-probs, fp32 [b, s-1]: of token t + 1 at t, zero where there is none.
+    ) -> concurrent.futures.Future[Scores]:
+        """Score sequences. tokens: int64 [b, s]; lengths: int64 [b], prompt and response together.
 
-        tokens: int64 [b, s]; lengths: int64 [b], prompt and response together. ``prompts`` are sent to services that
-        announce the inputs for them, once `wait_until_ready` has been called. The future raises `ProtocolError` when
-        an answer is malformed, or does not have these shapes.
+        What is per token has at t what belongs to token t + 1, zero where there is none. Of ``prompts`` those inputs
+        are sent that the service announces, once `wait_until_ready` has been called. The future raises `ProtocolError`
+        when an answer is malformed, or does not have the scores' shapes.
         """
-        inputs = scoring_inputs(tokens, lengths, self._pad_to_length)
-        if prompts is not None and self._takes_prompts:
-            inputs |= prompts.inputs()
-            if self._takes_steps and prompts.steps is not None:
-                inputs[STEPS.name] = as_array(prompts.steps).reshape(-1, 1)
         rows, width = tokens.shape
-        return self._threads.submit(self._infer, inputs, (rows, 1 if self._output == "rewards" else width - 1))
+        padding = max(0, (self._pad_to_length or 0) - width)  # longer ones go as they are: nobody here needs it
+        inputs = {"tokens": as_array(torch.nn.functional.pad(tokens, (0, padding)))}
+        inputs["sequence_lengths"] = as_array(lengths).reshape(-1, 1)
+        if prompts is not None and LINES.name in self._announced:
+            inputs |= {name: array for name, array in prompts.inputs().items() if name in self._announced}
+        return self._threads.submit(self._scores, self._asking(), inputs, rows, width)
 
-    def _infer(self, inputs: Mapping[str, np.ndarray], shape: tuple[int, int]) -> torch.Tensor:
-        answer = call_model(self._http, self._model, inputs, self._limits, needed={self._output: shape})
-        scores = torch.tensor(answer[self._output][:, : shape[1]], dtype=torch.float32)
-        return scores[:, 0] if self._output == "rewards" else scores
+    def _asking(self) -> Ask:
+        """What sends a request that is made now, and returns its answer."""
+        return functools.partial(call_model, self._http, self._model, limits=self._limits)
+
+    def _scores(self, ask: Ask, inputs: Mapping[str, np.ndarray], rows: int, width: int) -> Scores:
+        answer = ask(inputs, needed={score: score.shape(rows, width) for score in self.scores})
+        given = {score: torch.tensor(answer[score.name], dtype=torch.float32) for score in self.scores}
+        return {score.name: x[:, : width - 1] if score.per_token else x[:, 0] for score, x in given.items()}
 
     def close(self) -> None:
         """Abandon pending requests and close the connections."""
-        close_connections(self._http)
+        # In NeMo-Aligner's words, which scripts look for.
+        logger.info("Cleaning up communicator: %s", self.base_url)
+        self._http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def close_connections(http: HttpClient) -> None:
-    """Close a client's connections, and say so in NeMo-Aligner's words, which scripts look for."""
-    logger.info("Cleaning up communicator: %s", http.base_url)
-    http.close()
 
 
 def as_array(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> np.ndarray:
     """A tensor as an array of the wire."""
     return tensor.detach().to("cpu", dtype).contiguous().numpy()
-
-
-def scoring_inputs(
-    tokens: torch.Tensor, lengths: torch.Tensor, pad_to_length: int | None = None
-) -> dict[str, np.ndarray]:
-    """The inputs of a request that asks for scores. tokens: int64 [b, s]; lengths: int64 [b].
-
-    Sequences longer than ``pad_to_length`` go as they are: nobody here needs the padding.
-    """
-    if pad_to_length is not None:
-        tokens = torch.nn.functional.pad(tokens, (0, max(0, pad_to_length - tokens.shape[1])))
-    return {"tokens": as_array(tokens), "sequence_lengths": as_array(lengths).reshape(-1, 1)}
 
 
 def call_model(
@@ -208,12 +209,12 @@ def call_model(
     inputs: Mapping[str, np.ndarray],
     limits: ClientLimits,
     parameters: Mapping[str, Any] | None = None,
-    needed: Mapping[str, tuple[int, int]] | None = None,
+    needed: Mapping[Score, Sequence[int]] | None = None,
 ) -> dict[str, np.ndarray]:
     """Send a request; returns its outputs by name.
 
     Args:
-        needed: outputs that must be there, each with its rows and columns; values may have more columns.
+        needed: scores that must be there, each with its rows and columns; those per token may have more columns.
 
     Raises:
         ProtocolError: the answer is malformed, or has not what is ``needed``.
@@ -224,8 +225,8 @@ def call_model(
     try:
         answer = decode_infer_response(response.content, response.headers.get(HEADER_LENGTH_FIELD))
         arrays = {name: tensor.array for name, tensor in answer.items()}
-        for name, (rows, columns) in (needed or {}).items():
-            _check_shape(name, output(arrays, name, model), rows, columns)
+        for score, shape in (needed or {}).items():
+            _check_shape(score, output(arrays, score.name, model), shape)
     except ProtocolError as error:
         raise ProtocolError(500, f"the answer to {response.request} cannot be used: {error}") from error
     return arrays
@@ -238,18 +239,16 @@ def output(answer: Mapping[str, np.ndarray], name: str, model: str) -> np.ndarra
     return answer[name]
 
 
-def _check_shape(name: str, array: np.ndarray, rows: int, columns: int) -> None:
+def _check_shape(score: Score, array: np.ndarray, shape: Sequence[int]) -> None:
     """Raise `ProtocolError` if an output does not fit: scores would go to the wrong sequences."""
-    # Values may have more columns: those of the padding. NaN and infinity are left to trainer.ppo.on_nonfinite.
-    is_fitting = array.ndim == 2 and len(array) == rows and array.shape[1] >= columns
-    if name == "rewards":
-        is_fitting = is_fitting and array.shape[1] == columns
-    if not is_fitting:
-        raise ProtocolError(
-            500, f"'{name}' has the shape {list(array.shape)}, and should have {[rows, columns]} for {rows} sequences"
-        )
+    # What is per token may have more columns: those of the padding. NaN and infinity are left to on_nonfinite.
+    rows, columns = shape
+    fits = array.ndim == 2 and len(array) == rows and array.shape[1] >= columns
+    if not fits or (not score.per_token and array.shape[1] > columns):
+        message = f"'{score.name}' has the shape {list(array.shape)}, and should have {shape} for {rows} sequences"
+        raise ProtocolError(500, message)
     if array.dtype.kind not in "fiub":
-        raise ProtocolError(500, f"'{name}' holds strings, and should hold numbers (FP32)")
+        raise ProtocolError(500, f"'{score.name}' holds strings, and should hold numbers (FP32)")
 
 
 def wait_for_server(server: HttpClient, timeout_s: float, setting: str) -> None:
@@ -288,7 +287,7 @@ def wait_for_server(server: HttpClient, timeout_s: float, setting: str) -> None:
             return
 
 
-def model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: float) -> dict[str, Any]:
+def model_metadata(server: HttpClient, model: str, scores: Sequence[Score], total_s: float) -> dict[str, Any]:
     """A model's metadata; UnfitServiceError if the server does not have it with these outputs."""
     limits = ClientLimits(read_s=10.0, total_s=total_s)
     try:
@@ -305,17 +304,18 @@ def model_metadata(server: HttpClient, model: str, outputs: set[str], total_s: f
             f"the answer to {answer.request} is not a model's metadata, an object whose 'outputs' each have 'name' and "
             f"'shape': {answer.content[:200].decode('utf-8', 'replace')}"
         ) from error
-    missing = outputs - shapes.keys()
+    missing = {score.name for score in scores} - shapes.keys()
     if missing:
         raise UnfitServiceError(
             f"model '{model}' at {server.base_url} has no output {', '.join(sorted(missing))}: "
             "combine_rm_and_critic_server must be the same in the critic's and the actor's config"
         )
-    if "rewards" in outputs and shapes["rewards"][-1:] not in ([1], [-1]):
-        raise UnfitServiceError(
-            f"model '{model}' at {server.base_url} returns rewards of shape {shapes['rewards']}, but this job needs "
-            "one per sequence: start that service with model.regression.merge_attributes=True"
-        )
+    for score in scores:
+        if not score.per_token and shapes[score.name][-1:] not in ([score.columns], [-1]):
+            raise UnfitServiceError(
+                f"model '{model}' at {server.base_url} returns {score.name} of shape {shapes[score.name]}, but this "
+                "job needs one per sequence: start that service with model.regression.merge_attributes=True"
+            )
     return metadata
 
 

@@ -1,0 +1,39 @@
+"""Soft caps (Gemma 2): numbers are bent so that none leaves (-c, c)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def capped(x: torch.Tensor, cap: float | None, *, in_place: bool = False) -> torch.Tensor:
+    """c tanh(x / c); ``x`` itself where the cap c is None. Differentiable unless ``in_place``."""
+    if cap is None:
+        return x
+    return x.div_(cap).tanh_().mul_(cap) if in_place else torch.tanh(x / cap) * cap
+
+
+def capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    cap: float,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` with capped scores, all of which it stores; fp32 from the scores to their softmax.
+
+    Args:
+        query: [..., heads, s, d].
+        key, value: [..., groups, n, d], where ``heads`` is a multiple of ``groups``.
+        mask: bool, True where a query sees a key, or added to the scores.
+
+    Returns:
+        [..., heads, s, d].
+    """
+    shared = query.shape[-3] // key.shape[-3]
+    key, value = (x if shared == 1 else x.repeat_interleave(shared, -3) for x in (key, value))
+    scores = capped((query @ key.transpose(-1, -2)).float() * scale, cap)
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = torch.nn.functional.dropout(scores.softmax(-1), dropout)
+    return weights.to(value.dtype) @ value
