@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import http.server
 import json
 import os
@@ -468,6 +470,18 @@ def test_what_nemo_gym_asks_of_a_policy(server: str) -> None:
     (choice,) = reply["choices"]
     tokens = [token["token"] for token in choice["logprobs"]["content"]]
     assert tokens == [f"token_id:{i}" for i in choice["token_ids"]] and reply["prompt_token_ids"]
+
+
+def test_the_page_needs_no_key_and_reaches_nobody_else(server: str) -> None:
+    """What it asks for has one; its script is the one that its policy names."""
+    page = requests.get(server, timeout=10)
+    policy, text = page.headers["Content-Security-Policy"], page.content.decode()
+    script = text.split("<script>")[1].split("</script>")[0].encode()
+    assert page.status_code == 200 and base64.b64encode(hashlib.sha256(script).digest()).decode() in policy
+    assert "connect-src 'self'" in policy and "default-src 'none'" in policy
+    assert not re.search(r"https?://|src=|innerHTML", text) and KEY not in text and "tiny" not in text
+    assert requests.post(server, timeout=10).status_code in (401, 405)
+    assert requests.get(f"{server}/v1/models", timeout=10).status_code == 401
 
 
 def test_other_clients_ways_in(server: str) -> None:

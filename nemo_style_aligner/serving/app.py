@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import json
 import logging
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 from flask import Flask, Response, request
@@ -72,7 +75,7 @@ class ServedModel:
             name="the API",
             section=section,
             token=token,
-            is_open=lambda path: path == _HEALTH_PATH,
+            is_open=lambda path: path in (_HEALTH_PATH, "/"),
             allowed_origins=allowed_origins,
             error_body=error_body,
         )
@@ -93,6 +96,7 @@ class ServedModel:
         posts["/inference/v1/generate"] = self._generate
         for path, view in (posts | {"/tokenize": self._tokenize, "/detokenize": self._detokenize}).items():
             app.add_url_rule(path, view_func=view, methods=["POST"])
+        app.add_url_rule("/", view_func=_page)
         app.add_url_rule("/v1/models", view_func=self._models)
         app.add_url_rule("/v1/models/<path:name>", view_func=self._model)
         app.add_url_rule("/tokenizer_info", view_func=self._tokenizer_info)
@@ -188,6 +192,16 @@ class ServedModel:
         path = request.url_rule.rule if request.url_rule is not None else "other"
         self._metrics.requests.labels(path, str(response.status_code)).inc()
         return response
+
+
+def _page() -> Response:
+    """A page to talk to the model, for whoever comes: the page itself asks for the key."""
+    page = Path(__file__).with_name("chat.html").read_text("utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'"
+    policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return Response(page, headers={"Content-Security-Policy": policy}, content_type="text/html; charset=utf-8")
 
 
 def _events(asked: Asked, answer: Answer, news: Generator[None, None, None]) -> Iterator[bytes]:
