@@ -26,7 +26,7 @@ from nemo_style_aligner.placement.candidates import Candidate, Cluster, Fit, Run
 from nemo_style_aligner.placement.costs import Model, Sample
 from nemo_style_aligner.placement.planner import plans
 from nemo_style_aligner.placement.rates import DEVICES
-from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
+from nemo_style_aligner.placement.simulator import Engines, SimulatedJob, StepCosts, simulate
 from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps
 
 H100, H20 = DEVICES["h100"], DEVICES["h20"]
@@ -78,7 +78,7 @@ def theirs(nodes: int, mean: float, micro_batch: int, factor: float, seed: int) 
         prefill=lambda tokens: model.prefill(8, tokens),
         in_flight=False,
     )
-    return simulate(Job(engines, lambda _: StepCosts(train=beside)), [samples])[0]["step"]
+    return simulate(SimulatedJob(engines, lambda _: StepCosts(train=beside)), [samples])[0]["step"]
 
 
 def theirs_typical(row: Sequence[float], factor: float) -> float:
@@ -118,7 +118,7 @@ def large(factor: float) -> tuple[str, float, float, str]:
         16, 8, lambda b, kv: factor * model.decode(8, b, kv), lambda t: model.prefill(8, t), in_flight=False
     )
     beside = 2 * model.forward(layout, samples, 8192) + model.training(layout, samples, 8192, 128) + REST
-    found = simulate(Job(engines, lambda _: StepCosts(train=beside)), [samples])[0]["step"]
+    found = simulate(SimulatedJob(engines, lambda _: StepCosts(train=beside)), [samples])[0]["step"]
     return "Llama 3.1 405B, 84+42 nodes, held out", 164.6, found, off(found, 164.6)
 
 
@@ -145,7 +145,7 @@ def held_out() -> Any:
             gpus // 4, 256, lambda b, kv: model.decode(4, b, kv), lambda t: model.prefill(4, t), samples_per_prompt=16,
             queue=False,
         )  # fmt: skip
-        found = simulate(Job(engines, lambda _: StepCosts()), [drawn])[0]["generate"]
+        found = simulate(SimulatedJob(engines, lambda _: StepCosts()), [drawn])[0]["generate"]
         passed = model.forward(layout(gpus), drawn, 32768)
         trained = model.training(layout(gpus), drawn, 32768, 512)
         pairs = ((generate, found), (logprobs, passed), (update, trained))
@@ -242,7 +242,7 @@ def mechanisms() -> Any:
         job = simulated_job(run, cluster, plan)
         base = predicted(run, cluster, plan)["step"]
 
-        def changed(name: str, other: Job, base: float = base, run: Run = run, nodes: Any = nodes) -> None:
+        def changed(name: str, other: SimulatedJob, base: float = base, run: Run = run, nodes: Any = nodes) -> None:
             found = statistics.fmean(step["step"] for step in simulate(other, run.steps))
             rows.append((f"{nodes[0]}+{nodes[1]}", name, found, f"{found / base - 1:+.0%}"))
 
@@ -303,7 +303,7 @@ def queue() -> Any:
             bound = max(sum(lengths) / workers, max(lengths))
             engines = Engines(workers, 1, lambda b, kv: 1.0, lambda t: 0.0)
             for foresight in (False, True):
-                job = Job(engines, lambda _: StepCosts(), foresight=foresight)
+                job = SimulatedJob(engines, lambda _: StepCosts(), foresight=foresight)
                 cells.append(f"{simulate(job, [samples])[0]['generate'] / bound - 1:+.1%}")
         rows.append((workers, *cells))
     header = ("workers", *(f"{n} each, {how}" for n in (2, 8, 32, 128) for how in ("in order", "longest first")))

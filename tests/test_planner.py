@@ -26,7 +26,7 @@ from nemo_style_aligner.placement.costs import Model, Sample, largest_share
 from nemo_style_aligner.placement.plan import read_plan
 from nemo_style_aligner.placement.rates import DEVICES, Device, measured_here
 from nemo_style_aligner.placement.run_rates import as_in_run
-from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
+from nemo_style_aligner.placement.simulator import Engines, SimulatedJob, StepCosts, simulate
 from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps
 
 Main = Callable[..., None]
@@ -53,9 +53,9 @@ def nothing(_: object) -> StepCosts:
 
 def test_a_slot_is_filled_again_as_soon_as_its_response_ends() -> None:
     lengths = samples(5, 1, 1, 1, 1)
-    (step,) = simulate(Job(steady(1, 2), nothing), [lengths])
+    (step,) = simulate(SimulatedJob(steady(1, 2), nothing), [lengths])
     assert step["generate"] == 5  # the short ones follow each other beside the long one
-    (step,) = simulate(Job(steady(1, 2, in_flight=False), nothing), [lengths])
+    (step,) = simulate(SimulatedJob(steady(1, 2, in_flight=False), nothing), [lengths])
     assert step["generate"] == 5 + 1 + 1
 
 
@@ -63,21 +63,21 @@ def test_decoding_is_charged_by_responses_and_the_tokens_before_them() -> None:
     def decode(batch: int, tokens: float) -> float:
         return 100 * batch + tokens
 
-    (step,) = simulate(Job(Engines(1, 2, decode, lambda tokens: 1000 * tokens), nothing), [samples(2, 4)])
+    (step,) = simulate(SimulatedJob(Engines(1, 2, decode, lambda tokens: 1000 * tokens), nothing), [samples(2, 4)])
     # Two passes with both: on average (10 + 1) tokens before each; then two with one: 10 + 2 + 1.
     assert step["generate"] == 20 * 1000 + 2 * (200 + 2 * 11) + 2 * (100 + 13)
 
 
 def test_samples_of_one_prompt_compute_it_once() -> None:
     engines = Engines(1, 4, lambda batch, tokens: 0.0, lambda tokens: tokens, samples_per_prompt=2)
-    (step,) = simulate(Job(engines, nothing), [samples(3, 3, 3, 3)])
+    (step,) = simulate(SimulatedJob(engines, nothing), [samples(3, 3, 3, 3)])
     assert step["generate"] == 20
 
 
 def test_a_straggler_gets_less_from_the_queue_and_holds_up_fixed_shares() -> None:
     lengths = samples(*[10] * 40)
     times = {
-        queue: simulate(Job(steady(4, slowness=(4.0,), queue=queue), nothing), [lengths])[0]["generate"]
+        queue: simulate(SimulatedJob(steady(4, slowness=(4.0,), queue=queue), nothing), [lengths])[0]["generate"]
         for queue in (True, False)
     }
     assert times[False] == 400
@@ -89,13 +89,13 @@ def test_the_queue_comes_within_5_percent_of_the_lower_bound(workers: int) -> No
     """Longest first, 16 long-tailed items for each worker; in order of arrival it does not (docs/scaling.md)."""
     lengths = Lengths(330, 1.0, 2048).draw(16 * workers, random.Random(1))
     bound = max(sum(lengths) / workers, max(lengths))
-    (step,) = simulate(Job(steady(workers), nothing, foresight=True), [samples(*lengths)])
+    (step,) = simulate(SimulatedJob(steady(workers), nothing, foresight=True), [samples(*lengths)])
     assert bound <= step["generate"] <= 1.05 * bound
 
 
 def test_scores_come_beside_generation_and_the_critic_trains_beside_the_policy() -> None:
     costs = StepCosts(logprobs=1, init_logprobs=1, train=5, train_critic=7)
-    job = Job(steady(1), lambda _: costs, score=lambda scored: 3.0, score_batch=1)
+    job = SimulatedJob(steady(1), lambda _: costs, score=lambda scored: 3.0, score_batch=1)
     (step,) = simulate(job, [samples(10, 10)])
     assert step == pytest.approx(
         {"refit": 0, "generate": 20, "score": 0, "logprobs": 1, "init_logprobs": 1, "critic_wait": 1, "train": 5,
@@ -105,14 +105,14 @@ def test_scores_come_beside_generation_and_the_critic_trains_beside_the_policy()
 
 def test_staleness_hides_generation_behind_training() -> None:
     costs = StepCosts(refit=2, train=30)
-    steps = simulate(Job(steady(1), lambda _: costs, staleness=1), [samples(20)] * 3)
+    steps = simulate(SimulatedJob(steady(1), lambda _: costs, staleness=1), [samples(20)] * 3)
     assert [step["step"] for step in steps] == [2 + 20 + 2 + 30, 2 + 30, 30]
     assert [step["generate"] for step in steps] == [20, 0, 0]
 
 
 def test_scores_of_the_next_round_wait_for_a_critic_that_trains() -> None:
     costs = StepCosts(train=1, train_critic=100)
-    job = Job(steady(1), lambda _: costs, score=lambda scored: 1.0, staleness=1)
+    job = SimulatedJob(steady(1), lambda _: costs, score=lambda scored: 1.0, staleness=1)
     _, second = simulate(job, [samples(1), samples(1)])
     assert second["step"] >= 100
 
@@ -121,7 +121,7 @@ def test_equal_arguments_give_equal_times_and_a_thousand_engines_take_seconds() 
     model = Model(MODELS["8b"], device=H100)
     engines = Engines(1000, 16, lambda b, kv: model.decode(1, b, kv), lambda tokens: model.prefill(1, tokens))
     steps = draw_steps(Lengths(100), Lengths(330, 1.0, 2048), 8000, 8, 2)
-    assert simulate(Job(engines, nothing), steps) == simulate(Job(engines, nothing), steps)
+    assert simulate(SimulatedJob(engines, nothing), steps) == simulate(SimulatedJob(engines, nothing), steps)
 
 
 # ---- costs --------------------------------------------------------------------------------------

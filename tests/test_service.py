@@ -49,12 +49,12 @@ from nemo_style_aligner.rl.sample import Sample
 from nemo_style_aligner.rl.scoring import Scorer
 from nemo_style_aligner.services.client import CriticClient
 from nemo_style_aligner.services.critic_endpoints import critic_endpoints
-from nemo_style_aligner.services.endpoints import Endpoint, Job, ModelLimits, Service, TensorSpec
+from nemo_style_aligner.services.endpoints import Endpoint, ModelLimits, QueuedRequest, Service, TensorSpec
 from nemo_style_aligner.services.exactly_once.ledger import CriticPosition, TrainingLedger
 from nemo_style_aligner.services.exactly_once.session import SequenceConflictError
 from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
 from nemo_style_aligner.services.http_server import PlaceTakenError
-from nemo_style_aligner.services.jobs import JobQueue, QueueState
+from nemo_style_aligner.services.jobs import QueueState, RequestQueue
 from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
 from nemo_style_aligner.services.protocol import InferRequest, ProtocolError
 from nemo_style_aligner.services.routes import HttpSettings, create_app
@@ -289,13 +289,13 @@ def test_504_names_the_time_that_was_waited(monkeypatch: pytest.MonkeyPatch) -> 
     endpoint = critic_endpoints(ModelLimits(64, VOCAB), combined=True)[0]
     make_job = endpoint.make_job
 
-    def make_running_job(request: InferRequest) -> Job:
+    def make_running_job(request: InferRequest) -> QueuedRequest:
         job = make_job(request)
         job.future.set_running_or_notify_cancel()
         return job
 
     monkeypatch.setattr(endpoint, "make_job", make_running_job)
-    queue = JobQueue(4)
+    queue = RequestQueue(4)
     queue.set_state(QueueState.SERVING)
     settings = HttpSettings(port=0, infer_timeout_s=0.05)
     client = create_app([endpoint], queue, settings, ServiceMetrics()).test_client()
@@ -740,13 +740,13 @@ def test_a_kind_of_request_of_ones_own_says_what_it_carries_and_what_answers_it(
         def __init__(self) -> None:
             super().__init__("distance", [TensorSpec("points", "FP32", (2,))], [TensorSpec("distance", "FP32", (1,))])
 
-        def make_job(self, request: InferRequest) -> Job:
+        def make_job(self, request: InferRequest) -> QueuedRequest:
             first, last = self._arrays(request)["points"].tolist()
             if last < first:
                 raise self._refuse("the last point lies before the first")
-            return Job(self, {"first": first, "last": last}, self._position(request.parameters))
+            return QueuedRequest(self, {"first": first, "last": last}, self._position(request.parameters))
 
-        def answer(self, jobs: Sequence[Job], service: Service) -> None:
+        def answer(self, jobs: Sequence[QueuedRequest], service: Service) -> None:
             (job,) = jobs
             job.future.set_result({"distance": np.array([service.command(self, **job.arguments)], np.float32)})
 
@@ -875,7 +875,7 @@ CRITIC = critic_endpoints(combined=True)
 INFER, TRAIN, SAVE, _ = CRITIC
 
 
-def server_with(*jobs: Job, **settings: float) -> ModelServer:
+def server_with(*jobs: QueuedRequest, **settings: float) -> ModelServer:
     """A server, not begun, for which these jobs wait."""
     server = ModelServer(CRITIC, HttpSettings(port=0), DispatchSettings(8, 0, **settings))
     server.queue.set_state(QueueState.SERVING)
@@ -885,19 +885,19 @@ def server_with(*jobs: Job, **settings: float) -> ModelServer:
     return server
 
 
-def infer_job(position: CriticPosition | None = None) -> Job:
-    return Job(INFER, {"tokens": np.ones((1, 3), np.int64), "lengths": np.array([3])}, position)
+def infer_job(position: CriticPosition | None = None) -> QueuedRequest:
+    return QueuedRequest(INFER, {"tokens": np.ones((1, 3), np.int64), "lengths": np.array([3])}, position)
 
 
-def save_job() -> Job:
-    return Job(SAVE, {"keep_history": None})
+def save_job() -> QueuedRequest:
+    return QueuedRequest(SAVE, {"keep_history": None})
 
 
 def test_metrics_and_jobs_tell_what_was_done() -> None:
-    def train_job() -> Job:
+    def train_job() -> QueuedRequest:
         batch = dict.fromkeys(("returns", "prev_values", "mask"), np.ones((1, 2), np.float32))
         batch["tokens"] = np.ones((1, 3), np.int64)
-        return Job(TRAIN, {"batch": batch, "digest": "0123", "position": CriticPosition("run", 1)})
+        return QueuedRequest(TRAIN, {"batch": batch, "digest": "0123", "position": CriticPosition("run", 1)})
 
     jobs = infer_job(), infer_job(), train_job(), train_job(), infer_job()
     server = server_with(*jobs)

@@ -1034,7 +1034,7 @@ class PPOActor(JobConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class JobKind:
     """The config of a job.
 
     Attributes:
@@ -1086,13 +1086,13 @@ _AS_SFT: Mapping[str, Any] = {
 }
 """What NeMo-Aligner's files of SFT and of distillation say alike."""
 
-JOBS: Mapping[str, Job] = {
-    "gpt_sft": Job(
+JOBS: Mapping[str, JobKind] = {
+    "gpt_sft": JobKind(
         "Supervised fine-tuning: examples/nlp/gpt/train_gpt_sft.py",
         SFT,
         _AS_SFT,
     ),
-    "training_rm": Job(
+    "training_rm": JobKind(
         "Reward model training: examples/nlp/gpt/train_reward_model.py",
         RewardTraining,
         {
@@ -1102,7 +1102,7 @@ JOBS: Mapping[str, Job] = {
             "model.regression.num_attributes": 1,
         },
     ),
-    "gpt_dpo": Job(
+    "gpt_dpo": JobKind(
         "Direct preference optimization: examples/nlp/gpt/train_gpt_dpo.py",
         DPOTraining,
         {
@@ -1112,7 +1112,7 @@ JOBS: Mapping[str, Job] = {
             "trainer.dpo.save_interval": 100,
         },
     ),
-    "gpt_kto": Job(
+    "gpt_kto": JobKind(
         "Kahneman-Tversky optimization: examples/nlp/gpt/train_gpt_kto.py",
         KTOTraining,
         {
@@ -1122,12 +1122,12 @@ JOBS: Mapping[str, Job] = {
             "trainer.kto.save_interval": 100,
         },
     ),
-    "gpt_knowledge_distillation": Job(
+    "gpt_knowledge_distillation": JobKind(
         "Knowledge distillation: examples/nlp/gpt/train_gpt_knowledge_distillation.py",
         DistillationTraining,
         _AS_SFT,
     ),
-    "compute_topk_logits": Job(
+    "compute_topk_logits": JobKind(
         "A teacher's logits, for distillation: examples/nlp/synthetic_data_gen/compute_topk_logits.py",
         TeacherLogits,
         {
@@ -1140,13 +1140,13 @@ JOBS: Mapping[str, Job] = {
             *(f"data.data.{name}" for name in ("shuffle", "global_batch_size", "micro_batch_size")),
         ),
     ),
-    "inference_rm": Job(
+    "inference_rm": JobKind(
         "The reward model as a service of its own: examples/nlp/gpt/serve_reward_model.py",
         RewardService,
         {"inference.port": 5555, "exp_manager.explicit_log_dir": None, "exp_manager.name": "inference_rm"},
         without=_WITHOUT_CHECKPOINTS,
     ),
-    "gpt_ppo_critic": Job(
+    "gpt_ppo_critic": JobKind(
         "The critic job: examples/nlp/gpt/serve_ppo_critic.py",
         Critic,
         {
@@ -1161,7 +1161,7 @@ JOBS: Mapping[str, Job] = {
         },
         without=(f"{_PARAMS}.save_best_model", "trainer.profile"),
     ),
-    "gpt_ppo_actor": Job(
+    "gpt_ppo_actor": JobKind(
         "The PPO actor job: examples/nlp/gpt/train_gpt_ppo_actor.py",
         PPOActor,
         {
@@ -1172,7 +1172,7 @@ JOBS: Mapping[str, Job] = {
             f"{_PARAMS}.filename": _NAME.replace("ALGORITHM", "ppo"),
         },
     ),
-    "gpt_reinforce_actor": Job(
+    "gpt_reinforce_actor": JobKind(
         "The REINFORCE actor job: examples/nlp/gpt/train_gpt_reinforce_actor.py. It needs no critic.",
         PPOActor,
         {
@@ -1188,7 +1188,7 @@ JOBS: Mapping[str, Job] = {
         without=_WITHOUT_CRITIC,
         names={"trainer.ppo": "trainer.reinforce", "model.ppo": "model.reinforce", "remote_critic_rm": "remote_rm"},
     ),
-    "gpt_rs_actor": Job(
+    "gpt_rs_actor": JobKind(
         "Best of n (rejection sampling): examples/nlp/gpt/train_gpt_rs_actor.py. It needs no critic.",
         PPOActor,
         {

@@ -17,7 +17,7 @@ from nemo_style_aligner.engine.contract import text_before_end
 from nemo_style_aligner.rl.reward_functions import FunctionRewards
 from nemo_style_aligner.rl.rewards import Reward
 from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.services.endpoints import Job, ModelLimits, Service
+from nemo_style_aligner.services.endpoints import ModelLimits, QueuedRequest, Service
 from nemo_style_aligner.services.protocol import ProtocolError
 from nemo_style_aligner.services.scores import REWARDS, ScoreEndpoint
 
@@ -44,7 +44,7 @@ class FunctionEndpoint(ScoreEndpoint):
         self._tokenizer = tokenizer
         self._end_strings = tokenizer.end_strings(end_strings)
 
-    def answer(self, jobs: Sequence[Job], service: Service) -> None:
+    def answer(self, jobs: Sequence[QueuedRequest], service: Service) -> None:
         """See `Endpoint.answer`: later, in the thread that has called the function last."""
         for job in jobs:
             job.batch_rows = job.rows
@@ -52,7 +52,7 @@ class FunctionEndpoint(ScoreEndpoint):
             rewards = self._rewards.score([self._sample(job, row) for row in range(job.rows)])
             rewards.add_done_callback(functools.partial(self._end, job))
 
-    def _end(self, job: Job, scored: concurrent.futures.Future[list[Reward]]) -> None:
+    def _end(self, job: QueuedRequest, scored: concurrent.futures.Future[list[Reward]]) -> None:
         try:
             rewards = scored.result()
         except Exception as error:  # noqa: BLE001 - the service ends; the client hears of anything else, too
@@ -65,7 +65,7 @@ class FunctionEndpoint(ScoreEndpoint):
             values = np.array([reward.value for reward in rewards], dtype=np.float32)
             job.future.set_result({REWARDS.name: values.reshape(-1, 1)})
 
-    def _sample(self, job: Job, row: int) -> Sample:
+    def _sample(self, job: QueuedRequest, row: int) -> Sample:
         given = job.arguments
         tokens = given["tokens"][row, : given["lengths"][row]].tolist()
         prompt_length, step = (int(given[name][row]) for name in ("prompt_lengths", "steps"))

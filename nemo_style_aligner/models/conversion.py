@@ -300,7 +300,7 @@ def adapter_to_peft(adapter: Path, output: Path, dtype: torch.dtype, *, base: Pa
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TrainedBy:
     """What a job's ``hyperparameters.yaml`` says about it.
 
     Attributes:
@@ -327,7 +327,7 @@ class Job:
         return tokenizer
 
 
-def job_of(checkpoint: Path, hyperparameters: Path | None = None) -> Job:
+def job_of(checkpoint: Path, hyperparameters: Path | None = None) -> TrainedBy:
     """The job that wrote a training checkpoint.
 
     Args:
@@ -348,7 +348,7 @@ def job_of(checkpoint: Path, hyperparameters: Path | None = None) -> Job:
         model, trainer = config["model"], config["trainer"]
         base = model.get("restore_from_path") or config["pretrained_checkpoint"]["restore_from_path"]
         dtype, architecture = parse_precision(trainer["precision"]), ModelArchitecture.from_nemo_config(model)
-        return Job(path, model, trainer, architecture, dtype, Path(str(base)).expanduser())
+        return TrainedBy(path, model, trainer, architecture, dtype, Path(str(base)).expanduser())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a hyperparameters file written by a job: {error!r}") from error
 

@@ -19,7 +19,7 @@ from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.models.sizes import Layout
 from nemo_style_aligner.placement.costs import PASSES_PER_STAGE, Model, Sample
 from nemo_style_aligner.placement.rates import Device
-from nemo_style_aligner.placement.simulator import Engines, Job, StepCosts, simulate
+from nemo_style_aligner.placement.simulator import Engines, SimulatedJob, StepCosts, simulate
 from nemo_style_aligner.placement.workload import mean_context
 
 STRATEGIES = ("flatten", "interleave", "separate")
@@ -177,7 +177,7 @@ def predicted(run: Run, cluster: Cluster, plan: Candidate) -> dict[str, float]:
     return {name: statistics.fmean(phases.get(name, 0.0) for phases in counted) for name in names}
 
 
-def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
+def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> SimulatedJob:
     """A plan as the simulator wants it."""
     policy = run.model(run.policy, cluster.device)
     value = run.model(run.value_shape, cluster.device)
@@ -208,7 +208,7 @@ def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> Job:
         )
 
     batch = scored_together(plan.critic.layout) if plan.critic else 1
-    return Job(engines, costs, score if plan.critic_apart else None, batch, plan.staleness)
+    return SimulatedJob(engines, costs, score if plan.critic_apart else None, batch, plan.staleness)
 
 
 def scored_together(layout: Layout) -> int:

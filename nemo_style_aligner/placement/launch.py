@@ -38,9 +38,14 @@ _FINAL = (0, 2, EXIT_REQUEUE, EXIT_INTERRUPTED)  # statuses that another start w
 class Running(Protocol):
     """A job that has been started; `Ranks` are one."""
 
-    def poll(self) -> int | None: ...
-    def send_signal(self, number: int) -> None: ...
-    def end(self) -> None: ...
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+
+    def send_signal(self, number: int) -> None:
+        """To all its processes."""
+
+    def end(self) -> None:
+        """Kill what is left of it."""
 
 
 Start = Callable[[str], Running]

@@ -259,7 +259,7 @@ class StepCosts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """What is simulated.
 
     Attributes:
@@ -278,7 +278,7 @@ class Job:
     foresight: bool = False
 
 
-def simulate(job: Job, steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
+def simulate(job: SimulatedJob, steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
     """Simulate a run whose steps have these samples.
 
     Returns:
@@ -292,7 +292,7 @@ def simulate(job: Job, steps: Sequence[Sequence[Sample]]) -> list[dict[str, floa
     return found
 
 
-def _run(clock: Clock, job: Job, steps: Sequence[Sequence[Sample]], found: list[dict[str, float]]) -> Process:
+def _run(clock: Clock, job: SimulatedJob, steps: Sequence[Sequence[Sample]], found: list[dict[str, float]]) -> Process:
     service = None if job.score is None else Service(clock, job.score, job.score_batch)
     engines = job.engines
     ahead: tuple[Round, list[Signal]] | None = None

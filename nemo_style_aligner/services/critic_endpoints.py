@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from nemo_style_aligner.services.endpoints import Endpoint, Job, ModelLimits, Service, TensorSpec
+from nemo_style_aligner.services.endpoints import Endpoint, ModelLimits, QueuedRequest, Service, TensorSpec
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger, batch_digest
 from nemo_style_aligner.services.exactly_once.saves import OpenSave
 from nemo_style_aligner.services.protocol import InferRequest, ProtocolError
@@ -60,7 +60,7 @@ class TrainEndpoint(Endpoint):
         inputs += [TensorSpec(other, "FP32", (-1, -1)) for other in ("returns", "prev_values", "mask")]
         super().__init__(name, inputs, [TensorSpec("loss_mean", "FP32", (1,))], limits=limits)
 
-    def make_job(self, request: InferRequest) -> Job:
+    def make_job(self, request: InferRequest) -> QueuedRequest:
         """See `Endpoint.make_job`."""
         arrays = self._arrays(request)
         rows, width = arrays["tokens"].shape
@@ -79,9 +79,9 @@ class TrainEndpoint(Endpoint):
             raise self._refuse("'mask' must be 1 where a value is trained and 0 elsewhere, but holds other numbers")
         # Not as the job's position: to a repeat of the last request the ledger gives its answer.
         position = self._position(request.parameters)
-        return Job(self, {"batch": arrays, "digest": batch_digest(arrays), "position": position})
+        return QueuedRequest(self, {"batch": arrays, "digest": batch_digest(arrays), "position": position})
 
-    def answer(self, jobs: Sequence[Job], service: Service) -> None:
+    def answer(self, jobs: Sequence[QueuedRequest], service: Service) -> None:
         """See `Endpoint.answer`."""
         (job,) = jobs
         position, digest, loss = job.arguments["position"], job.arguments["digest"], None
@@ -116,13 +116,13 @@ class SaveEndpoint(Endpoint):
         inputs, outputs = [TensorSpec("dummy_var", "INT64", (1,))], [TensorSpec("status", "INT64", (1,))]
         super().__init__(name, inputs, outputs)
 
-    def make_job(self, request: InferRequest) -> Job:
+    def make_job(self, request: InferRequest) -> QueuedRequest:
         """See `Endpoint.make_job`."""
         self._arrays(request)
         keep = self._name(request.parameters, "keep_history") if "keep_history" in request.parameters else None
-        return Job(self, {"keep_history": keep}, self._position(request.parameters))
+        return QueuedRequest(self, {"keep_history": keep}, self._position(request.parameters))
 
-    def answer(self, jobs: Sequence[Job], service: Service) -> None:
+    def answer(self, jobs: Sequence[QueuedRequest], service: Service) -> None:
         """See `Endpoint.answer`: later, when the checkpoint is complete."""
         (job,) = jobs
         asked = service.ledger.history, job.arguments["keep_history"]
@@ -151,7 +151,7 @@ class RestoreEndpoint(Endpoint):
         inputs, outputs = [TensorSpec("histories", "BYTES", (-1,))], [TensorSpec("position", "INT64", (1,))]
         super().__init__(name, inputs, outputs)
 
-    def make_job(self, request: InferRequest) -> Job:
+    def make_job(self, request: InferRequest) -> QueuedRequest:
         """See `Endpoint.make_job`."""
         histories = self._arrays(request)["histories"]
         if len(histories) > MAX_HISTORIES:
@@ -160,9 +160,9 @@ class RestoreEndpoint(Endpoint):
             names = [item.decode("ascii") for item in histories]
         except UnicodeDecodeError as error:
             raise self._refuse("'histories' must be ASCII") from error
-        return Job(self, {"run_id": self._name(request.parameters, "run_id"), "histories": names})
+        return QueuedRequest(self, {"run_id": self._name(request.parameters, "run_id"), "histories": names})
 
-    def answer(self, jobs: Sequence[Job], service: Service) -> None:
+    def answer(self, jobs: Sequence[QueuedRequest], service: Service) -> None:
         """See `Endpoint.answer`."""
         (job,) = jobs
         service.saves.forget_newest()  # a damaged checkpoint may be put aside now

@@ -54,7 +54,7 @@ class ModelLimits:
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class QueuedRequest:
     """A request whose answer is awaited.
 
     Attributes:
@@ -122,11 +122,11 @@ class Endpoint(abc.ABC):
         self.limits = limits or ModelLimits()
 
     @abc.abstractmethod
-    def make_job(self, request: InferRequest) -> Job:
+    def make_job(self, request: InferRequest) -> QueuedRequest:
         """Check the request. Raises `ProtocolError` (400)."""
 
     @abc.abstractmethod
-    def answer(self, jobs: Sequence[Job], service: Service) -> None:
+    def answer(self, jobs: Sequence[QueuedRequest], service: Service) -> None:
         """On rank 0: do what jobs ask for, of which there is one unless the endpoint ``merges``.
 
         Sets the jobs' futures, now or later. Raises `ProtocolError` to refuse them.

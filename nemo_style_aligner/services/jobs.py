@@ -10,7 +10,7 @@ import os
 import threading
 import time
 
-from nemo_style_aligner.services.endpoints import Job
+from nemo_style_aligner.services.endpoints import QueuedRequest
 from nemo_style_aligner.services.protocol import ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class QueueState(enum.Enum):
     FAILED = "the service has failed and is shutting down"
 
 
-class JobQueue:
+class RequestQueue:
     """Jobs in order of arrival, at most ``limit`` accepted and not yet answered.
 
     The limit counts jobs from `put` to `release`, not only those waiting: each holds an HTTP thread,
@@ -34,7 +34,7 @@ class JobQueue:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._jobs: collections.deque[Job] = collections.deque()
+        self._jobs: collections.deque[QueuedRequest] = collections.deque()
         self._outstanding = 0
         self._state = QueueState.STARTING
         self._changed = threading.Condition()
@@ -62,7 +62,7 @@ class JobQueue:
             self._state = state
             self._changed.notify_all()
 
-    def put(self, job: Job) -> None:
+    def put(self, job: QueuedRequest) -> None:
         """Accept a job. Raises `ProtocolError`: 503 when not serving, 429 when full."""
         with self._changed:
             if self._state is not QueueState.SERVING:
@@ -82,7 +82,7 @@ class JobQueue:
         with self._changed:
             self._outstanding -= 1
 
-    def take(self, timeout_s: float, max_rows: int, max_delay_s: float) -> list[Job]:
+    def take(self, timeout_s: float, max_rows: int, max_delay_s: float) -> list[QueuedRequest]:
         """Take the next job, merged with those of its endpoint right behind it; empty after ``timeout_s`` without any.
 
         Jobs whose endpoint `merges` them are taken together up to ``max_rows`` rows, and no further than the next job
@@ -97,9 +97,9 @@ class JobQueue:
             taken = [self._jobs.popleft() for _ in self._next(max_rows)]
         return [job for job in taken if job.future.set_running_or_notify_cancel()]  # else its caller has given it up
 
-    def _next(self, max_rows: int) -> list[Job]:
+    def _next(self, max_rows: int) -> list[QueuedRequest]:
         """The jobs to take together, as of now."""
-        together: list[Job] = []
+        together: list[QueuedRequest] = []
         for job in self._jobs:
             is_of_kind = job.endpoint.merges and job.endpoint is self._jobs[0].endpoint
             if together and not (is_of_kind and sum(other.rows for other in together) + job.rows <= max_rows):
@@ -114,7 +114,7 @@ class JobQueue:
             return True
         return not together[0].endpoint.merges or sum(job.rows for job in together) >= max_rows
 
-    def discard(self, job: Job) -> None:
+    def discard(self, job: QueuedRequest) -> None:
         """Forget a job whose caller has given it up; no effect on one that was taken already."""
         with self._changed, contextlib.suppress(ValueError):
             self._jobs.remove(job)

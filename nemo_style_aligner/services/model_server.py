@@ -18,10 +18,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nemo_style_aligner.services.endpoints import Endpoint, Job
+from nemo_style_aligner.services.endpoints import Endpoint, QueuedRequest
 from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.services.exactly_once.saves import Answer, Saves
-from nemo_style_aligner.services.jobs import JobQueue, QueueState
+from nemo_style_aligner.services.jobs import QueueState, RequestQueue
 from nemo_style_aligner.services.protocol import ProtocolError
 from nemo_style_aligner.services.routes import HttpSettings, start_http_server
 from nemo_style_aligner.services.service_metrics import ServiceMetrics
@@ -58,7 +58,7 @@ class ModelServer:
 
     def __init__(self, endpoints: Sequence[Endpoint], http: HttpSettings, dispatch: DispatchSettings) -> None:
         self.ledger = TrainingLedger()
-        self.queue = JobQueue(http.max_outstanding_requests)
+        self.queue = RequestQueue(http.max_outstanding_requests)
         self.metrics = ServiceMetrics()
         self.saves = Saves()
         self._endpoints = {endpoint.name: endpoint for endpoint in endpoints}
@@ -153,7 +153,7 @@ class ModelServer:
             _fail([job.future for job in jobs], error)
             raise
 
-    def _do(self, jobs: list[Job]) -> None:
+    def _do(self, jobs: list[QueuedRequest]) -> None:
         """Have jobs of one endpoint answered, unless the critic is elsewhere than their clients believe."""
         accepted = []
         for job in jobs:

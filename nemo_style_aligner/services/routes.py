@@ -1,7 +1,7 @@
 """The HTTP half of a service: Open Inference Protocol v2 routes that queue work and wait for the answer.
 
 `create_app` builds the Flask app, `start_http_server` serves it on rank 0. The work is done by `ModelServer`, which
-gets it through a shared `JobQueue`.
+gets it through a shared `RequestQueue`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from flask import Flask, Response, request
 
 import nemo_style_aligner
-from nemo_style_aligner.services.endpoints import MODEL_VERSION, Endpoint, Job
+from nemo_style_aligner.services.endpoints import MODEL_VERSION, Endpoint, QueuedRequest
 from nemo_style_aligner.services.exactly_once.ledger import INSTANCE_HEADER
 from nemo_style_aligner.services.flask_app import note, service_app
 from nemo_style_aligner.services.http_client import server_url
 from nemo_style_aligner.services.http_server import ConnectionLimits, WsgiServer
-from nemo_style_aligner.services.jobs import JobQueue, QueueState
+from nemo_style_aligner.services.jobs import QueueState, RequestQueue
 from nemo_style_aligner.services.protocol import (
     HEADER_LENGTH_FIELD,
     LIVE_PATH,
@@ -63,7 +63,7 @@ class HttpSettings:
 
 
 def create_app(
-    endpoints: Sequence[Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
+    endpoints: Sequence[Endpoint], queue: RequestQueue, settings: HttpSettings, metrics: ServiceMetrics
 ) -> Flask:
     """The Flask app of a service with these endpoints."""
     app = service_app("nemo_style_aligner.service", metrics.registry)
@@ -81,7 +81,7 @@ def create_app(
 
 
 def start_http_server(
-    endpoints: Sequence[Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
+    endpoints: Sequence[Endpoint], queue: RequestQueue, settings: HttpSettings, metrics: ServiceMetrics
 ) -> WsgiServer:
     """Serve in threads of this process; returns at once, listening. Answers 503 until the queue is serving."""
     server = WsgiServer(
@@ -105,7 +105,7 @@ class _Routes:
     """The view functions."""
 
     def __init__(
-        self, endpoints: dict[str, Endpoint], queue: JobQueue, settings: HttpSettings, metrics: ServiceMetrics
+        self, endpoints: dict[str, Endpoint], queue: RequestQueue, settings: HttpSettings, metrics: ServiceMetrics
     ) -> None:
         self._endpoints = endpoints
         self._queue = queue
@@ -167,7 +167,7 @@ class _Routes:
             raise ProtocolError(404, f"model '{model}' has only version {MODEL_VERSION}, not '{version}'")
         return endpoint
 
-    def _wait(self, job: Job, decoded: InferRequest) -> dict[str, np.ndarray]:
+    def _wait(self, job: QueuedRequest, decoded: InferRequest) -> dict[str, np.ndarray]:
         """Queue the job and wait for its outputs. Inference under way may take twice the service's time limit."""
         limit = self._settings.infer_timeout_s if job.endpoint.merges else self._settings.command_timeout_s
         asked = decoded.parameters.get("timeout")  # Triton's request parameter, microseconds

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nemo_style_aligner.parsing import parse_json
-from nemo_style_aligner.services.endpoints import Endpoint, Job, ModelLimits, Service, TensorSpec
+from nemo_style_aligner.services.endpoints import Endpoint, ModelLimits, QueuedRequest, Service, TensorSpec
 from nemo_style_aligner.services.protocol import InferRequest
 
 
@@ -112,7 +112,7 @@ class ScoreEndpoint(Endpoint):
         self._scores = scores
         self._tokenize = tokenize
 
-    def make_job(self, request: InferRequest) -> Job:
+    def make_job(self, request: InferRequest) -> QueuedRequest:
         """See `Endpoint.make_job`."""
         arrays = self._arrays(request)
         if "sentences" in arrays:
@@ -136,7 +136,7 @@ class ScoreEndpoint(Endpoint):
         arguments = {"tokens": tokens, "lengths": lengths}
         if LINES.name in arrays:
             arguments |= self._prompts(lengths, arrays)
-        return Job(self, arguments, self._position(request.parameters), rows)
+        return QueuedRequest(self, arguments, self._position(request.parameters), rows)
 
     def _prompts(self, lengths: np.ndarray, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
         lines, prompt_lengths = arrays[LINES.name][:, 0], arrays[PROMPT_LENGTHS.name][:, 0]
@@ -176,7 +176,7 @@ class ScoreEndpoint(Endpoint):
             tokens[index, : len(row)] = row
         return tokens, lengths
 
-    def answer(self, jobs: Sequence[Job], service: Service) -> None:
+    def answer(self, jobs: Sequence[QueuedRequest], service: Service) -> None:
         """See `Endpoint.answer`: one batch for all jobs, whose rows are those of one job after the other."""
         lengths = np.concatenate([job.arguments["lengths"] for job in jobs]).astype(np.int64)
         tokens = self._merged([job.arguments["tokens"] for job in jobs], lengths)

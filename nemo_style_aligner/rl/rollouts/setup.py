@@ -279,6 +279,7 @@ def _reachable_address() -> str:
 
 
 def shared_token(remote: RemoteCritic) -> str | None:
+    """The secret that this job shares with the services; None: there is no authentication."""
     return resolve_token(remote.token, "remote_critic_rm.token")
 
 
