@@ -91,7 +91,8 @@ def find_form(tokenizer: Tokenizer) -> CallForm | None:
     name, arguments = _PROBE
     call = {"type": "function", "id": "probe0001", "function": {"name": name, "arguments": arguments}}
     asked = {"role": "user", "content": _QUESTION}
-    tools = [{"type": "function", "function": {"name": name, "description": name, "parameters": {"type": "object"}}}]
+    schema = {"type": "object", "properties": {key: {"type": "string", "description": key} for key in arguments}}
+    tools = [{"type": "function", "function": {"name": name, "description": name, "parameters": schema}}]
     try:
         prompt = tokenizer.apply_chat_template([asked], tools=tools)
         called = {"role": "assistant", "content": "", "tool_calls": [call]}
