@@ -11,7 +11,9 @@ import pytest
 import torch
 from generation_models import engine_for, hf_model, ragged_requests
 from transformers import (
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -21,6 +23,7 @@ from nemo_style_aligner.engine.contract import SamplingParams, StopCondition, te
 from nemo_style_aligner.engine.sampling import (
     SamplingRows,
     apply_repetition_penalty,
+    filter_min_p,
     filter_top_k_top_p,
     request_key,
     sample,
@@ -138,6 +141,73 @@ def test_repetition_penalty_and_temperature_equal_hugging_face() -> None:
 def test_repetition_penalty_without_seen_ids_is_refused() -> None:
     with pytest.raises(ValueError, match="seen"):
         sample(torch.zeros(1, 4), SamplingParams(max_new_tokens=1, repetition_penalty=1.1), _rows(1))
+
+
+@pytest.mark.parametrize("min_p", [0.001, 0.2, 1.0])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+def test_min_p_equals_hugging_face(min_p: float, spread: float) -> None:
+    scores = spread * torch.randn(6, 3000, generator=torch.Generator().manual_seed(1))
+    expected = MinPLogitsWarper(min_p)(None, scores)
+    ours = filter_min_p(scores, min_p)
+    assert ((ours.isinf() != expected.isinf()).sum(-1) <= 1).all() and not ours.isinf().all(-1).any()
+
+
+def test_bias_and_penalties_equal_transformers_and_vllm() -> None:
+    """Draws land where the inverse CDF of the others' distribution is; log-probs are the model's."""
+    torch.manual_seed(3)
+    logits, ids = torch.randn(4, 30), torch.randint(0, 30, (4, 12))
+    seen = torch.zeros(4, 30, dtype=torch.bool).scatter_(1, ids, True)
+    bias, made = ((3, 2.5), (7, -100.0)), ids[:, 5:]  # the rest is a prompt, which only repetition counts
+    expected = SequenceBiasLogitsProcessor({(i,): value for i, value in bias})(ids, logits)
+    expected = RepetitionPenaltyLogitsProcessor(1.2)(ids, expected)
+    counts = torch.stack([torch.bincount(row, minlength=30) for row in made])
+    expected = expected - 0.7 * counts - 0.4 * (counts > 0)  # vLLM's and OpenAI's formula
+    for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.95), MinPLogitsWarper(0.1)):
+        expected = warper(ids, expected)
+    cumulative = expected.double().softmax(-1).cumsum(-1)
+    params = SamplingParams(
+        max_new_tokens=1, temperature=0.7, top_k=20, top_p=0.95, min_p=0.1, logit_bias=bias, repetition_penalty=1.2,
+        presence_penalty=0.4, frequency_penalty=0.7,
+    )  # fmt: skip
+    for key in range(50):
+        rows = _rows(4, key, seen=seen, counts=counts.float())
+        tokens, logprobs = sample(logits, params, rows)
+        wanted = torch.searchsorted(cumulative, uniform(rows.keys, rows.positions)[:, None], right=True)[:, 0]
+        assert tokens.tolist() == wanted.tolist()
+        torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("step", ["native", "torch"])
+def test_the_engine_counts_the_tokens_of_each_response_alone(step: Any) -> None:
+    """Neighbours in other ways, slots that are used again: each greedy response is what a plain loop makes."""
+    reference = hf_model()
+    ways = [{}, {"frequency_penalty": 1.5}, {"presence_penalty": 2.0}, {"logit_bias": ((5, 3.0), (9, -100.0))}]
+    engine = engine_for(model=reference, num_slots=3, step=step)
+    tasks = [
+        engine.task(request, SamplingParams(max_new_tokens=10, use_greedy=True, ignore_eos=True, **way))
+        for number, request in enumerate(ragged_requests(8))
+        for way in [ways[number % 4]]
+    ]
+    waiting = iter(tasks)
+    made = {s.request.request_id: s for passed in engine.serve(lambda: next(waiting, None)) for s in passed}
+    for task in tasks:
+        ids = list(task.request.prompt_token_ids)
+        for _ in range(10):
+            scores = reference(torch.tensor([ids])).logits[0, -1]
+            counts = torch.bincount(
+                torch.tensor(ids[len(task.request.prompt_token_ids) :]).long(), minlength=len(scores)
+            )
+            for token, bias in task.sampling.logit_bias:
+                scores[token] += bias
+            scores = scores - task.sampling.frequency_penalty * counts - task.sampling.presence_penalty * (counts > 0)
+            ids.append(int(scores.argmax()))
+        assert made[task.request.request_id].token_ids == ids[len(task.request.prompt_token_ids) :], task.sampling
+
+
+def test_tokens_asked_for_end_a_response_even_where_eos_does_not() -> None:
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True, stop_token_ids=(4, 99))
+    stop = StopCondition(params, eos_id=2, vocab_limit=50)
+    assert stop.stop_ids == (4,) and stop.check([2], 9) is None and stop.check([2, 4], 9) == "stop"
 
 
 def test_suppressed_stop_ids_and_vocab_limit() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import http.server
 import json
 import os
@@ -219,6 +221,29 @@ def test_tokens_that_are_parts_of_characters_have_their_bytes(client: openai.Ope
     assert all(re.fullmatch(r"token_id:\d+", token) for token in named.choices[0].logprobs.tokens or [""])
 
 
+def test_penalties_biases_and_ends_reach_the_engine(client: openai.OpenAI) -> None:
+    """And special tokens are shown to those who want them; their log-probs are the model's own."""
+    options: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "temperature": 0, "logprobs": 0}
+    more = {"ignore_eos": True, "return_token_ids": True}
+
+    def ids(extra: Any = (), **fields: Any) -> list[int]:
+        answer: Any = client.completions.create(**options, **fields, extra_body={**more, **dict(extra)}).to_dict()
+        return list(answer["choices"][0]["token_ids"])
+
+    plain = ids()
+    assert len(set(plain)) < len(plain)
+    assert len(set(ids(frequency_penalty=2, presence_penalty=2))) > len(set(plain))
+    assert plain[0] not in ids(logit_bias={str(plain[0]): -100})
+    assert ids(logit_bias={"77": 100}) == [77] * 30
+    assert ids({"temperature": 1, "min_p": 1}) == plain
+    (end,) = {plain[9]}
+    assert ids({"stop_token_ids": [end]}) == plain[: plain.index(end) + 1]
+    biased: Any = {"logit_bias": {"0": 100}, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
+    special = client.completions.create(**options, **biased).choices[0]
+    assert special.text == "<|endoftext|>" * 30 and special.logprobs is not None
+    assert max(special.logprobs.token_logprobs or [0]) < -0.01, "the log-probs are not those of the model"
+
+
 def test_chunks_are_of_one_choice_and_the_last_has_its_end_alone(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "n": 3, "stream": True, "seed": 4}
     messages: Any = [{"role": "user", "content": PROMPT}]
@@ -251,7 +276,7 @@ def test_a_prompt_of_all_the_context_can_be_scored(folder: Path, client: openai.
 
 
 NOTHING: dict[str, Any] = {
-    **dict.fromkeys(("store", "use_beam_search", "echo", "logprobs", "stream", "include_stop_str_in_output"), False),
+    **dict.fromkeys(("use_beam_search", "echo", "logprobs", "stream", "include_stop_str_in_output"), False),
     **{key: {} for key in ("logit_bias", "stream_options", "metadata", "structured_outputs")},
     **{key: [] for key in ("tools", "functions", "stop", "stop_token_ids", "bad_words", "documents")},
     "tool_choice": "none",
@@ -267,6 +292,7 @@ NOTHING: dict[str, Any] = {
     "priority": 0,
     "top_p": 0,
     "user": "me",
+    "store": True,
     "cache_salt": "x",
     "skip_special_tokens": True,
     "return_token_ids": False,
@@ -297,7 +323,7 @@ def test_fields_that_ask_for_nothing_are_accepted(server: str) -> None:
             assert reply.status_code == 200 and reply.json()["choices"] == plain, (name, value, reply.text)
         two = session.post(f"{server}/v1/{path}", json=body | {"n": 2, "best_of": 2}, timeout=30)
         assert len(two.json()["choices"]) == 2
-        for name, value in (("store", True), ("tool_choice", "required"), ("min_p", 0.1), ("n", 1.5), ("best_of", 2)):
+        for name, value in (("suffix", "b"), ("tool_choice", "required"), ("priority", 1), ("n", 1.5), ("best_of", 2)):
             reply = session.post(f"{server}/v1/{path}", json=body | {name: value}, timeout=30)
             assert reply.status_code == 400 and reply.json()["error"]["param"] == name, reply.text
 
@@ -368,6 +394,96 @@ def test_token_ids_stand_where_vllm_has_them(client: openai.OpenAI) -> None:
     assert sum(len(chunk["choices"][0].get("token_ids", [])) for chunk in chunks) == 8
 
 
+def test_vllms_generate_takes_token_ids_and_gives_them(client: openai.OpenAI, server: str) -> None:
+    """The ids and log-probs that completions give, of the distribution sampled from, spelt as vLLM does; streams, too.
+
+    The bodies are those of renderers 0.1.12, the client of verifiers 0.4, and of vLLM's own tests.
+    """
+    ids = [5, 7, 9, 40]
+    sampling = {"temperature": 0.7, "top_p": 0.9, "n": 2, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+    expected: Any = client.completions.create(
+        model="tiny", prompt=ids, n=2, seed=3, max_tokens=12, temperature=0.7, top_p=0.9,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    ).to_dict()  # fmt: skip
+    end = expected["choices"][0]["token_ids"][5]
+    body = {
+        "model": "tiny",
+        "token_ids": ids,
+        "sampling_params": {**sampling, "stop_token_ids": [], "logprobs": 1, "skip_special_tokens": False},
+        "cache_salt": "an episode",
+        "priority": 0,
+    }
+
+    def ask(**changes: Any) -> Any:
+        url = f"{server}/inference/v1/generate"
+        return requests.post(url, json={**body, **changes}, headers=KNOWN | {"X-Session-ID": "1"}, timeout=30)
+
+    answer = ask().json()
+    assert answer["request_id"] and answer["usage"] == expected["usage"]
+    for choice, other in zip(answer["choices"], expected["choices"], strict=True):
+        assert (choice["token_ids"], choice["finish_reason"]) == (other["token_ids"], "length")
+        content = choice["logprobs"]["content"]
+        assert [token["token"] for token in content] == [f"token_id:{i}" for i in other["token_ids"]]
+        assert [token["logprob"] for token in content] == other["sampling_logprobs"]
+    chunks = [json.loads(line[6:]) for line in ask(stream=True).iter_lines() if line.startswith(b"data: {")]
+    for index, choice in enumerate(answer["choices"]):
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
+        assert [i for part in parts for i in part["token_ids"]] == choice["token_ids"] and len(parts) > 6
+        assert [t for part in parts for t in (part["logprobs"] or {}).get("content", [])] == choice["logprobs"][
+            "content"
+        ]
+    stopped = ask(sampling_params=body["sampling_params"] | {"stop_token_ids": [end], "logprobs": None}).json()
+    first = stopped["choices"][0]
+    assert (first["finish_reason"], first["logprobs"]) == ("stop", None)
+    assert (
+        first["token_ids"] == expected["choices"][0]["token_ids"][: 1 + expected["choices"][0]["token_ids"].index(end)]
+    )
+    for wrong, param in (
+        ({"token_ids": None}, "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"features": {"image": 1}}, "features"),
+        ({"temperature": 1}, "temperature"),
+        ({"sampling_params": {"logprobs": 2}}, "logprobs"),
+        ({"sampling_params": {"stream": True}}, "stream"),
+        ({"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"token_ids": ids * 99}, "token_ids"),
+    ):
+        reply = ask(**wrong)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+
+
+def test_what_nemo_gym_asks_of_a_policy(server: str) -> None:
+    """NeMo-Gym 0.7's model server: ids of prompt and response, and the log-probs of these under their ids."""
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "logprobs": True,
+        "top_logprobs": 0,
+        "return_tokens_as_token_ids": True,
+        "return_token_ids": True,
+        "max_tokens": 5,
+        "parallel_tool_calls": True,
+        "metadata": {},
+        "store": False,
+    }
+    reply = requests.post(f"{server}/v1/chat/completions", json=body, headers=KNOWN, timeout=30).json()
+    (choice,) = reply["choices"]
+    tokens = [token["token"] for token in choice["logprobs"]["content"]]
+    assert tokens == [f"token_id:{i}" for i in choice["token_ids"]] and reply["prompt_token_ids"]
+
+
+def test_the_page_needs_no_key_and_reaches_nobody_else(server: str) -> None:
+    """What it asks for has one; its script is the one that its policy names."""
+    page = requests.get(server, timeout=10)
+    policy, text = page.headers["Content-Security-Policy"], page.content.decode()
+    script = text.split("<script>")[1].split("</script>")[0].encode()
+    assert page.status_code == 200 and base64.b64encode(hashlib.sha256(script).digest()).decode() in policy
+    assert "connect-src 'self'" in policy and "default-src 'none'" in policy
+    assert not re.search(r"https?://|src=|innerHTML", text) and KEY not in text and "tiny" not in text
+    assert requests.post(server, timeout=10).status_code in (401, 405)
+    assert requests.get(f"{server}/v1/models", timeout=10).status_code == 401
+
+
 def test_other_clients_ways_in(server: str) -> None:
     """Azure's and Anthropic's header for the key, a slash at the end, a body in chunks; and who has the wrong one."""
     for name in ("api-key", "x-api-key"):
@@ -398,8 +514,11 @@ def test_pages_of_an_allowed_origin_may_ask_and_no_others(server: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    ({"extra_body": {"min_p": 1.5}}, "min_p"),
+    ({"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids"),
     ({"extra_body": {"nobody_knows": 1}}, "nobody_knows"),
     ({"extra_body": {"guided_json": {}}}, "guided_json"),
     ({"max_tokens": MAX_LENGTH}, "max_tokens"),
@@ -445,8 +564,11 @@ def test_no_value_of_a_field_breaks_the_service(server: str) -> None:
     ]
     names = "prompt messages max_tokens max_completion_tokens temperature top_p top_k n stop seed logprobs top_logprobs"
     names += " echo stream stream_options min_tokens repetition_penalty ignore_eos user model best_of tools other"
+    names += " min_p presence_penalty frequency_penalty logit_bias stop_token_ids skip_special_tokens tool_choice"
+    names += " token_ids sampling_params request_id"
     good = {"completions": {"prompt": "a", "max_tokens": 2}, "chat/completions": {"messages": [{"role": "user"}]}}
     good["chat/completions"] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    good["../inference/v1/generate"] = {"token_ids": [5], "sampling_params": {"max_tokens": 2}}
     session = requests.Session()
     session.headers["Authorization"] = f"Bearer {KEY}"
     for path, body in good.items():
@@ -780,6 +902,51 @@ def test_lm_eval_gets_the_numbers_of_transformers(folder: Path, server: str, tmp
             assert re.sub(r"[-\d.]+e?[-\d]*", "", str(one["resps"])) == re.sub(
                 r"[-\d.]+e?[-\d]*", "", str(other["resps"])
             )
+
+
+VERIFIERS_TASKS = """import verifiers.v1 as vf
+
+
+class LineTask(vf.Task[vf.TaskData]):
+    @vf.reward(weight=1.0)
+    async def reward(self, trace: vf.Trace) -> float:
+        return 0.5
+
+
+class LineTaskset(vf.Taskset[LineTask, vf.TasksetConfig]):
+    def load(self) -> list[LineTask]:
+        return [LineTask(vf.TaskData(prompt=f"What is 12 times {i}?"), self.config.task) for i in range(4)]
+
+
+__all__ = ["LineTaskset"]
+"""
+
+
+def test_episodes_of_verifiers_have_ids_masks_and_log_probs(folder: Path, server: str, tmp_path: Path) -> None:
+    """`vf-eval --client.type train`, which asks /inference/v1/generate."""
+    program = os.environ.get("VF_EVAL") or shutil.which("vf-eval")
+    if program is None:
+        pytest.skip("NOT TESTED: pip install verifiers uv, in an environment of its own, and VF_EVAL=.../bin/vf-eval")
+    (tmp_path / "lines_v1").mkdir()
+    (tmp_path / "lines_v1" / "__init__.py").write_text(VERIFIERS_TASKS)
+    agent = ["--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess", "-o", str(tmp_path / "runs")]
+    client = ["--client.type", "train", "--client.base-url", f"{server}/v1", "--client.api-key-var", "KEY_OF_TEST"]
+    client += ["-m", "tiny", "--client.renderer-model-name", str(folder), "--sampling.max-tokens", "24"]
+    path = os.pathsep.join([str(Path(program).parent), os.environ["PATH"]])
+    added = {"KEY_OF_TEST": KEY, "PYTHONPATH": str(tmp_path), "PATH": path, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [program, "lines-v1", "--no-push", "--no-rich", *agent, *client],
+        env={**environment(), **added},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    (traces,) = (tmp_path / "runs").glob("*/traces.jsonl")
+    episodes = list(map(json.loads, traces.open()))
+    assert len(episodes) == 4 and all(episode["ok"] for episode in episodes), done.stdout[-3000:]
+    for node in (node for episode in episodes for node in episode["traces"][0]["nodes"] if node["sampled"]):
+        assert len(node["token_ids"]) == len(node["mask"]) and sum(node["mask"]) == len(node["logprobs"]) > 0
 
 
 def _numbers(responses: Any) -> list[float]:

@@ -149,6 +149,12 @@ def test_responses_and_their_sampling_parameters(shared: tuple[SidecarEngine, Pa
     assert len({call["sampling"]["seed"] for call in calls(folder, "generate")[-6:]}) == 6
 
 
+def test_what_the_other_engine_does_not_do_is_named(shared: tuple[SidecarEngine, Path]) -> None:
+    params = SamplingParams(max_new_tokens=5, min_p=0.1, logit_bias=((3, 1.0),), top_k=4)
+    with pytest.raises(ValueError, match="logit_bias, min_p: not with TensorRT-LLM"):
+        generate(shared[0], [10, 20], params=params)
+
+
 def test_the_stop_token_counts_and_is_held_back_below_the_minimum(shared: tuple[SidecarEngine, Path]) -> None:
     engine, folder = shared
     engine.refit(weights(1), version=3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Literal, TypeVar
 
@@ -30,6 +31,9 @@ TokenToId = Callable[[str], int | None]
 NO_WEIGHTS = -1  # the version of an engine without complete weights
 
 _DIVISORS = (1e-20, 1e20)  # logits that are divided by others may leave the range of float32
+_PENALTIES = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_FILTERS = ("top_k", "top_p", "min_p")
+_PENALTY, _BIAS = 2.0, 100.0  # OpenAI's limits
 _CONTEXT_TOKENS = 4  # decoded in front of the tokens that may hold a stop string; more than a cut character leaves
 _PART_OF_A_CHARACTER = "\ufffd"
 
@@ -38,8 +42,9 @@ _PART_OF_A_CHARACTER = "\ufffd"
 class SamplingParams:
     """How tokens are chosen and when a response ends; one set for all requests of a `generate` call.
 
-    Filters act in the order and with the meaning of `transformers`' logits processors: repetition
-    penalty, minimum length, temperature, top-k, top-p. Greedy decoding ignores the last three.
+    Filters act in the order and with the meaning of `transformers`' logits processors: logit bias, repetition penalty,
+    minimum length, temperature, top-k, top-p, min-p. Greedy decoding ignores the last four. The penalties by frequency
+    and presence are OpenAI's and vLLM's, and follow that for repetition.
     """
 
     max_new_tokens: int
@@ -48,8 +53,13 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off; the least probability, as a share of the likeliest token's
     repetition_penalty: float = 1.0  # 1: off; over prompt and response
+    presence_penalty: float = 0.0  # taken from the logits of ids in the response
+    frequency_penalty: float = 0.0  # the same, as often as they are there
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit)
     stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # they end a response even where ``ignore_eos``
     ignore_eos: bool = False  # sample end-of-sequence tokens like any other: forced lengths, for benchmarks
     seed: int = 0  # of the run; combined with each request's own seed
 
@@ -73,8 +83,27 @@ class SamplingParams:
             raise ValueError(
                 f"repetition_penalty must lie in {list(_DIVISORS)}, got {self.repetition_penalty}; 1 turns it off"
             )
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}; 0 turns it off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -_PENALTY <= getattr(self, name) <= _PENALTY:
+                raise ValueError(f"{name} must lie in {[-_PENALTY, _PENALTY]}, got {getattr(self, name)}")
+        for token, bias in self.logit_bias:
+            if not -_BIAS <= bias <= _BIAS:
+                raise ValueError(f"logit_bias must lie in {[-_BIAS, _BIAS]}, got {bias} for id {token}")
         if any(not string for string in self.stop_strings):
             raise ValueError("stop_strings holds an empty string, which would end every response at once")
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the choice depends on how often an id is in the response."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @functools.cached_property
+    def filters(self) -> tuple[tuple[str, object], ...]:
+        """What acts on the choice of tokens beside temperature and minimum length, by name, and how."""
+        names = [*_PENALTIES, *(() if self.use_greedy else _FILTERS)]
+        return tuple((name, value) for name in names if (value := getattr(self, name)) != getattr(type(self), name))
 
     @property
     def logprob_temperature(self) -> float:
@@ -130,8 +159,8 @@ class GenerationResult:
 
     ``token_ids`` is the response without the prompt, *with* the stop token (or all tokens of the
     stop string). ``logprobs``, one per token, is log-softmax(logits / temperature) over the model's
-    whole vocabulary at the token chosen, *before* repetition penalty, minimum length, top-k and
-    top-p (temperature 1 when greedy): the quantity the trainer computes for the same tokens, so
+    whole vocabulary at the token chosen, *before* biases, penalties, minimum length, top-k,
+    top-p and min-p (temperature 1 when greedy): the quantity the trainer computes for the same tokens, so
     the two can be compared. ``finish_reason`` is "stop" exactly if the end-of-sequence token or a
     stop string ended the response.
     """
@@ -410,7 +439,8 @@ class StopCondition:
     tail long enough to hold it is decoded, and only after a token that may complete a stop string.
 
     Attributes:
-        stop_ids: ids that end a response: those of end of sequence, unless ignored, then those of stop strings.
+        stop_ids: ids that end a response: those of end of sequence, unless ignored, those asked for, those of stop
+            strings.
     """
 
     def __init__(
@@ -429,8 +459,9 @@ class StopCondition:
         Raises:
             ValueError: a stop string can be matched neither by id nor by text.
         """
-        known = [i for i in more_eos_ids if i >= 0 and (vocab_limit is None or i < vocab_limit)]
-        stop_ids = [] if params.ignore_eos else [eos_id, *known]
+        more = [*(() if params.ignore_eos else more_eos_ids), *params.stop_token_ids]
+        known = [i for i in more if i >= 0 and (vocab_limit is None or i < vocab_limit)]
+        stop_ids = known if params.ignore_eos else [eos_id, *known]
         for string in params.stop_strings:
             token = token_to_id(string) if token_to_id is not None else None
             if token is not None:

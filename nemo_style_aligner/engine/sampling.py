@@ -8,6 +8,7 @@ whichever slot and on whichever rank it runs, and there is no generator state to
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -30,6 +31,7 @@ class SamplingRows:
     positions: torch.Tensor  # int64 [b], number of tokens the response has already
     suppress_stop: torch.Tensor | None = None  # bool [b]: rows below the minimum length
     seen: torch.Tensor | None = None  # bool [b, vocab]: ids in prompt or response; for the repetition penalty
+    counts: torch.Tensor | None = None  # float [b, vocab]: how often an id is in the response; for the other penalties
 
 
 def request_key(run_seed: int, request_seed: int) -> int:
@@ -80,11 +82,11 @@ def sample(
         # Without constraints, tokens are sampled from the logits whose log-probs are reported: divide them only once.
         unconstrained = scores is logits
         scores = scaled if unconstrained else scores / params.temperature
-        possible = filter_top_k_top_p(scores[:, :vocab_limit], params.top_k, params.top_p)
+        possible = filter_min_p(filter_top_k_top_p(scores[:, :vocab_limit], params.top_k, params.top_p), params.min_p)
         # The peak of the possible ids only: relative to a far likelier id that is excluded, all weights could be 0.
         peak = possible.amax(dim=-1, keepdim=True)
         weights = (possible - peak).exp_()
-        if unconstrained and params.top_k == 0 and params.top_p >= 1.0:
+        if unconstrained and not params.filters:
             normalizer = weights.sum(dim=-1).log() + peak.squeeze(-1)  # no second pass of exponentials
             if possible.shape != scaled.shape:
                 normalizer = torch.logaddexp(normalizer, scaled[:, vocab_limit:].logsumexp(dim=-1))
@@ -110,6 +112,13 @@ def filter_top_k_top_p(scores: torch.Tensor, top_k: int, top_p: float) -> torch.
     return scores
 
 
+def filter_min_p(scores: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Replace the ``scores`` [b, v] of ids less likely than ``min_p`` times the likeliest one by -inf."""
+    if min_p == 0.0:
+        return scores
+    return scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + math.log(min_p), -torch.inf)
+
+
 def apply_repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
     """Make ids marked in ``seen`` (bool, shape of ``logits``) less likely when ``penalty`` > 1."""
     penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
@@ -119,12 +128,21 @@ def apply_repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: 
 def _apply_constraints(
     logits: torch.Tensor, params: SamplingParams, rows: SamplingRows, stop_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Repetition penalty and minimum length; ``logits`` itself when neither acts."""
+    """Bias, penalties and minimum length; ``logits`` itself when none acts."""
     scores = logits
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        added = torch.tensor(biases, dtype=scores.dtype, device=scores.device).expand(len(scores), -1)
+        scores = scores.index_add(-1, torch.tensor(ids, device=scores.device), added)
     if params.repetition_penalty != 1.0:
         if rows.seen is None:
             raise ValueError("repetition_penalty needs SamplingRows.seen, the ids already in prompt and response")
         scores = apply_repetition_penalty(scores, rows.seen, params.repetition_penalty)
+    if params.counts_tokens:
+        if rows.counts is None:
+            raise ValueError("penalties need SamplingRows.counts, how often an id is in the response")
+        penalties = params.frequency_penalty * rows.counts + params.presence_penalty * (rows.counts > 0)
+        scores = scores - penalties
     if rows.suppress_stop is not None and stop_ids is not None and stop_ids.numel():
         held_back = scores.index_select(-1, stop_ids).masked_fill(rows.suppress_stop[:, None], -torch.inf)
         scores = scores.index_copy(-1, stop_ids, held_back)

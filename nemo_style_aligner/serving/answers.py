@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import abc
 import codecs
+import enum
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from nemo_style_aligner.data.tokenizer import PART_OF_A_CHARACTER, Tokenizer
@@ -14,8 +16,10 @@ from nemo_style_aligner.engine.contract import FinishReason, SamplingParams, tex
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, TokenScores
 from nemo_style_aligner.serving.bodies import Asked, Prompt
 from nemo_style_aligner.serving.generation import Choice, Ticket
+from nemo_style_aligner.serving.tool_calls import Call
 from nemo_style_aligner.wording import common_start
 
+_CALL_ID = 9  # characters of a call's id: Mistral's templates take no others
 _CONTEXT_TOKENS = 8  # of the prompt: how a token is written depends on those before it
 
 
@@ -28,8 +32,11 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 class ResponseText:
     """The text of one response, which ends before what ended it."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], sampling: SamplingParams, keeps_special: bool = False
+    ) -> None:
         self._tokenizer, self._sampling = tokenizer, sampling
+        self._text_of = partial(tokenizer.ids_to_text, keep_special=keeps_special)
         self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._num_context = len(self._ids)
         # What comes before `_known` is in `_text`; from `_window` on, tokens are decoded again with those that follow.
@@ -50,8 +57,7 @@ class ResponseText:
         return self._text[first:certain]
 
     def _decode(self) -> None:
-        decode = self._tokenizer.ids_to_text
-        before, now = decode(self._ids[self._window : self._known]), decode(self._ids[self._window :])
+        before, now = (self._text_of(self._ids[self._window : end]) for end in (self._known, None))
         if len(now) > len(before) and not now.endswith(PART_OF_A_CHARACTER):
             self._text += now[len(before) :]
             self._window, self._known = self._known, len(self._ids)
@@ -65,13 +71,14 @@ class ResponseText:
     def _whole(self) -> str:
         """The text of the finished response."""
         context, ids = self._ids[: self._num_context], self._ids[self._num_context :]
-        start = self._tokenizer.ids_to_text(context)
+        start = self._text_of(context)
 
         def decode(ids: Sequence[int]) -> str:
-            text = self._tokenizer.ids_to_text([*context, *ids])
+            text = self._text_of([*context, *ids])
             return text[len(common_start(start, text)) :]
 
         kept = ids if self._sampling.ignore_eos else self._tokenizer.without_end(ids)
+        kept = kept[:-1] if kept and kept[-1] in self._sampling.stop_token_ids else kept
         return text_before_end(kept, decode, self._sampling.stop_strings, self._sampling.min_new_tokens)
 
 
@@ -81,7 +88,7 @@ class _ChoiceAnswer(abc.ABC):
     def __init__(self, choice: Choice, index: int, asked: Asked, tokenizer: Tokenizer) -> None:
         self._choice, self._index, self._asked, self._tokenizer = choice, index, asked, tokenizer
         self._prompt: Prompt = asked.prompts[index // asked.num_choices]
-        self._text = ResponseText(tokenizer, self._prompt.token_ids, asked.sampling)
+        self._text = ResponseText(tokenizer, self._prompt.token_ids, asked.sampling, asked.keeps_special)
         self.num_told = 0  # tokens
         self.is_ended = False
 
@@ -94,15 +101,28 @@ class _ChoiceAnswer(abc.ABC):
         if self._asked.echoes_alone:
             text, ready = "", 0
         self.num_told, self.is_ended = ready, reason is not None
-        is_wanted = self._asked.num_top is not None or self._asked.returns_ids
-        found = []
-        if not first or text or (is_wanted and ready > first):
-            found.append(self._named(self._told(sequence, text, first, ready)) | self._ids(sequence, first, ready))
+        said = self._said(text)
+        if not first or any(said.values()) or (self._wants_tokens and ready > first):
+            found = [self._named(self._told(sequence, said, first, ready)) | self._ids(sequence, first, ready)]
+        else:
+            found = []
         if self.is_ended and self._asked.streams:
             found.append(self._named(self._end()))
         if self.is_ended:
-            found[-1]["finish_reason"] = reason
+            found[-1]["finish_reason"] = self._reason(reason)
         return found
+
+    @property
+    def _wants_tokens(self) -> bool:
+        return self._asked.num_top is not None or self._asked.returns_ids
+
+    def _reason(self, reason: FinishReason | None) -> str | None:
+        """Why the response has ended."""
+        return reason
+
+    def _said(self, text: str) -> dict[str, Any]:
+        """What the ``text`` that is new says, in the endpoint's own fields."""
+        return {"text": text}
 
     def _named(self, told: dict[str, Any]) -> dict[str, Any]:
         version = self._choice.weight_version
@@ -119,8 +139,8 @@ class _ChoiceAnswer(abc.ABC):
         return f"token_id:{token_id}" if self._asked.spells_ids else token_text(self._tokenizer, token_id)
 
     @abc.abstractmethod
-    def _told(self, sequence: ScheduledSequence, text: str, first: int, ready: int) -> dict[str, Any]:
-        """The endpoint's own fields about the tokens from number ``first`` to ``ready``, and the text that is new."""
+    def _told(self, sequence: ScheduledSequence, said: dict[str, Any], first: int, ready: int) -> dict[str, Any]:
+        """The endpoint's own fields about the tokens from number ``first`` to ``ready``, and what is ``said`` anew."""
 
     @abc.abstractmethod
     def _end(self) -> dict[str, Any]:
@@ -158,7 +178,8 @@ class _CompletionChoice(_ChoiceAnswer):
         super().__init__(choice, index, asked, tokenizer)
         self._places = _Places(tokenizer, self._prompt.text if asked.echo else "")
 
-    def _told(self, sequence: ScheduledSequence, text: str, first: int, ready: int) -> dict[str, Any]:
+    def _told(self, sequence: ScheduledSequence, said: dict[str, Any], first: int, ready: int) -> dict[str, Any]:
+        text: str = said["text"]
         ids, scores = sequence.token_ids[first:ready], list[TokenScores | None](sequence.scores[first:ready])
         if self._asked.echo and not first:
             text, ids = self._prompt.text + text, [*self._prompt.token_ids, *ids]
@@ -185,8 +206,26 @@ class _CompletionChoice(_ChoiceAnswer):
 
 
 class _ChatChoice(_ChoiceAnswer):
-    def _told(self, sequence: ScheduledSequence, text: str, first: int, ready: int) -> dict[str, Any]:
-        message = {"content": text} if first else {"role": "assistant", "content": text}
+    def __init__(self, choice: Choice, index: int, asked: Asked, tokenizer: Tokenizer) -> None:
+        super().__init__(choice, index, asked, tokenizer)
+        self._calls = None if asked.reads_calls is None else asked.reads_calls()
+
+    def _said(self, text: str) -> dict[str, Any]:
+        if self._calls is None:
+            return {"content": text}
+        first = self._calls.num_calls
+        content, calls = self._calls.add(text, self.is_ended)
+        if not calls:
+            return {"content": content}
+        told = [_call(call, first + n if self._asked.streams else None) for n, call in enumerate(calls)]
+        return {"content": content or None, "tool_calls": told}
+
+    def _reason(self, reason: FinishReason | None) -> str | None:
+        has_called = self._calls is not None and self._calls.num_calls > 0
+        return "tool_calls" if has_called and reason == "stop" else reason
+
+    def _told(self, sequence: ScheduledSequence, said: dict[str, Any], first: int, ready: int) -> dict[str, Any]:
+        message = said if first else {"role": "assistant", **said}
         logprobs = None
         if self._asked.num_top is not None:
             pairs = zip(sequence.token_ids[first:ready], sequence.scores[first:ready], strict=True)
@@ -205,17 +244,57 @@ class _ChatChoice(_ChoiceAnswer):
         return {"token": token, "logprob": logprob, "bytes": list(spelt)}
 
 
+class _IdsChoice(_ChoiceAnswer):
+    """vLLM's answer to token ids: token ids, without a text."""
+
+    @property
+    def _wants_tokens(self) -> bool:
+        return True
+
+    def _ids(self, sequence: ScheduledSequence, first: int, ready: int) -> dict[str, Any]:
+        return {}
+
+    def _told(self, sequence: ScheduledSequence, said: dict[str, Any], first: int, ready: int) -> dict[str, Any]:
+        ids, content = sequence.token_ids[first:ready], None
+        if self._asked.returns_ids:  # of the distribution that they are from, as whoever trains on them wants it
+            scores = zip(ids, sequence.logprobs[first:ready], strict=True)
+            nothing: dict[str, Any] = {"bytes": None, "top_logprobs": []}
+            content = [{"token": f"token_id:{i}", "logprob": score, **nothing} for i, score in scores]
+        return {"token_ids": ids, "logprobs": None if content is None else {"content": content}}
+
+    def _end(self) -> dict[str, Any]:
+        return {"token_ids": [], "logprobs": None}
+
+
+def _call(call: Call, number: int | None) -> dict[str, Any]:
+    """A call in OpenAI's format; in a stream it has its ``number``."""
+    call_id = uuid.uuid4().hex[:_CALL_ID]
+    told = {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return told if number is None else {"index": number, **told}
+
+
+class Endpoint(enum.Enum):
+    """Whose format an answer has."""
+
+    COMPLETIONS = _CompletionChoice
+    CHAT = _ChatChoice
+    GENERATE = _IdsChoice
+
+
 class Answer:
     """What is said about one request."""
 
-    def __init__(self, asked: Asked, ticket: Ticket, model: str, tokenizer: Tokenizer, *, is_chat: bool) -> None:
-        kind = _ChatChoice if is_chat else _CompletionChoice
-        self._choices = [kind(choice, n, asked, tokenizer) for n, choice in enumerate(ticket.choices)]
-        self._asked, self._is_chat = asked, is_chat
+    def __init__(self, asked: Asked, ticket: Ticket, model: str, tokenizer: Tokenizer, endpoint: Endpoint) -> None:
+        self._choices = [endpoint.value(choice, n, asked, tokenizer) for n, choice in enumerate(ticket.choices)]
+        self._asked, self._is_chat = asked, endpoint is Endpoint.CHAT
+        number = uuid.uuid4().hex
+        if endpoint is Endpoint.GENERATE:
+            self._head: dict[str, Any] = {"request_id": number, "model": model}
+            return
         name = "text_completion"
-        if is_chat:
+        if self._is_chat:
             name = "chat.completion.chunk" if asked.streams else "chat.completion"
-        request_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        request_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{number}"
         self._head = {"id": request_id, "object": name, "created": int(time.time()), "model": model}
 
     @property

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import json
 import logging
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 from flask import Flask, Response, request
@@ -17,7 +20,7 @@ from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.services.flask_app import service_app
 from nemo_style_aligner.services.http_server import CLIENT_IS_THERE_KEY, EVENT_STREAM, WsgiServer
 from nemo_style_aligner.services.request_log import NOTES_KEY
-from nemo_style_aligner.serving.answers import Answer
+from nemo_style_aligner.serving.answers import Answer, Endpoint
 from nemo_style_aligner.serving.bodies import Asked, BodyReader, RequestError, error_body, error_object
 from nemo_style_aligner.serving.generation import Generation, Metrics, Ticket
 from nemo_style_aligner.wanted import CHECK_SECONDS, wanted
@@ -72,7 +75,7 @@ class ServedModel:
             name="the API",
             section=section,
             token=token,
-            is_open=lambda path: path == _HEALTH_PATH,
+            is_open=lambda path: path in (_HEALTH_PATH, "/"),
             allowed_origins=allowed_origins,
             error_body=error_body,
         )
@@ -90,8 +93,10 @@ class ServedModel:
         app.after_request(self._count)
         app.url_map.strict_slashes = False  # /v1/models/, too
         posts = {"/v1/completions": self._completion, "/v1/chat/completions": self._chat}
+        posts["/inference/v1/generate"] = self._generate
         for path, view in (posts | {"/tokenize": self._tokenize, "/detokenize": self._detokenize}).items():
             app.add_url_rule(path, view_func=view, methods=["POST"])
+        app.add_url_rule("/", view_func=_page)
         app.add_url_rule("/v1/models", view_func=self._models)
         app.add_url_rule("/v1/models/<path:name>", view_func=self._model)
         app.add_url_rule("/tokenizer_info", view_func=self._tokenizer_info)
@@ -113,14 +118,17 @@ class ServedModel:
     # ---- completions ----------------------------------------------------------------------------
 
     def _completion(self) -> ResponseReturnValue:
-        return self._answer(self._bodies.completion(_body()), is_chat=False)
+        return self._answer(self._bodies.completion(_body()), Endpoint.COMPLETIONS)
 
     def _chat(self) -> ResponseReturnValue:
-        return self._answer(self._bodies.chat(_body()), is_chat=True)
+        return self._answer(self._bodies.chat(_body()), Endpoint.CHAT)
 
-    def _answer(self, asked: Asked, *, is_chat: bool) -> ResponseReturnValue:
+    def _generate(self) -> ResponseReturnValue:
+        return self._answer(self._bodies.generate(_body()), Endpoint.GENERATE)
+
+    def _answer(self, asked: Asked, endpoint: Endpoint) -> ResponseReturnValue:
         ticket = self.generation.submit(asked)
-        answer = Answer(asked, ticket, self._name, self._tokenizer, is_chat=is_chat)
+        answer = Answer(asked, ticket, self._name, self._tokenizer, endpoint)
         news = self._news(ticket, wanted.get(), request.environ[NOTES_KEY])
         next(news)  # an error that comes before the first token has a status of its own, in a stream, too
         if asked.streams:
@@ -184,6 +192,16 @@ class ServedModel:
         path = request.url_rule.rule if request.url_rule is not None else "other"
         self._metrics.requests.labels(path, str(response.status_code)).inc()
         return response
+
+
+def _page() -> Response:
+    """A page to talk to the model, for whoever comes: the page itself asks for the key."""
+    page = Path(__file__).with_name("chat.html").read_text("utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'"
+    policy += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return Response(page, headers={"Content-Security-Policy": policy}, content_type="text/html; charset=utf-8")
 
 
 def _events(asked: Asked, answer: Answer, news: Generator[None, None, None]) -> Iterator[bytes]:

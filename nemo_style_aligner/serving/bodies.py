@@ -6,10 +6,11 @@ A field that is unknown, or whose value would change the answer in a way that is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
 from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.parsing import parse_json
 from nemo_style_aligner.services.protocol import ProtocolError
+from nemo_style_aligner.serving.tool_calls import CallForm, CallReader, find_form
 from nemo_style_aligner.wanted import wanted
 
 MOST_ALTERNATIVES = 20  # that log-probs may be asked of, in the place of each token
 MOST_STOPS = 64
+MOST_BIASES = 1024
 LONGEST_STOP = 4096  # characters
 _SLICE = 4  # characters of a text, times the model's tokens, that are tokenized at once, while it may be too long
 _LEAST_PER_TOKEN = 32  # characters for which a token may stand, even if none is as long: spaces, and unknown ones
@@ -32,14 +35,14 @@ _LARGEST_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1  # what the model has room for is another matter, with an error of its own
 # Fields of OpenAI's API and of vLLM's, with the values that ask for nothing that is not built.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "priority", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("priority", "no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("length_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("logit_bias", "structured_outputs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
-    **dict.fromkeys(("tools", "functions", "documents", "stop_token_ids", "bad_words", "logits_processors"), ([],)),
+    **dict.fromkeys(("structured_outputs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("tools", "functions", "documents", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("parallel_tool_calls", "spaces_between_special_tokens"), (True, False)),
-    **dict.fromkeys(("store", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("skip_special_tokens", "detokenize", "include_reasoning"), (True,)),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("detokenize", "include_reasoning"), (True,)),
     "echo": (False,),
     "add_special_tokens": (False,),
     "suffix": ("",),
@@ -48,8 +51,16 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
 }
-# Fields that have no effect on an answer: whom it is for, and what caches keep.
-_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt")
+# Fields that have no effect on an answer: whom it is for, and what is kept of it elsewhere.
+_WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "cache_salt"),
+)
+# Those of /inference/v1/generate besides, whose answers have no text.
+_WITHOUT_EFFECT_ON_IDS = (
+    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"),
+    *("routed_experts_prompt_start", "output_kind"),
+)
 # What a request's other fields say to a chat template.
 _NO_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 _NO_VARIABLES |= {"conversations", "chat_template", "return_assistant_tokens_mask"}
@@ -83,14 +94,20 @@ def error_object(error: ProtocolError) -> dict[str, Any]:
 class Fields:
     """The fields of a request's JSON object, null being absent: each is taken once, `finish` refuses what is left."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, fields: Mapping[str, Any], without_effect: Sequence[str] = _WITHOUT_EFFECT) -> None:
+        self._left = {name: value for name, value in fields.items() if value is not None}
+        self._without_effect = without_effect
+
+    @classmethod
+    def of(cls, body: bytes) -> Fields:
+        """The fields of a body."""
         try:
             fields = parse_json(body.decode(), unique=True)
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise RequestError(400, "the body is not a JSON object")
-        self._left = {name: value for name, value in fields.items() if value is not None}
+        return cls(fields)
 
     def take(self, name: str, default: Any, meaning: str, is_right: Callable[[Any], bool]) -> Any:
         """The field ``name``; a `RequestError` unless it ``is_right``, which is what ``meaning`` says."""
@@ -135,6 +152,10 @@ class Fields:
         value = self.take(name, [], meaning, is_right)
         return (value,) if isinstance(value, str) else tuple(value)
 
+    def fields(self, name: str, without_effect: Sequence[str]) -> Fields:
+        """An object, whose fields are taken in the same way."""
+        return Fields(self.take(name, {}, "an object", lambda value: isinstance(value, dict)), without_effect)
+
     def drop(self, name: str, nothing: Any) -> None:
         """Take a field as absent if it is this."""
         if self._left.get(name) is nothing:
@@ -143,7 +164,7 @@ class Fields:
     def finish(self) -> None:
         """Refuse what is left, unless it asks for nothing."""
         for name, value in self._left.items():
-            if name in _WITHOUT_EFFECT:
+            if name in self._without_effect:
                 continue
             if name not in _NEUTRAL:
                 raise RequestError(400, f"'{name}' is unknown, or not supported here", name, "unknown_parameter")
@@ -153,7 +174,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids, and the text that an echo shows."""
+    """Token ids, and their text."""
 
     token_ids: list[int]
     text: str
@@ -167,8 +188,11 @@ class Asked:
         num_choices: responses to each prompt.
         seed: of the first response to each prompt.
         num_top: log-probs are wanted, with this many alternatives; None: they are not.
-        returns_ids: token ids and the log-probs that they were sampled with are wanted.
+        returns_ids: token ids and the log-probs that they were sampled with are wanted; where ids are all of an
+            answer, these log-probs.
         spells_ids: log-probs show a token as ``token_id:N``.
+        keeps_special: the text of special tokens is wanted.
+        reads_calls: reads the calls of tools from a response; None: it is text alone.
     """
 
     prompts: list[Prompt]
@@ -182,6 +206,8 @@ class Asked:
     includes_usage: bool = False
     returns_ids: bool = False
     spells_ids: bool = False
+    keeps_special: bool = False
+    reads_calls: Callable[[], CallReader] | None = None
 
 
 def is_text(text: str) -> bool:
@@ -219,10 +245,27 @@ class BodyReader:
         num_top = fields.whole("logprobs", None, 0, MOST_ALTERNATIVES)
         return self._asked(fields, prompts, max_tokens, num_top, fields.flag("echo"))
 
+    def generate(self, body: bytes) -> Asked:
+        """A request to /inference/v1/generate, vLLM's: token ids in, token ids out."""
+        fields = self._fields(body)
+        ids = fields.take("token_ids", None, f"a list of token ids below {self._vocab_size}", self._are_ids)
+        if ids is None:
+            raise RequestError(400, "'token_ids' is missing", "token_ids")
+        self._check_size(len(ids), "token ids", "token_ids")
+        fields.text("request_id")
+        fields.drop("features", {})
+        sampling = fields.fields("sampling_params", _WITHOUT_EFFECT_ON_IDS)
+        max_tokens = sampling.whole("max_tokens", _COMPLETION_TOKENS, 1, _MOST_TOKENS)
+        num_top = sampling.whole("logprobs", None, 0, 1)  # each token's own; alternatives are no part of the answer
+        asked = self._asked(sampling, [Prompt(token_ids=ids, text="")], max_tokens, None, False, around=fields)
+        return dataclasses.replace(asked, returns_ids=num_top is not None)
+
     def chat(self, body: bytes) -> Asked:
         """A request to /v1/chat/completions."""
         fields = self._fields(body)
-        prompt = self._conversation(fields)
+        tools = self._tools(fields)
+        prompt = self._conversation(fields, tools)
+        reads_calls = self._reads_calls(fields, tools, prompt)
         old = fields.whole("max_tokens", None, 1, _MOST_TOKENS)  # OpenAI's former name
         max_tokens = fields.whole("max_completion_tokens", old, 1, _MOST_TOKENS)
         if old not in (None, max_tokens):
@@ -232,13 +275,19 @@ class BodyReader:
         if num_top and not has_logprobs:
             raise RequestError(400, "'top_logprobs' needs 'logprobs': true", "top_logprobs")
         room = max(1, self._max_length - len(prompt.token_ids))
-        return self._asked(fields, [prompt], max_tokens or room, num_top if has_logprobs else None, False)
+        asked = self._asked(fields, [prompt], max_tokens or room, num_top if has_logprobs else None, False)
+        is_marked = reads_calls is not None and self._call_form_is_special
+        return dataclasses.replace(asked, reads_calls=reads_calls, keeps_special=asked.keeps_special or is_marked)
 
     def to_tokenize(self, body: bytes) -> list[int]:
         """The token ids that a request to /tokenize wants."""
         fields = self._fields(body)
         text, adds_bos = fields.text("prompt"), fields.flag("add_special_tokens", True)
-        ids = self._conversation(fields).token_ids if text is None else self._text_to_ids(text, adds_bos)
+        ids = (
+            self._conversation(fields, self._tools(fields)).token_ids
+            if text is None
+            else self._text_to_ids(text, adds_bos)
+        )
         fields.finish()
         return ids
 
@@ -253,14 +302,24 @@ class BodyReader:
         return ids
 
     def _fields(self, body: bytes) -> Fields:
-        fields = Fields(body)
+        fields = Fields.of(body)
         name = fields.text("model")
         if name not in (None, self._name):
             message = f"the model '{name[:100]}' is not served here: it is '{self._name}'"
             raise RequestError(404, message, "model", "model_not_found")
         return fields
 
-    def _asked(self, fields: Fields, prompts: list[Prompt], max_tokens: int, num_top: int | None, echo: bool) -> Asked:
+    def _asked(
+        self,
+        fields: Fields,
+        prompts: list[Prompt],
+        max_tokens: int,
+        num_top: int | None,
+        echo: bool,
+        around: Fields | None = None,
+    ) -> Asked:
+        """What is common to all endpoints. ``around``: where fields stand that are not about sampling, if elsewhere."""
+        around = around or fields
         num_choices = fields.whole("n", 1, 1, self._max_choices)
         self._check_number(len(prompts), num_choices)
         if fields.whole("best_of", num_choices, 1, self._max_choices) != num_choices:
@@ -269,12 +328,7 @@ class BodyReader:
             raise RequestError(400, "'max_tokens' may be 0 only with 'echo'", "max_tokens")
         for prompt in prompts:
             self._check_length(len(prompt.token_ids), max_tokens)
-        streams = fields.flag("stream")
-        flags = "an object of true and false"
-        options = fields.take("stream_options", {}, flags, lambda value: isinstance(value, dict) and _are_flags(value))
-        options = {name: value for name, value in options.items() if value}
-        if options and (not streams or options.keys() - {"include_usage", "include_obfuscation"}):
-            raise RequestError(400, "'stream_options' needs 'stream', and has 'include_usage' alone", "stream_options")
+        streams, includes_usage = self._stream(around)
         asked = Asked(
             prompts=prompts,
             sampling=self._sampling(fields, max_tokens),
@@ -284,12 +338,24 @@ class BodyReader:
             echo=echo,
             echoes_alone=max_tokens == 0,
             streams=streams,
-            includes_usage=bool(options.get("include_usage")),
-            returns_ids=fields.flag("return_token_ids"),
-            spells_ids=fields.flag("return_tokens_as_token_ids"),
+            includes_usage=includes_usage,
+            returns_ids=around.flag("return_token_ids"),
+            spells_ids=around.flag("return_tokens_as_token_ids"),
+            keeps_special=not fields.flag("skip_special_tokens", True),
         )
         fields.finish()
+        around.finish()
         return asked
+
+    def _stream(self, fields: Fields) -> tuple[bool, bool]:
+        """Whether the answer is a stream, and whether that ends with its usage."""
+        streams = fields.flag("stream")
+        flags = "an object of true and false"
+        options = fields.take("stream_options", {}, flags, lambda value: isinstance(value, dict) and _are_flags(value))
+        options = {name: value for name, value in options.items() if value}
+        if options and (not streams or options.keys() - {"include_usage", "include_obfuscation"}):
+            raise RequestError(400, "'stream_options' needs 'stream', and has 'include_usage' alone", "stream_options")
+        return streams, bool(options.get("include_usage"))
 
     def _sampling(self, fields: Fields, max_tokens: int) -> SamplingParams:
         temperature, top_p = fields.number("temperature", 1.0), fields.number("top_p", 1.0)
@@ -304,7 +370,12 @@ class BodyReader:
                 temperature=temperature or 1.0,
                 top_k=max(0, fields.whole("top_k", 0, -1, self._vocab_size)),
                 top_p=top_p or 1.0,
+                min_p=fields.number("min_p", 0.0),
                 repetition_penalty=fields.number("repetition_penalty", 1.0),
+                presence_penalty=fields.number("presence_penalty", 0.0),
+                frequency_penalty=fields.number("frequency_penalty", 0.0),
+                logit_bias=self._logit_bias(fields),
+                stop_token_ids=self._stop_token_ids(fields),
                 stop_strings=tuple(dict.fromkeys([*ends, *(() if ignores_eos else self._learnt_ends)])),
                 ignore_eos=ignores_eos,
             )
@@ -312,6 +383,23 @@ class BodyReader:
             raise RequestError(400, str(error), "stop") from error
         except ValueError as error:
             raise RequestError(400, str(error), str(error).split()[0]) from error
+
+    def _logit_bias(self, fields: Fields) -> tuple[tuple[int, float], ...]:
+        def is_right(value: Any) -> bool:
+            if not isinstance(value, dict) or len(value) > MOST_BIASES:  # they are added at each token
+                return False
+            ids = [int(key) if key.isdecimal() and len(key) < 10 else -1 for key in value]
+            are_numbers = all(type(bias) in (int, float) for bias in value.values())
+            return are_numbers and all(0 <= i < self._vocab_size for i in ids)
+
+        meaning = f"an object of at most {MOST_BIASES} numbers by token ids below {self._vocab_size}"
+        biases: dict[str, float] = fields.take("logit_bias", {}, meaning, is_right)
+        return tuple(sorted({int(key): float(bias) for key, bias in biases.items() if bias}.items()))
+
+    def _stop_token_ids(self, fields: Fields) -> tuple[int, ...]:
+        meaning = f"a list of token ids below {self._vocab_size}"
+        ids = fields.take("stop_token_ids", [], meaning, lambda value: value == [] or self._are_ids(value))
+        return tuple(dict.fromkeys(ids))
 
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:
         if num_prompt + max_tokens > self._max_length:
@@ -388,7 +476,7 @@ class BodyReader:
         except TokenizerError as error:
             raise RequestError(400, str(error), param) from error
 
-    def _conversation(self, fields: Fields) -> Prompt:
+    def _conversation(self, fields: Fields, tools: Sequence[Mapping[str, Any]]) -> Prompt:
         """``messages``, as a job renders a prompt; a `RequestError` if the chat template would leave out a part."""
         given = fields.take(
             "messages", None, "a list of messages", lambda value: isinstance(value, list) and value != []
@@ -399,21 +487,70 @@ class BodyReader:
         renderer, variables = ChatRenderer(self._tokenizer), self._template_variables(fields)
         try:
             turns = [read_turn(_message(number, message)) for number, message in enumerate(given)]
-            size = len(json.dumps(variables)) + sum(map(_size, turns))
+            size = len(json.dumps(variables)) + len(json.dumps(tools, ensure_ascii=False)) + sum(map(_size, turns))
             self._check_size(size, "characters", "messages", self._per_token)
             record = Record(Path("messages"), len(given) - 1, {})
             turns[-1], continues = _continued(fields, turns[-1])
             render = renderer.continued if continues else renderer.prompt
-            text = render(record, Conversation(turns, variables=variables))
+            text = render(record, Conversation(turns, tools, variables))
             for key in sorted({key for turn in turns for key, value in turn.extras.items() if value} - _SEEN):
                 others = [{name: value for name, value in turn.extras.items() if name != key} for turn in turns]
                 less = [dataclasses.replace(turn, extras=extras) for turn, extras in zip(turns, others, strict=True)]
-                if render(record, Conversation(less, variables=variables)) == text:
+                if render(record, Conversation(less, tools, variables)) == text:
                     record.fail(f"{key!r} of a message is nothing that the model's chat template shows: leave it out")
         except DataError as error:
-            raise RequestError(400, str(error), "messages") from error
+            raise RequestError(400, str(error), "tools" if "'tools'" in str(error) else "messages") from error
         ids = self._tokenizer.with_bos(self._ids(text, "messages"), renderer.begins_with_bos(None))
         return Prompt(token_ids=ids, text=text)
+
+    # ---- tools ----------------------------------------------------------------------------------
+
+    def _tools(self, fields: Fields) -> list[Mapping[str, Any]]:
+        """``tools``, as OpenAI has them."""
+        given = fields.take("tools", [], "a list of tools", lambda value: isinstance(value, list))
+        for number, tool in enumerate(given):
+            function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+                raise RequestError(
+                    400, f"tools:{number} should be a function with a name: others are not built", "tools"
+                )
+            if not isinstance(function.get("parameters", {}), dict):
+                raise RequestError(400, f"tools:{number}: 'parameters' should be a JSON schema", "tools")
+        if not is_text(json.dumps(given, ensure_ascii=False)):
+            raise RequestError(400, "'tools' holds an unpaired surrogate, which is not a valid character", "tools")
+        return given
+
+    def _reads_calls(
+        self, fields: Fields, tools: Sequence[Mapping[str, Any]], prompt: Prompt
+    ) -> Callable[[], CallReader] | None:
+        """What reads calls from responses, if there may be some."""
+        if not tools:
+            return None  # what the other fields ask for is nothing, or refused
+        choice = fields.take("tool_choice", "auto", "'auto' or 'none'", lambda value: isinstance(value, str | dict))
+        if choice not in ("auto", "none"):
+            raise RequestError(
+                400, "'tool_choice' is supported as 'auto' and 'none': calls are not forced here", "tool_choice"
+            )
+        reads_one, form = not fields.flag("parallel_tool_calls", True), self._call_form
+        if choice == "none":
+            return None
+        if form is None:
+            raise RequestError(
+                400, "the model's chat template shows no calls, or none in a form that is read here", "tools"
+            )
+        names = {tool["function"]["name"] for tool in tools}
+        return functools.partial(CallReader, form, names, prompt.text, reads_one=reads_one)
+
+    @functools.cached_property
+    def _call_form(self) -> CallForm | None:
+        return find_form(self._tokenizer)
+
+    @property
+    def _call_form_is_special(self) -> bool:
+        """Whether calls begin with a special token, which the text of a response has only if it is asked for."""
+        return self._call_form is not None and self._tokenizer.token_to_id(self._call_form.start) in (
+            self._tokenizer.special_ids
+        )
 
     def _template_variables(self, fields: Fields) -> dict[str, Any]:
         """``chat_template_kwargs``; a `RequestError` for what would have no effect, or is another field's."""

@@ -338,8 +338,9 @@ class SlotSampler:
         self._ways = np.zeros(shape.num_slots, dtype=np.int64)
         self._numbers: dict[tuple[object, ...], int] = {}
         self._params: dict[int, tuple[SamplingParams, torch.Tensor]] = {}  # and ids that end a response, of each way
-        self._seen_size = (shape.num_slots, shape.architecture.vocab_size)
+        self._per_id = (shape.num_slots, shape.architecture.vocab_size)
         self._seen: torch.Tensor | None = None  # bool [num_slots, vocab]: ids in each slot's prompt and response
+        self._counts: torch.Tensor | None = None  # float [num_slots, vocab]: how often an id is in each slot's response
 
     def enter(self, sequence: ScheduledSequence) -> None:
         """Take over a sequence that is new to its slot."""
@@ -348,16 +349,20 @@ class SlotSampler:
         self._lengths[slot] = len(sequence.token_ids)
         self._min_lengths[slot] = params.min_new_tokens
         self._ways[slot] = self._way(params, sequence.task.stop.stop_ids)
-        if params.repetition_penalty != 1.0 and self._seen is None:
-            self._seen = torch.zeros(self._seen_size, dtype=torch.bool, device=self._device)
-        if params.repetition_penalty != 1.0 and self._seen is not None:
+        if params.repetition_penalty != 1.0:
+            if self._seen is None:
+                self._seen = torch.zeros(self._per_id, dtype=torch.bool, device=self._device)
             self._seen[slot] = False
             self._seen[slot, torch.tensor(sequence.prefill_ids, device=self._device)] = True
+        if params.counts_tokens:
+            if self._counts is None:
+                self._counts = torch.zeros(self._per_id, device=self._device)
+            made = torch.tensor(sequence.token_ids, dtype=torch.int64, device=self._device)
+            self._counts[slot] = torch.bincount(made, minlength=self._per_id[1])
 
     def _way(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> int:
-        filters = (params.top_k, params.top_p) if not params.use_greedy else ()
         held_back = stop_ids if params.min_new_tokens else ()
-        key = (params.logprob_temperature, params.use_greedy, filters, params.repetition_penalty, held_back)
+        key = (params.logprob_temperature, params.use_greedy, params.filters, held_back)
         if key not in self._numbers:
             used = set(self._ways.tolist())  # clients may think of any number of ways
             self._numbers = {known: number for known, number in self._numbers.items() if number in used}
@@ -382,6 +387,8 @@ class SlotSampler:
         self._lengths[slots] += 1
         if self._seen is not None:
             self._seen[moved(torch.from_numpy(slots), self._device), tokens] = True
+        if self._counts is not None:
+            self._counts[moved(torch.from_numpy(slots), self._device), tokens] += 1
         if self._device.type == "cuda":  # one copy back, one wait; float64 holds every token id exactly
             tokens, logprobs = torch.stack((tokens.double(), logprobs.double())).cpu()
         return tokens.long().tolist(), logprobs.tolist()
@@ -403,11 +410,13 @@ class SlotSampler:
         lengths = self._lengths[slots]
         suppress = lengths < self._min_lengths[slots]
         seen = self._seen if params.repetition_penalty != 1.0 else None
+        counts = self._counts if params.counts_tokens else None
         rows = SamplingRows(
             keys=moved(torch.from_numpy(self._keys[slots]), self._device),
             positions=moved(torch.from_numpy(lengths), self._device),
             suppress_stop=moved(torch.from_numpy(suppress), self._device) if suppress.any() else None,
             seen=None if seen is None else seen[moved(torch.from_numpy(slots), self._device)],
+            counts=None if counts is None else counts[moved(torch.from_numpy(slots), self._device)],
         )
         return self._step.sample(logits, params, rows, stop_ids, self._vocab_limit)
 

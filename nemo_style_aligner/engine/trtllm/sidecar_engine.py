@@ -173,6 +173,13 @@ class SidecarEngine(GenerationEngine):
             self._sidecar = None
         self._built = self._loaded = False
 
+    def _check(self, request: GenerationRequest, sampling: SamplingParams) -> None:
+        super()._check(request, sampling)
+        if unknown := dict(sampling.filters).keys() - {"top_k", "top_p", "repetition_penalty"}:
+            raise ValueError(
+                f"{', '.join(sorted(unknown))}: not with TensorRT-LLM; leave it out, or use engine=embedded"
+            )
+
     # ---- generation -------------------------------------------------------------------------
 
     def _generate(

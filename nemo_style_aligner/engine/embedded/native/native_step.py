@@ -130,10 +130,7 @@ class NativeStep(ModelStep):
         vocab_limit: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ModelStep.sample`: in C++, unless a filter or penalty acts or there are too many stop ids."""
-        filtered = params.repetition_penalty != 1.0 or not (
-            params.use_greedy or (not params.top_k and params.top_p == 1)
-        )
-        if filtered or len(stop_ids) > _MAX_STOP_IDS or logits.stride(1) != 1:
+        if params.filters or len(stop_ids) > _MAX_STOP_IDS or logits.stride(1) != 1:
             return super().sample(logits, params, rows, stop_ids, vocab_limit)
         n = len(logits)
         tokens, logprobs = torch.empty(n, dtype=torch.int64), torch.empty(n)
