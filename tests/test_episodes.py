@@ -127,8 +127,9 @@ class Trial:
         seconds: float = 30.0,
         blocked: float = 30.0,
         max_replies: int = 8,
+        limit_reward: float | None = 0.0,
     ) -> tuple[dict[int, Episode], dict[str, float]]:
-        limits, done = EpisodeLimits(max_replies, seconds, blocked), dict[int, Episode]()
+        limits, done = EpisodeLimits(max_replies, seconds, blocked, limit_reward), dict[int, Episode]()
         environment = Environment(function, "my_env.py:episode", self.tokenizer, self.tokenizer.ids_to_text, limits)
         turns = Turns(self.tokenizer)
         prompts = [
@@ -278,8 +279,6 @@ def failing(kind: str) -> EpisodeFunction:
         ("hangs", "took more than 0.5 s"),
         ("says nothing", "it ended before the policy had replied"),
         ("talks at once", "a reply is under way"),
-        ("is too long", "leave no room for a reply"),
-        ("goes on", "it has had 8 replies"),
     ],
 )
 def test_an_episode_that_fails_is_named_and_others_go_on(trial: Trial, kind: str, why: str) -> None:
@@ -291,6 +290,17 @@ def test_an_episode_that_fails_is_named_and_others_go_on(trial: Trial, kind: str
     assert problem is not None and re.search(why, problem), problem
     assert done[0].token_ids and len(done[0].logprobs) == sum(done[0].mask)
     assert done[1].problem is None and done[2].problem is None and sums["failed_episodes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("is too long", "leave no room for a reply"), ("goes on", "it has had 8 replies")]
+)
+def test_an_episode_that_wants_more_than_there_may_be_is_cut_off(trial: Trial, kind: str, why: str) -> None:
+    done, sums = trial.run(failing(kind), max_tokens=220)
+    assert (done[0].problem, done[0].outcome, done[0].finish_reason) == (None, 0.0, "length")
+    assert sums["cut_episodes"] == 1 and sums["failed_episodes"] == 0
+    done, sums = trial.run(failing(kind), max_tokens=220, limit_reward=None)
+    assert re.search(why, str(done[0].problem)) and sums["cut_episodes"] == 0 and sums["failed_episodes"] == 1
 
 
 def test_an_environment_that_holds_the_loop_is_found(trial: Trial) -> None:
@@ -421,7 +431,10 @@ BESIDE = {
     "adapters": ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=8", "model.optim.lr=1e-2"),
     "a teacher": ("trainer.ppo.teacher.restore_from_path=SFT", "trainer.ppo.teacher.weight=0.5"),
     "several engines": ("trainer.devices=2", "trainer.ppo.trt_llm.unload_engine_train=True"),
-    "a limit": ("trainer.ppo.episodes.max_replies=1", "trainer.ppo.on_nonfinite=skip"),
+    "a limit": (
+        *("trainer.ppo.episodes.max_replies=1", "trainer.ppo.episodes.limit_reward=null"),
+        "trainer.ppo.on_nonfinite=skip",
+    ),
 }
 
 

@@ -791,6 +791,9 @@ class Episodes(Section):
     max_replies: Count = 16  # of an episode; the response, with what is inserted, has length_params.max_length tokens
     seconds: Seconds = 300  # of an episode in its environment; a longer one has failed (on_nonfinite)
     blocked_seconds: Seconds = 60  # a coroutine that holds the event loop for longer ends the run, and is named
+    # Reward of an episode whose environment wanted another reply when there was no room, or had been as many as there
+    # may be: it is cut off there, and counted (cut_episodes). null: it has failed.
+    limit_reward: Finite | None = 0.0
 
 
 class ActorLoop(Updates):

@@ -103,8 +103,12 @@ METRICS = (
            "episode: mean.", LEARNS),
     Metric("*generation/environment_seconds", "Time in environments", "s", "Of an episode: mean. Others go on "
            "meanwhile.", LEARNS),
+    Metric("*generation/cut_episodes", "Episodes cut off", "share", "Episodes whose environment wanted another reply "
+           "than there may be; they get trainer.ppo.episodes.limit_reward.", LEARNS, high=0.5,
+           above="most episodes are cut off: more room (model.ppo.length_params.max_length) or max_replies may help",
+           goal="down"),
     Metric("*generation/failed_episodes", "Failed episodes", "share", "Episodes whose environment raised an error or "
-           "took too long, or that had no room left.", LEARNS, high=0.05, above="environments fail: the log says why",
+           "took too long.", LEARNS, high=0.05, above="environments fail: the log says why",
            goal="down"),
     Metric("*_rollouts/overlong_penalty", "Length penalty", "", "Mean of what trainer.ppo.overlong adds to the "
            "reward.", LEARNS, goal="up"),

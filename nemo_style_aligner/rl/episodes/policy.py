@@ -14,6 +14,10 @@ class EpisodeLimitError(UserError, RuntimeError):
     """An episode may not go on: it has no room for another reply, or has had all that it may have."""
 
 
+class EpisodeError(UserError, ValueError):
+    """An environment asks for what cannot be; the message says why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Reply:
     """What the policy has said.
@@ -110,22 +114,22 @@ class Policy:
             max_tokens: of the reply; None: as many as are left.
 
         Raises:
-            EpisodeLimitError: there is no room for another reply, or there have been all that there may be.
+            EpisodeLimitError: there is no room for another reply, or there have been all that there may be. Where the
+                environment does not catch it, the episode ends as one that was cut off.
+            EpisodeError: the messages or tools have no place here, or a reply is under way.
             DataError: the messages cannot be rendered as they are.
         """
         said = self.transcript
         if said.last is None:
             if tools and not messages:
-                raise EpisodeLimitError("tools belong to the prompt: give its messages together with them")
+                raise EpisodeError("tools belong to the prompt: give its messages together with them")
             if messages:
                 said.prompt = self._turns.prompt(messages, tools)
             return await self.sample(max_tokens=max_tokens)
         if tools:
-            raise EpisodeLimitError(
-                "tools are told in the prompt, together with its messages, in front of the first reply"
-            )
+            raise EpisodeError("tools are told in the prompt, together with its messages, in front of the first reply")
         if not messages:
-            raise EpisodeLimitError("the policy has replied: give the messages that come next")
+            raise EpisodeError("the policy has replied: give the messages that come next")
         return await self.sample(self._turns.after_reply(messages, said.last.token_ids), max_tokens=max_tokens)
 
     async def sample(self, insert: str | Sequence[int] = (), max_tokens: int | None = None) -> Reply:
@@ -135,9 +139,7 @@ class Policy:
             self._turns.text(insert, [*said.prompt, *said.tokens]) if isinstance(insert, str) else [*map(int, insert)]
         )
         if self._is_replying:
-            raise EpisodeLimitError(
-                "a reply is under way: await it before the next one; an episode is one conversation"
-            )
+            raise EpisodeError("a reply is under way: await it before the next one; an episode is one conversation")
         if said.num_replies == self._max_replies:
             raise EpisodeLimitError(f"it has had {self._max_replies} replies (trainer.ppo.episodes.max_replies)")
         left = self.tokens_left - len(inserted)

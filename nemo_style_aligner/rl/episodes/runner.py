@@ -28,7 +28,7 @@ from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Task
 from nemo_style_aligner.engine.lockstep import Lockstep
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.rl.episodes.policy import EpisodeLimitError, Policy
+from nemo_style_aligner.rl.episodes.policy import EpisodeError, EpisodeLimitError, Policy
 from nemo_style_aligner.rl.episodes.turns import Turns
 from nemo_style_aligner.rl.reward_functions import as_number
 from nemo_style_aligner.rl.sample import Prompt
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 EpisodeFunction = Callable[[Policy, dict[str, Any]], Awaitable[Any]]
 """``async def episode(policy, line) -> reward``: a number, named parts of one, or None where reward sources score."""
 
-SUMS = ("replies", "inserted_tokens", "environment_seconds", "failed_episodes")
+SUMS = ("replies", "inserted_tokens", "environment_seconds", "failed_episodes", "cut_episodes")
 """What `Environment.generate` counts."""
 
 _BEAT_SECONDS = 0.25
@@ -88,11 +88,13 @@ class EpisodeLimits:
         max_replies: of the policy.
         seconds: in the environment, replies not counted.
         blocked_seconds: for which a coroutine may hold the event loop.
+        limit_reward: what one gets whose environment wanted another reply than it may have; None: it has failed.
     """
 
     max_replies: int = 16
     seconds: float = 300.0
     blocked_seconds: float = 60.0
+    limit_reward: float | None = 0.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,6 +107,7 @@ class _Running:
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
     is_late: bool = False
+    is_cut: bool = False  # at a limit of replies or tokens
     seconds: float = 0.0
     entered: float = 0.0  # the environment, last
 
@@ -187,6 +190,10 @@ class Environment:
                 raise
             return None, f"{of_line}: took more than {self._limits.seconds:g} s (trainer.ppo.episodes.seconds)"
         except EpisodeLimitError as error:
+            running.is_cut = True
+            is_failed = self._limits.limit_reward is None or not running.policy.transcript.num_replies
+            return self._limits.limit_reward, f"{of_line}: {error}" if is_failed else None
+        except EpisodeError as error:
             return None, f"{of_line}: {error}"
         except Exception as error:
             logger.error("%s raised an error", of_line, exc_info=error)
@@ -205,7 +212,7 @@ class Environment:
             prompt_token_ids=said.prompt,
             token_ids=[self._eos_id] if none else said.tokens,
             logprobs=[0.0] if none else said.logprobs,
-            finish_reason="stop" if said.last is not None and said.last.ended else "length",
+            finish_reason="stop" if said.last is not None and said.last.ended and not running.is_cut else "length",
             weight_version=version,
             mask=[True] if none else said.sampled,
             outcome=outcome,
@@ -307,6 +314,7 @@ class _Round:
             self.sums["inserted_tokens"] += len(episode.mask) - sum(episode.mask)
             self.sums["environment_seconds"] += episode.seconds
             self.sums["failed_episodes"] += problem is not None
+            self.sums["cut_episodes"] += running.is_cut and problem is None
             self._take(episode)
 
     def _check_loop(self) -> None:
