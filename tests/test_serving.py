@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import http.server
 import json
@@ -17,10 +18,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import requests
 import torch
@@ -694,6 +697,26 @@ def test_limits_and_a_graceful_stop(folder: Path, tmp_path: Path) -> None:
             assert [end.finish_reason for end in ends].count("length") == 4
             text += "".join(end.text for end in ends)
         assert text and job.wait(30) == 0, job.describe()
+
+
+def test_two_ranks_serve_one_model_and_end_together(folder: Path, server: str, tmp_path: Path) -> None:
+    """The answers of one rank; idle ranks hear of their leader; one that dies ends the server, which names it."""
+    known = {"Authorization": f"Bearer {KEY}"}
+
+    def answer(url: str, number: int) -> list[str]:
+        asked = {"model": "tiny", "prompt": [7, 20 + number], "max_tokens": 12, "seed": number, "n": 3}
+        response = requests.post(f"{url}/v1/completions", json=asked, headers=known, timeout=60)
+        return [choice["text"] for choice in response.json()["choices"]]
+
+    with serving(folder, tmp_path / "log", "--tensor-parallel-size", "2") as (job, url):
+        with ThreadPoolExecutor(6) as threads:
+            found = list(threads.map(functools.partial(answer, url), range(6)))
+        assert found == [answer(server, number) for number in range(6)]
+        ranks = psutil.Process(job.process.pid).children()
+        assert len(ranks) == 2
+        next(rank for rank in ranks if rank.environ()["RANK"] == "1").kill()
+        assert job.wait(60) not in (0, None), job.describe()
+        assert "rank 1 was ended by signal 9" in job.output()
 
 
 def test_what_cannot_be_served_is_named(folder: Path, tmp_path: Path) -> None:

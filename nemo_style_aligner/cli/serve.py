@@ -47,6 +47,11 @@ def _origins(context: click.Context, parameter: click.Parameter, values: tuple[s
 @click.option(
     "--kv-cache-tokens", type=click.IntRange(min=16), help="Tokens of KV memory.  [default: all slots at full length]"
 )
+@click.option(
+    "--tensor-parallel-size",
+    type=click.IntRange(min=1),
+    help="Ranks that share the model: as many as mpirun, srun or torchrun has started; else they are started here.",
+)
 @click.option("--special-tokens-as-text", is_flag=True, help="In messages, <|im_end|> and the like are letters.")
 @click.option("--max-queued", type=click.IntRange(min=1), default=1024, help="Responses waiting or made; else 429.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=600, help="Seconds for a whole answer; else 504.")
@@ -59,6 +64,7 @@ def command(
     name: str | None,
     api_key_file: Path | None,
     no_auth: bool,
+    tensor_parallel_size: int | None,
     special_tokens_as_text: bool,
     allowed_origins: tuple[str, ...],
     max_queued: int,
@@ -73,27 +79,45 @@ def command(
     (NEMO_STYLE_ALIGNER_TOKEN) has another. docs/serving.md says what is supported.
     """
     import logging
+    import os
     import signal
+    import sys
     import threading
 
-    from nemo_style_aligner.parallel.groups import single_process
+    from nemo_style_aligner.engine.lockstep import Lockstep
+    from nemo_style_aligner.launch.supervisor import supervise
+    from nemo_style_aligner.parallel.detection import detect_launch
     from nemo_style_aligner.services.http_client import server_url
     from nemo_style_aligner.services.http_server import require_free
     from nemo_style_aligner.services.secret import AUTO, NONE, read_secret, resolve_token
     from nemo_style_aligner.serving.app import ServedModel
     from nemo_style_aligner.serving.checkpoint import load_model
+    from nemo_style_aligner.serving.ranks import serving_ranks
     from nemo_style_aligner.telemetry.log_lines import configure_logging
 
-    configure_logging(level=getattr(logging, log_level.upper()))
+    info = detect_launch(os.environ)
+    configure_logging(info.rank, getattr(logging, log_level.upper()))
     logger = logging.getLogger("nemo_style_aligner.serve")
     if api_key_file is not None and no_auth:
         raise click.UsageError("--api-key-file and --no-auth contradict each other")
     key = read_secret(api_key_file).value if api_key_file else None
     token = key or resolve_token(NONE if no_auth else AUTO, "--no-auth")
-    stopped = threading.Event()
-    require_free(host, port, "the API")
-    with single_process():
-        engine, tokenizer = load_model(checkpoint, **of_engine)
+    stopped, size = threading.Event(), tensor_parallel_size or info.world_size
+    if info.world_size not in (1, size):
+        raise click.UsageError(
+            f"--tensor-parallel-size {size}, but {info.launcher} has started {info.world_size} ranks"
+        )
+    if info.rank == 0:
+        require_free(host, port, "the API")
+    if info.world_size < size:
+        sys.exit(supervise(size))
+    with serving_ranks() as group:
+        engine, tokenizer = load_model(checkpoint, ranks=group.tensor_parallel, **of_engine)
+        if not group.is_leader:
+            for number in (signal.SIGTERM, signal.SIGINT):  # the leader says when it is over
+                signal.signal(number, signal.SIG_IGN)
+            Lockstep(engine, group).attend()
+            return
         tokenizer.format = tokenizer.format.with_special_tokens(special_tokens_as_text or None)
         served = ServedModel(
             engine,
@@ -105,6 +129,7 @@ def command(
             allowed_origins=allowed_origins,
             request_seconds=timeout,
             max_outstanding=max_queued,
+            group=group,
         )
         for number in (signal.SIGTERM, signal.SIGINT):  # before, they end the process: there is nothing to finish
             signal.signal(number, lambda *_: stopped.set())

@@ -6,12 +6,15 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Literal, cast
 
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Task
 from nemo_style_aligner.engine.shard import EngineGroup
+
+Word = Literal["serve", "idle", "end"]
+"""What a leader says when it is not serving."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,16 @@ class Lockstep:
         finally:
             if not is_over:  # closed early, or failed
                 self._group.share(_Change([], [], is_over=True))
+
+    def say(self, word: Word) -> None:
+        """On the leader, between two calls of `serve`, to the ranks that `attend`; "idle" now and then: it is there."""
+        self._group.share(word)
+
+    def attend(self) -> None:
+        """On the other ranks: take part when the leader says so, until the end. Raises RuntimeError if it is gone."""
+        while (word := self._group.share(cast(Word, None))) != "end":
+            if word == "serve":
+                self.follow()
 
     def follow(self) -> None:
         """On the other ranks: compute what the leader's `serve` does, until it ends."""

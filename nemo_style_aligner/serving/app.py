@@ -17,6 +17,7 @@ from flask.typing import ResponseReturnValue
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.services.flask_app import service_app
 from nemo_style_aligner.services.http_server import CLIENT_IS_THERE_KEY, EVENT_STREAM, WsgiServer
 from nemo_style_aligner.services.request_log import NOTES_KEY
@@ -43,6 +44,7 @@ class ServedModel:
         allowed_origins: whose pages may ask, see `WsgiServer`.
         request_seconds: for a request to be answered whole.
         max_outstanding: responses that wait or are made.
+        group: the ranks that share the engine; see `Generation`.
 
     Raises:
         PlaceTakenError: nothing can listen there.
@@ -61,12 +63,13 @@ class ServedModel:
         allowed_origins: Collection[str] = (),
         request_seconds: float = 600.0,
         max_outstanding: int = 1024,
+        group: EngineGroup | None = None,
     ) -> None:
         self._name, self._request_seconds = name, request_seconds
         self._tokenizer, self._max_length = tokenizer, engine.max_sequence_length
         self._metrics, self._created = Metrics(), int(time.time())
         self._bodies = BodyReader(tokenizer, name, self._max_length, engine.vocab_size, max_outstanding)
-        self.generation = Generation(engine, max_outstanding, self._metrics)
+        self.generation = Generation(engine, max_outstanding, self._metrics, group)
         self.server = WsgiServer(
             self._app(),
             host,

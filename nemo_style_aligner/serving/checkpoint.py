@@ -11,13 +11,14 @@ from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import WeightStream
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS
+from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.models.files import kind_of, tokenizer_of
 from nemo_style_aligner.models.gpt import parse_precision
 from nemo_style_aligner.models.restore import read_base_model
-from nemo_style_aligner.parallel.groups import device
-from nemo_style_aligner.parallel.machine import available_memory
+from nemo_style_aligner.parallel.groups import all_reduce_max, device
+from nemo_style_aligner.parallel.machine import available_memory, ranks_on_this_machine
 from nemo_style_aligner.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint
 from nemo_style_aligner.weights.layout import check_shapes, hf_tensors, weight_layout
@@ -35,6 +36,7 @@ def load_model(
     num_slots: int,
     max_length: int | None = None,
     kv_cache_tokens: int | None = None,
+    ranks: TensorParallel | None = None,
 ) -> tuple[EmbeddedEngine, Tokenizer]:
     """Load a checkpoint into an engine of this process, which needs process groups (`groups.single_process`).
 
@@ -42,10 +44,12 @@ def load_model(
         precision: of weights and computation, "bf16" or "32".
         max_length: the most tokens of a prompt and its response; None: the model's positions.
         kv_cache_tokens: see `EmbeddedEngine`; None: what fits into the memory that is free.
+        ranks: that share the engine, and load it together; None: this one alone.
 
     Raises:
         UserError: the checkpoint cannot be used; the message says why.
     """
+    ranks = ranks or TensorParallel()
     dtype = parse_precision(precision)
     architecture, tokenizer, weights = _open(path, precision)
     positions = architecture.max_position_embeddings
@@ -59,7 +63,8 @@ def load_model(
             device=device(),
             num_slots=num_slots,
             max_sequence_length=max_length,
-            kv_cache_tokens=kv_cache_tokens or _kv_cache_tokens(architecture, dtype, num_slots, max_length),
+            kv_cache_tokens=kv_cache_tokens or _kv_cache_tokens(architecture, dtype, num_slots, max_length, ranks.size),
+            tensor_parallel=ranks,
             **vocabulary_options(architecture, tokenizer),
         )
     except ValueError as error:
@@ -69,12 +74,15 @@ def load_model(
     return engine, tokenizer
 
 
-def _kv_cache_tokens(architecture: ModelArchitecture, dtype: torch.dtype, num_slots: int, max_length: int) -> int:
-    """What all slots need at full length, or what fits beside the engine's weights if that is less."""
+def _kv_cache_tokens(
+    architecture: ModelArchitecture, dtype: torch.dtype, num_slots: int, max_length: int, ranks: int
+) -> int:
+    """What all slots need at full length, or what fits beside the engine's weights on every rank if that is less."""
     a = architecture
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else available_memory()
-    per_token = 2 * a.num_layers * a.num_query_groups * a.kv_channels * dtype.itemsize
-    fitting = int(_SHARE_OF_FREE_MEMORY * free - a.num_parameters * dtype.itemsize) // per_token
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else available_memory() // ranks_on_this_machine()
+    per_token = 2 * a.num_layers * max(1, a.num_query_groups // ranks) * a.kv_channels * dtype.itemsize
+    fitting = int(_SHARE_OF_FREE_MEMORY * free - a.num_parameters * dtype.itemsize / ranks) // per_token
+    fitting = -all_reduce_max(-fitting)  # ranks that share an engine have equal pages
     return max(max_length + PAGE_TOKENS, min(num_slots * (max_length + PAGE_TOKENS), fitting))
 
 

@@ -18,12 +18,16 @@ import prometheus_client as prometheus
 from nemo_style_aligner.engine.contract import NO_WEIGHTS, FinishReason, GenerationRequest
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Task
+from nemo_style_aligner.engine.lockstep import Lockstep
+from nemo_style_aligner.engine.shard import EngineGroup
+from nemo_style_aligner.errors import end_process
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.serving.bodies import Asked, RequestError
 
 logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 300.0
+_IDLE_SECONDS = 5.0  # after which ranks that share an engine hear that its leader is there
 _LAST_PASS_SECONDS = 5.0
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -92,10 +96,15 @@ class Generation:
 
     Args:
         max_outstanding: the most responses that wait or are generated; requests for more are answered 429.
+        group: the ranks that share the engine, of which this is the first; the others `Lockstep.attend`.
     """
 
-    def __init__(self, engine: EmbeddedEngine, max_outstanding: int, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: EmbeddedEngine, max_outstanding: int, metrics: Metrics, group: EngineGroup | None = None
+    ) -> None:
         self._engine = engine
+        self._is_shared = group is not None and group.control is not None
+        self._lockstep = Lockstep(engine, group or EngineGroup())
         self._max_outstanding = max_outstanding
         self._metrics = metrics
         self._changed = threading.Condition()
@@ -184,20 +193,33 @@ class Generation:
     # ---- the thread that generates ----------------------------------------------------------
 
     def _run(self) -> None:
-        while self._begin():
-            try:
-                with contextlib.closing(self._engine.serve(self._pull)) as passes:
-                    for advanced in passes:
-                        self._publish(advanced)
-                        if self._is_paused:
-                            break
-            except Exception as error:
-                logger.exception("generation failed; the requests that were in it are refused")
-                self._refuse(list(self._running.values()), 500, f"generation failed: {type(error).__name__}: {error}")
-            with self._changed:
-                self._begin_again()
-                self._is_generating = False
-                self._changed.notify_all()
+        try:
+            while self._begin():
+                self._lockstep.say("serve")
+                self._generate()
+            self._lockstep.say("end")
+        except Exception as error:
+            if not self._is_shared:
+                raise
+            end_process(error)  # another rank is gone: nothing can be generated any more
+
+    def _generate(self) -> None:
+        """Generate until nobody waits, or a pause."""
+        try:
+            with contextlib.closing(self._lockstep.serve(self._pull)) as passes:
+                for advanced in passes:
+                    self._publish(advanced)
+                    if self._is_paused:
+                        break
+        except Exception as error:
+            if self._is_shared:
+                raise
+            logger.exception("generation failed; the requests that were in it are refused")
+            self._refuse(list(self._running.values()), 500, f"generation failed: {type(error).__name__}: {error}")
+        with self._changed:
+            self._begin_again()
+            self._is_generating = False
+            self._changed.notify_all()
 
     def _begin(self) -> bool:
         """Wait for something to do; False: the service ends."""
@@ -205,10 +227,15 @@ class Generation:
         def is_ready() -> bool:
             return bool(self._waiting) and not self._is_paused and self._engine.weight_version != NO_WEIGHTS
 
-        with self._changed:
-            self._changed.wait_for(lambda: is_ready() or (self._is_closed and not self._waiting))
-            self._is_generating = bool(self._waiting)
-            return self._is_generating
+        def is_over() -> bool:
+            return self._is_closed and (self._is_paused or not self._waiting)
+
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: is_ready() or is_over(), _IDLE_SECONDS):
+                    self._is_generating = not is_over()
+                    return self._is_generating
+            self._lockstep.say("idle")
 
     def _begin_again(self) -> None:
         """Put what a pause has interrupted back, or refuse it where a part of the response has been sent."""
