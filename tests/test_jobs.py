@@ -48,7 +48,6 @@ from nemo_style_aligner.jobs.evaluation import (
     EvaluatedResponse,
     EvaluationSettings,
     Responses,
-    generate,
     open_policy,
     read_prompts,
     score,
@@ -702,7 +701,7 @@ def test_evaluation_asks_and_compares_as_ppo_does(artefacts: Artefacts, monkeypa
             add_bos=add_bos, limit=4, num_slots=4, precision="32",
         )  # fmt: skip
         base = open_policy(artefacts.base, "32")
-        return generate(base, base.load(trainable=False), read_prompts([base], settings), settings).rows
+        return evaluation._responses(base, base.load(trainable=False), read_prompts([base], settings), settings)
 
     with single_process(1):
         whole = responses()

@@ -59,11 +59,11 @@ print(f"rank {rank} is here", flush=True)
 modes = given["mode"].split(",")
 mode = modes[min(starts, len(modes) - 1)]
 last = int(os.environ["WORLD_SIZE"]) - 1
-if mode == "fail" and rank == last:
+if mode in ("fail", "killed") and rank == last:
     while not all((folder / f"rank-{other}-{starts}").exists() for other in range(last)):
         time.sleep(0.02)
-    sys.exit(3)
-if mode == "killed" and rank == last:
+    if mode == "fail":
+        sys.exit(3)
     os.kill(os.getpid(), signal.SIGKILL)
 deadline = time.monotonic() + (0.5 if mode == "well" else 100)
 while not stops and time.monotonic() < deadline:
