@@ -597,7 +597,7 @@ class GenerationSchedule:
             return
         batch = prompts.batch(start)
         results = [result for part in state["rollouts"] for result in unpack_results(part)]
-        if len(results) != len(batch) or state["prompts"] != _digest(batch):
+        if len(results) != len(batch) or state.get("prompts") != _digest(batch):
             warn_for_all_ranks(logger, "the rollouts kept for step %d are discarded: they answer other prompts", step)
             return
         self._rounds[step] = KeptRound(batch, results[dist.get_rank() :: dist.get_world_size()])
