@@ -42,9 +42,14 @@ class TensorSource:
         return self.tensors[name].narrow(dim, start, length)
 
 
-def chatml_tokenizer(folder: Path) -> Tokenizer:
-    """One token per printable ASCII character, and ChatML with its markers, of which the end of a turn is EOS."""
-    train_character_tokenizer([chr(c) for c in range(32, 127)] + ["\n"], folder)
+def chatml_tokenizer(folder: Path, more: str = "", *, ends_turns: bool = True) -> Tokenizer:
+    """One token per printable ASCII character (so that lengths are easy to see), and ChatML with its markers.
+
+    Args:
+        more: characters.
+        ends_turns: the end of a turn is EOS.
+    """
+    train_character_tokenizer([*map(chr, range(32, 127)), "\n", *more], folder)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
     for token in ("<|im_start|>", "<|im_end|>"):
@@ -52,8 +57,9 @@ def chatml_tokenizer(folder: Path) -> Tokenizer:
         content["model"]["vocab"][token] = entry["id"]
         content["added_tokens"].append(entry)
     file.write_text(json.dumps(content))
-    settings = folder / "tokenizer_config.json"
-    known = json.loads(settings.read_text()) if settings.exists() else {}
-    settings.write_text(json.dumps(known | {"eos_token": "<|im_end|>"}))
+    if ends_turns:
+        settings = folder / "tokenizer_config.json"
+        known = json.loads(settings.read_text()) if settings.exists() else {}
+        settings.write_text(json.dumps(known | {"eos_token": "<|im_end|>"}))
     (folder / "chat_template.jinja").write_text(CHATML)
     return load_tokenizer(folder)

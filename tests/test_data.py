@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import sentencepiece
 import torch
-from small_models import CHATML
+from small_models import chatml_tokenizer
 
 from nemo_style_aligner.config.loading import load_defaults
 from nemo_style_aligner.config.schema import SFT, PPOActor, RewardTraining
@@ -51,18 +51,7 @@ from nemo_style_aligner.rl.settings import RLSettings
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token per printable ASCII character (so that lengths are easy to see), and ChatML with its markers."""
-    directory = tmp_path_factory.mktemp("tokenizer")
-    train_character_tokenizer([chr(c) for c in range(32, 127)] + ["\n", "\x00", "\x11", "\x12"], directory)
-    file = directory / "tokenizer.json"
-    content = json.loads(file.read_text())
-    for token in ("<|im_start|>", "<|im_end|>"):
-        entry = {**content["added_tokens"][0], "id": len(content["model"]["vocab"]), "content": token}
-        content["model"]["vocab"][token] = entry["id"]
-        content["added_tokens"].append(entry)
-    file.write_text(json.dumps(content))
-    (directory / "chat_template.jinja").write_text(CHATML)
-    return load_tokenizer(directory)
+    return chatml_tokenizer(tmp_path_factory.mktemp("tokenizer"), "\x00\x11\x12", ends_turns=False)
 
 
 def jsonl(path: Path, *rows: Any) -> Path:
