@@ -351,7 +351,10 @@ def width_in(chromium: str, page: Path, width: int) -> int:
 def test_pages_with_long_names_fit_into_the_window(chromium: str, run: Path, tmp_path: Path, width: int) -> None:
     """Paths as names were printed over each other, and made the page of two models wider than the window."""
     long = "megatron_gpt_ppo_actor_of_a_long_name" * 3
-    answers = [Shown("2+2?", [Answer(name, "4", "right", 0.5) for name in (long, f"{long}_again")])]
+    parts = {
+        f"{source}/{part}": 1.0 for source in ("calculator", "judge") for part in ("right", "tool", "brief", "polite")
+    }
+    answers = [Shown("2+2?", [Answer(name, "4", "right", 0.5, parts=parts) for name in (long, f"{long}_again")])]
     rows = {name: [("0.8125", "(0.6457 to 0.9301)")] * 3 for name in ("num_with_answer", "kl_per_response")}
     table = (long, f"{long}_again", "change"), rows
     sheet = write_sheet(tmp_path / "s.html", long, [("MODEL", "/folder" * 40)], table, [("A", "B.", answers)])
