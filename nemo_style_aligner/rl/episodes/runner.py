@@ -28,7 +28,7 @@ from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Task
 from nemo_style_aligner.engine.lockstep import Lockstep
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.rl.episodes.policy import EpisodeError, EpisodeLimitError, Policy
+from nemo_style_aligner.rl.episodes.policy import Ask, EpisodeError, EpisodeLimitError, Policy
 from nemo_style_aligner.rl.episodes.turns import Turns
 from nemo_style_aligner.rl.reward_functions import as_number
 from nemo_style_aligner.rl.sample import Prompt
@@ -165,7 +165,7 @@ class Environment:
             round_.close()
         return round_.sums
 
-    def policy(self, running: _Running, engine: EmbeddedEngine, sampling: SamplingParams, ask: Any) -> Policy:
+    def policy(self, running: _Running, engine: EmbeddedEngine, sampling: SamplingParams, ask: Ask) -> Policy:
         """The policy of an episode."""
         return Policy(
             ask,
@@ -242,7 +242,7 @@ class _Round:
         self._prompts, self._take = prompts, take
         self._changed = threading.Condition()
         self._queue = collections.deque[Task]()
-        self._asked: dict[int, tuple[_Running, asyncio.Future[ScheduledSequence]]] = {}  # by the request's id
+        self._asked: dict[int, asyncio.Future[ScheduledSequence]] = {}  # by the request's id
         self._beginning = set[_Running]()  # that have asked for nothing yet
         self._running = set[_Running]()
         self._ended = collections.deque[tuple[_Running, Any, str | None]]()
@@ -299,9 +299,9 @@ class _Round:
     def _answer(self, sequence: ScheduledSequence) -> None:
         with self._changed:
             self._in_engine -= 1
-            asked = self._asked.pop(sequence.request.request_id, None)
-        if asked is not None:
-            self._loop.call_soon_threadsafe(_give, asked[1], sequence)
+            answer = self._asked.pop(sequence.request.request_id, None)
+        if answer is not None:
+            self._loop.call_soon_threadsafe(_give, answer, sequence)
 
     def _hand_out(self) -> None:
         while True:
@@ -387,7 +387,7 @@ class _Round:
         task, answer = self._engine.task(request, self._sampling), self._loop.create_future()
         self._leave(running)
         with self._changed:
-            self._asked[request.request_id] = running, answer
+            self._asked[request.request_id] = answer
             self._beginning.discard(running)
             self._queue.append(task)
             self._changed.notify_all()
