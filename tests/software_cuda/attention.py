@@ -17,8 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_style_aligner.models import varlen_attention
 from nemo_style_aligner.models.attention import CausalAttention
-from nemo_style_aligner.models.packing import PackedSequences, Sequences, pack_row
+from nemo_style_aligner.models.packing import Sequences, pack_row
 from nemo_style_aligner.models.pipeline import to_device
+from nemo_style_aligner.models.spans import PackedSequences
 
 config = TransformerConfig(
     num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, attention_dropout=0.0
