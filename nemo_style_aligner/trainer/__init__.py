@@ -1,0 +1,1 @@
+"""What trains: algorithms, models, checkpoints, the services, and the jobs that they make up."""
