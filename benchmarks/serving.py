@@ -100,7 +100,7 @@ def prompt(length: int, number: int) -> list[int]:
 @contextlib.contextmanager
 def serving(model: Path, precision: str, slots: int, length: int) -> Iterator[int]:
     """`nsa serve` as a process; its port."""
-    command = [sys.executable, "-m", "nemo_style_aligner.tools.cli", "serve", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "nemo_style_aligner", "serve", str(model), "--port", "0"]
     command += ["--precision", precision, "--num-slots", str(slots), "--max-length", str(length)]
     with work_folder(None) as folder, (log_file := folder / "log").open("w") as log:
         environment = os.environ | {"NEMO_STYLE_ALIGNER_TOKEN": KEY}

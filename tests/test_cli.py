@@ -248,7 +248,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """``nsa`` in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "nemo_style_aligner.tools.cli", *map(str, arguments)],
+        [sys.executable, "-m", "nemo_style_aligner", *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, text=True, capture_output=True, timeout=120,
     )  # fmt: skip
 

@@ -153,7 +153,7 @@ def test_files_are_read_as_they_are_written(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=reason):
             read_plan(path)
     done = subprocess.run(
-        [sys.executable, "-m", "nemo_style_aligner.tools.cli", "launch", str(path)],
+        [sys.executable, "-m", "nemo_style_aligner", "launch", str(path)],
         env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.startswith(f"error: the plan {path} cannot be read")

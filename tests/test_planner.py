@@ -331,7 +331,7 @@ def test_it_starts_as_a_module_and_reads_a_model_of_a_folder(tmp_path: Path) -> 
               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "rms_norm_eps": 1e-5,
               "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "nemo_style_aligner.tools.cli", "plan", "--model", str(tmp_path)]
+    command = [sys.executable, "-m", "nemo_style_aligner", "plan", "--model", str(tmp_path)]
     command += ["--cluster", "1x2xh100", "--rollouts", "128", "--steps", "1", "--strategy", "flatten"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -84,7 +84,7 @@ def serving(folder: Path, log: Path, *options: str) -> Iterator[tuple[Job, str]]
     command = [
         sys.executable,
         "-m",
-        "nemo_style_aligner.tools.cli",
+        "nemo_style_aligner",
         "serve",
         str(folder),
         "--port",
@@ -760,7 +760,7 @@ def test_checkpoints_that_cannot_be_served(folder: Path, tmp_path: Path) -> None
         port = taken.getsockname()[1]
         for given, message in ((0, "lacks model.safetensors"), (port, f"cannot listen on 127.0.0.1:{port}")):
             done = subprocess.run(
-                [sys.executable, "-m", "nemo_style_aligner.tools.cli", "serve", str(tmp_path), "--port", str(given)],
+                [sys.executable, "-m", "nemo_style_aligner", "serve", str(tmp_path), "--port", str(given)],
                 env=environment(),
                 capture_output=True,
                 text=True,
@@ -771,7 +771,7 @@ def test_checkpoints_that_cannot_be_served(folder: Path, tmp_path: Path) -> None
 
 def chat(model: str, *options: str) -> subprocess.CompletedProcess[str]:
     """`nsa chat` with lines from a pipe."""
-    command = [sys.executable, "-m", "nemo_style_aligner.tools.cli", "chat", model, *GREEDY, *options]
+    command = [sys.executable, "-m", "nemo_style_aligner", "chat", model, *GREEDY, *options]
     lines = "hello\n/system Be short.\nhello\n/reset\n/what\nhello\n"
     return subprocess.run(command, input=lines, env=environment(), capture_output=True, text=True, timeout=120)
 
