@@ -98,7 +98,7 @@ def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
     """The window between two jobs is widened: every process waits until all are about to make the file."""
     program = (
         "import os, sys, time\n"
-        "from nemo_style_aligner.trainer.services import secret\n"
+        "from nemo_style_aligner.guard import secret\n"
         "link = os.link\n"
         "def late(source, target):\n"
         "    open(sys.argv[2], 'x').close()\n"

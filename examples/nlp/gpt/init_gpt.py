@@ -4,7 +4,7 @@
 
 The tokenizer may be that of any Hugging Face model (give the model's folder), or a new one, trained on your texts:
 
-    python -c "from nemo_style_aligner.trainer.data import tokenizer_training; \\
+    python -c "from nemo_style_aligner.engine.text import tokenizer_training; \\
         tokenizer_training.train_bpe_tokenizer(open('texts.txt'), vocab_size=8000, directory='DIR')"
 """
 
