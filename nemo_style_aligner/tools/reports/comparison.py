@@ -31,8 +31,7 @@ class SideBySide:
         changes = [{(c.metric.title, c.series): c for group in run.outcome() for c in group} for run in self.runs]
         for title, series in dict.fromkeys(key for of_run in changes for key in of_run):
             found = [of_run.get((title, series)) for of_run in changes]
-            cells = [(number(c.after), f"from {number(c.before)}") if c else () for c in found]
-            rows[f"{title}, {series}"] = cells
+            rows[f"{title}, {series}"] = [(number(c.after), f"from {number(c.before)}") if c else () for c in found]
         configs = [dict(_leaves(run.config)) for run in self.runs]
         for key in dict.fromkeys(key for config in configs for key in config):
             texts = [config.get(key) for config in configs]

@@ -100,7 +100,8 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """What draws it in the browser."""
         low, high = (None if math.isinf(bound) else bound for bound in (self.metric.low, self.metric.high))
-        series = [[name, *points] for name, points in self.series.items()]
+        # A name may hold what is no text (half of a surrogate pair), on which a browser ends.
+        series = [[name.encode("utf-8", "replace").decode(), *points] for name, points in self.series.items()]
         of_metric = {"title": self.metric.title, "unit": self.metric.unit, "low": low, "high": high}
         return of_metric | {"series": series, "kind": self.kind, "x": self.x}
 
