@@ -9,22 +9,25 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from nemo_style_aligner.architecture import EVERY_FEATURE, Layer
 from nemo_style_aligner.models.gpu_kernels import gpu_kernels
 from nemo_style_aligner.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
-from nemo_style_aligner.models.packing import PackedSequences
+from nemo_style_aligner.models.packing import PackedSequences, rotary_angles
 from nemo_style_aligner.models.varlen_attention import has_varlen_attention, varlen_attention
-from nemo_style_aligner.softcaps import capped_attention
+from nemo_style_aligner.softcaps import stored_attention
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.triton_kernels import TritonKernels
+
+_KNOWN_TO_KERNELS = EVERY_FEATURE - {"attention_sinks", "window"}
 
 
 @dataclasses.dataclass
@@ -34,10 +37,12 @@ class LayerConfig(TransformerConfig):
     Attributes:
         layers: what each of the model's layers computes.
         attention_factor: what cosines and sines of the rotary embedding are multiplied by.
+        local_frequencies: radians per position of layers that rotate otherwise than the others (`Layer.local_rope`).
     """
 
     layers: tuple[Layer, ...] = ()
     attention_factor: float = 1.0
+    local_frequencies: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,13 +73,14 @@ class LocalSelfAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, h] -> [s, b, h] and the bias yet to be added; b = 1 for packed rows."""
         if packed_seq_params is None:
+            if self.config.layer(self.layer_number).local_rope:
+                return self._attend_padded(hidden_states)
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         layer, drops_out = self.config.layer(self.layer_number), self.training and self.core_attention.dropout > 0
-        kernels = None if drops_out or layer.unknown(EVERY_FEATURE) else kernels_for(hidden_states)
+        kernels = None if drops_out or layer.unknown(_KNOWN_TO_KERNELS) else kernels_for(hidden_states)
         in_fp32 = kernels or _rotating_kernels(hidden_states)
-        angles = rotary_pos_emb if layer.rotates else None
         dtype = torch.float32 if in_fp32 else hidden_states.dtype
-        rotary = packed_seq_params.rotate_by(angles, dtype, self.config.attention_factor)
+        rotary = rotary_of(self.config, self.layer_number, packed_seq_params, rotary_pos_emb, dtype)
         if kernels:
             return self.linear_proj(self._attend_compiled(kernels, hidden_states, rotary, packed_seq_params.sizes))
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
@@ -82,6 +88,16 @@ class LocalSelfAttention(SelfAttention):
             tables = [table[:, None] for table in rotary]
             query, key = _Rotation.apply(query, *tables), _Rotation.apply(key, *tables)
         return self.linear_proj(self.core_attention(query, key, value, packed_seq_params=packed_seq_params))
+
+    def _attend_padded(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> [s, b, h] and a bias, with rotary embedding of its own: megatron-core has one for all layers."""
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        positions = torch.arange(len(query), device=query.device)
+        angles = rotary_angles(positions, self.config.local_frequencies)[:, None, None]
+        angles = angles.expand(-1, query.shape[1], 1, -1).flatten(0, 1)
+        cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+        query, key = (_Rotation.apply(x.flatten(0, 1), cos, sin).view(x.shape) for x in (query, key))
+        return self.linear_proj(self.core_attention(query, key, value))
 
     def _attend_compiled(
         self,
@@ -110,13 +126,31 @@ class CausalAttention(MegatronModule):
     Padded batches are padded on the right, so causality already hides the padding from every real token and no
     other mask is needed. A packed row takes one call of torch's varlen attention where it is available, otherwise one
     call for each sequence.
+
+    Attributes:
+        softmax_offset: the scores of sinks, of this rank's heads, under megatron-core's name; None: there are none.
     """
 
     def __init__(self, config: LayerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
+        layer = config.layer(layer_number)
         self.dropout = config.attention_dropout
-        self.scale = config.layer(layer_number).softmax_scale  # None: torch's own, 1 / sqrt(d)
-        self.softcap = config.layer(layer_number).attn_logit_softcapping
+        self.scale = layer.softmax_scale  # None: torch's own, 1 / sqrt(d)
+        self.softcap, self.window = layer.attn_logit_softcapping, layer.window
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if layer.attention_sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """As megatron-core's core attention has it."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        return cast(
+            dict[str, Any], make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
+        )
 
     def forward(
         self,
@@ -142,10 +176,11 @@ class CausalAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
         drops_out = self.training and self.dropout > 0
-        can = len(packed.lengths) > 1 and not drops_out and self.softcap is None
+        can = len(packed.lengths) > 1 and not drops_out and self.softcap is None and self.softmax_offset is None
         if can and has_varlen_attention(query, key):
             boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-            return varlen_attention(query, key, value, boundaries, longest, self.scale).flatten(1)[:, None]
+            out = varlen_attention(query, key, value, boundaries, longest, self.scale, self.window)
+            return out.flatten(1)[:, None]
         sequences = zip(*(x.unsqueeze(1).split(packed.lengths) for x in (query, key, value)), strict=True)
         attended = [self._attend(*sequence) for sequence in sequences]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
@@ -164,24 +199,46 @@ class CausalAttention(MegatronModule):
         has_own_stream = not dropout or self.config.sequence_parallel
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with contextlib.nullcontext() if has_own_stream else get_cuda_rng_tracker().fork():
-            if self.softcap is None:
+            if self.softcap is None and self.softmax_offset is None:
+                mask = None if self.window is None or self.window >= s else _visible(s, self.window, query.device)
                 out = F.scaled_dot_product_attention(
-                    query, key, value, is_causal=True, dropout_p=dropout, scale=self.scale, enable_gqa=has_groups
-                )
+                    *(query, key, value, mask, dropout),
+                    is_causal=mask is None, scale=self.scale, enable_gqa=has_groups,
+                )  # fmt: skip
             else:
-                out = self._attend_capped(query, key, value, dropout)
+                out = self._attend_storing(query, key, value, dropout)
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)
 
-    def _attend_capped(
+    def _attend_storing(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
     ) -> torch.Tensor:
         """``query`` [b, heads, s, d]. Scores are computed again in the backward pass, unless some are dropped out."""
-        assert self.softcap is not None
-        mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril_()
-        arguments = query, key, value, mask, self.scale or query.shape[-1] ** -0.5, self.softcap
+        mask = _visible(query.shape[2], self.window, query.device)
+        sinks = None if self.softmax_offset is None else self.softmax_offset[:, None, None]
+        arguments = query, key, value, mask, self.scale or query.shape[-1] ** -0.5, self.softcap, sinks
         if dropout or not torch.is_grad_enabled():
-            return capped_attention(*arguments, dropout)
-        return cast(torch.Tensor, checkpoint(capped_attention, *arguments, use_reentrant=False))
+            return stored_attention(*arguments, dropout)
+        return cast(torch.Tensor, checkpoint(stored_attention, *arguments, use_reentrant=False))
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which keys each query of a sequence sees: bool [length, length]."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    return mask if window is None else mask.triu_(1 - window)
+
+
+def rotary_of(
+    config: LayerConfig, layer_number: int, packed: PackedSequences, angles: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Cosines and sines [t, r] by which a layer (1-based) rotates the tokens of a row; None: it does not.
+
+    Args:
+        angles: of all positions [s, 1, 1, r], of layers without a rotary embedding of their own.
+    """
+    layer = config.layer(layer_number)
+    if layer.local_rope:
+        return packed.rotate_locally(config.local_frequencies, dtype)
+    return packed.rotate_by(angles if layer.rotates else None, dtype, config.attention_factor)
 
 
 class _Attention(torch.autograd.Function):

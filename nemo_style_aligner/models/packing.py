@@ -39,12 +39,14 @@ class PackedSequences(PackedSeqParams):
         positions: int64 [t], each token's place in its sequence.
         outputs: int64 [k], the only positions that the model's last layer computes after its attention; None: all.
         rotary: cosines and sines of the row's positions [t, r], stored by the first layer for the others.
+        local_rotary: the same of layers with frequencies of their own.
     """
 
     lengths: tuple[int, ...] = ()
     positions: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     _sizes: torch.Tensor | None = None
 
     def rotate_by(
@@ -63,12 +65,26 @@ class PackedSequences(PackedSeqParams):
             self.rotary = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
         return self.rotary
 
+    def rotate_locally(self, frequencies: Sequence[float], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """``local_rotary`` in ``dtype``, by radians per position of each pair of channels."""
+        if self.local_rotary is None:
+            assert self.positions is not None
+            angles = rotary_angles(self.positions, frequencies)
+            self.local_rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        return self.local_rotary
+
     @property
     def sizes(self) -> torch.Tensor:
         """``lengths`` as compiled kernels take them: int32 [n], on the CPU."""
         if self._sizes is None:
             self._sizes = torch.tensor(self.lengths, dtype=torch.int32)
         return self._sizes
+
+
+def rotary_angles(positions: torch.Tensor, frequencies: Sequence[float]) -> torch.Tensor:
+    """Angles of a rotary embedding, fp32 [t, 2 * frequencies]: channel i and its partner have the same."""
+    radians = torch.tensor(frequencies, dtype=torch.float32, device=positions.device)
+    return torch.outer(positions.float(), radians).repeat(1, 2)
 
 
 @dataclasses.dataclass(frozen=True)

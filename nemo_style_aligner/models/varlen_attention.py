@@ -24,8 +24,9 @@ def varlen_attention(
     boundaries: torch.Tensor,
     longest: int,
     scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of each token to its own and all earlier tokens of its sequence. Differentiable.
+    """Attention of each token to its own and the earlier tokens of its sequence. Differentiable.
 
     Call it only where `has_varlen_attention` is true.
 
@@ -35,6 +36,7 @@ def varlen_attention(
         boundaries: int32 [n + 1], where each of the n sequences begins, and t.
         longest: tokens of the longest sequence, at least.
         scale: factor of the scores; None: 1 / sqrt(d).
+        window: tokens that each sees, its own included; None: all earlier ones.
 
     Returns:
         [t, heads, d].
@@ -44,8 +46,8 @@ def varlen_attention(
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 has no such argument
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    causal = (-1, 0)
-    out = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, window_size=causal, **options)
+    seen = (-1 if window is None else window - 1, 0)  # before and after a token's own
+    out = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, window_size=seen, **options)
     assert isinstance(out, torch.Tensor)  # nothing else was asked for
     return out
 

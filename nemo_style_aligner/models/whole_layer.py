@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from nemo_style_aligner.models.attention import LayerConfig
+from nemo_style_aligner.models.attention import LayerConfig, rotary_of
 from nemo_style_aligner.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
 from nemo_style_aligner.models.linear import input_gradient, main_grad_of, multiplied, weight_gradient
 from nemo_style_aligner.models.packing import PackedSequences
@@ -58,8 +58,7 @@ def whole_layer(
     )
     if x.dtype != weights.qkv.dtype:
         return None
-    angles = angles if config.layer(layer.layer_number).rotates else None
-    rotary = packed.rotate_by(angles, torch.float32, config.attention_factor)
+    rotary = rotary_of(config, layer.layer_number, packed, angles, torch.float32)
     channels = layer.self_attention.hidden_size_per_attention_head
     attention = AttentionRow(rotary, packed.sizes, channels**-0.5)
     row = _Row(kernels, attention, config.num_query_groups, channels, config.layernorm_epsilon)
