@@ -25,14 +25,14 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as attention_with_sinks
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest
 from nemo_style_aligner.engine.embedded import engine as engine_module
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.step import EngineShape, ModelStep
 from nemo_style_aligner.engine.embedded.torch_step import TorchStep
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
-from nemo_style_aligner.rope import RopeScaling
+from nemo_style_aligner.engine.rope import RopeScaling
 
 VOCAB = 96
 EOS = 1
