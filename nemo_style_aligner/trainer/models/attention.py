@@ -21,7 +21,7 @@ from nemo_style_aligner.engine.architecture import EVERY_FEATURE, Layer
 from nemo_style_aligner.engine.softcaps import stored_attention
 from nemo_style_aligner.trainer.models.gpu_kernels import gpu_kernels
 from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
-from nemo_style_aligner.trainer.models.packing import PackedSequences, rotary_angles
+from nemo_style_aligner.trainer.models.spans import PackedSequences, Spans, rotary_angles, taken
 from nemo_style_aligner.trainer.models.varlen_attention import has_varlen_attention, varlen_attention
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class LocalSelfAttention(SelfAttention):
         dtype = torch.float32 if in_fp32 else hidden_states.dtype
         rotary = rotary_of(self.config, self.layer_number, packed_seq_params, rotary_pos_emb, dtype)
         if kernels:
-            return self.linear_proj(self._attend_compiled(kernels, hidden_states, rotary, packed_seq_params.sizes))
+            return self.linear_proj(self._attend_compiled(kernels, hidden_states, rotary, packed_seq_params.spans))
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
         if rotary is not None:
             tables = [table[:, None] for table in rotary]
@@ -104,7 +104,7 @@ class LocalSelfAttention(SelfAttention):
         kernels: LayerKernels,
         hidden_states: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        lengths: torch.Tensor,
+        spans: Spans,
     ) -> torch.Tensor:
         """[t, 1, h] -> [t, 1, heads * d]: rotary embedding and attention on ``linear_qkv``'s output as it lies."""
         d = self.hidden_size_per_attention_head
@@ -115,7 +115,7 @@ class LocalSelfAttention(SelfAttention):
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
         layer = self.config.layer(self.layer_number)
-        row = AttentionRow(rotary, lengths, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
+        row = AttentionRow(rotary, spans, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
         out = _Attention.apply(mixed.reshape(t, groups, -1, d), row, kernels)
         return out.view(t, 1, -1)
 
@@ -176,16 +176,19 @@ class CausalAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
         drops_out = self.training and self.dropout > 0
-        can = len(packed.lengths) > 1 and not drops_out and self.softcap is None and self.softmax_offset is None
-        if can and has_varlen_attention(query, key):
-            boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-            out = varlen_attention(query, key, value, boundaries, longest, self.scale, self.window)
-            return out.flatten(1)[:, None]
-        sequences = zip(*(x.unsqueeze(1).split(packed.lengths) for x in (query, key, value)), strict=True)
-        attended = [self._attend(*sequence) for sequence in sequences]
+        stores_scores = self.softcap is not None or self.softmax_offset is not None
+        can = len(packed.spans.spans) > 1 and not drops_out and not stores_scores
+        if can and has_varlen_attention(query, key, self.window):
+            return varlen_attention(query, key, value, packed, self.scale, self.window).flatten(1)[:, None]
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        attended = [
+            self._attend(taken(query, [span.queries]), taken(key, span.keys), taken(value, span.keys))
+            for span in packed.spans
+        ]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Of as many keys as queries, or more: the last query sees all of them."""
         s, b, heads, _ = query.shape
         has_groups = heads != key.shape[2]
         if has_groups and query.device.type == "cuda" and query.dtype == torch.float32:
@@ -200,11 +203,18 @@ class CausalAttention(MegatronModule):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with contextlib.nullcontext() if has_own_stream else get_cuda_rng_tracker().fork():
             if self.softcap is None and self.softmax_offset is None:
-                mask = None if self.window is None or self.window >= s else _visible(s, self.window, query.device)
+                is_plain = s == key.shape[2] and (self.window is None or self.window >= s)
+                mask = None if is_plain else _visible(query, key, self.window)
                 out = F.scaled_dot_product_attention(
-                    *(query, key, value, mask, dropout),
-                    is_causal=mask is None, scale=self.scale, enable_gqa=has_groups,
-                )  # fmt: skip
+                    query,
+                    key,
+                    value,
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    dropout_p=dropout,
+                    scale=self.scale,
+                    enable_gqa=has_groups,
+                )
             else:
                 out = self._attend_storing(query, key, value, dropout)
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)
@@ -213,18 +223,19 @@ class CausalAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
     ) -> torch.Tensor:
         """``query`` [b, heads, s, d]. Scores are computed again in the backward pass, unless some are dropped out."""
-        mask = _visible(query.shape[2], self.window, query.device)
+        mask, scale = _visible(query, key, self.window), self.scale or query.shape[-1] ** -0.5
         sinks = None if self.softmax_offset is None else self.softmax_offset[:, None, None]
-        arguments = query, key, value, mask, self.scale or query.shape[-1] ** -0.5, self.softcap, sinks
+        arguments = query, key, value, mask, scale, self.softcap, sinks
         if dropout or not torch.is_grad_enabled():
             return stored_attention(*arguments, dropout)
         return cast(torch.Tensor, checkpoint(stored_attention, *arguments, use_reentrant=False))
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which keys each query of a sequence sees: bool [length, length]."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-    return mask if window is None else mask.triu_(1 - window)
+def _visible(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which keys [b, groups, m, d] each query [b, heads, n, d] sees, the last one the last ones: bool [n, m]."""
+    n, m = query.shape[2], key.shape[2]
+    mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril_(m - n)
+    return mask if window is None else mask.triu_(m - n - window + 1)
 
 
 def rotary_of(
