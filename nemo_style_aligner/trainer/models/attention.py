@@ -27,7 +27,6 @@ from nemo_style_aligner.trainer.models.varlen_attention import has_varlen_attent
 if TYPE_CHECKING:
     from nemo_style_aligner.trainer.models.triton_kernels import TritonKernels
 
-_KNOWN_TO_KERNELS = EVERY_FEATURE - {"attention_sinks", "window"}
 
 
 @dataclasses.dataclass
@@ -77,7 +76,7 @@ class LocalSelfAttention(SelfAttention):
                 return self._attend_padded(hidden_states)
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         layer, drops_out = self.config.layer(self.layer_number), self.training and self.core_attention.dropout > 0
-        kernels = None if drops_out or layer.unknown(_KNOWN_TO_KERNELS) else kernels_for(hidden_states)
+        kernels = None if drops_out or layer.unknown(EVERY_FEATURE) else kernels_for(hidden_states)
         in_fp32 = kernels or _rotating_kernels(hidden_states)
         dtype = torch.float32 if in_fp32 else hidden_states.dtype
         rotary = rotary_of(self.config, self.layer_number, packed_seq_params, rotary_pos_emb, dtype)
@@ -115,8 +114,8 @@ class LocalSelfAttention(SelfAttention):
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
         layer = self.config.layer(self.layer_number)
-        row = AttentionRow(rotary, spans, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
-        out = _Attention.apply(mixed.reshape(t, groups, -1, d), row, kernels)
+        row = AttentionRow(rotary, spans, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping, layer.window)
+        out = _Attention.apply(mixed.reshape(t, groups, -1, d), self.core_attention.softmax_offset, row, kernels)
         return out.view(t, 1, -1)
 
 
@@ -256,17 +255,25 @@ class _Attention(torch.autograd.Function):
     """`LayerKernels.attention`: saves its input and the log-sum-exp of the scores, not its output."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, row: AttentionRow, kernels: LayerKernels) -> torch.Tensor:
-        qkv = qkv.contiguous()
+    def forward(
+        ctx: Any, qkv: torch.Tensor, sinks: torch.Tensor | None, row: AttentionRow, kernels: LayerKernels
+    ) -> torch.Tensor:
+        qkv, row = qkv.contiguous(), row if sinks is None else row._replace(sinks=sinks.detach().float().contiguous())
         out, lse = kernels.attention(qkv, row)
         ctx.save_for_backward(qkv, lse)
-        ctx.row, ctx.kernels = row, kernels
+        ctx.row, ctx.kernels, ctx.dtype = row, kernels, None if sinks is None else sinks.dtype
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         qkv, lse = ctx.saved_tensors
-        return ctx.kernels.attention_backward(grad.contiguous(), lse, qkv, ctx.row), None, None
+        sinks = ctx.row.sinks
+        products = None if sinks is None else torch.empty_like(lse)
+        grad_qkv = ctx.kernels.attention_backward(grad.contiguous(), lse, qkv, ctx.row, products=products)
+        if sinks is None or products is None:
+            return grad_qkv, None, None, None
+        # A sink's weight takes from what all keys give: of its score the gradient is -weight * output * its gradient.
+        return grad_qkv, -((sinks - lse).exp() * products).sum(0).to(ctx.dtype), None, None
 
 
 class _Rotation(torch.autograd.Function):
