@@ -13,7 +13,7 @@ import click
 
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.seeds import LARGEST_SEED
-from nemo_style_aligner.tools.cli.main import SETTINGS, run, writable
+from nemo_style_aligner.tools.cli.main import SETTINGS, announce, run, writable
 from nemo_style_aligner.wording import distinct_names, download_hint, unescaped
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def command(output: Path | None, sheet: Path | None, **options: Any) -> None:
     """
     _check(sheet=sheet, **options)
     options["end_strings"] = tuple(map(unescaped, options["end_strings"]))
-    print(f"loading torch and megatron-core, then {options['model']}", file=sys.stderr, flush=True)
+    announce(f"torch and megatron-core, then {options['model']}")
     from nemo_style_aligner.engine.parallel.groups import single_process
     from nemo_style_aligner.tools.evaluation.evaluation import (
         EvaluationSettings,
