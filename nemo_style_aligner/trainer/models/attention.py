@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from nemo_style_aligner.trainer.models.triton_kernels import TritonKernels
 
 
-
 @dataclasses.dataclass
 class LayerConfig(TransformerConfig):
     """megatron-core's config of a model's layers, with what it has no words for.
