@@ -19,8 +19,8 @@ from small_models import chatml_tokenizer
 from test_tools import LLAMA, MISTRAL, MISTRAL_3, QWEN, tool
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
-from nemo_style_aligner.engine.grammar import GrammarError, Grammars, json_grammar, lark_grammar
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, GrammarError, SamplingParams
+from nemo_style_aligner.engine.grammar import Grammars, json_grammar, lark_grammar
 from nemo_style_aligner.engine.parallel.groups import single_process
 from nemo_style_aligner.engine.sampling import SamplingRows, sample
 from nemo_style_aligner.engine.serving.app import ServedModel

@@ -41,6 +41,10 @@ _CONTEXT_TOKENS = 4  # decoded in front of the tokens that may hold a stop strin
 _PART_OF_A_CHARACTER = "\ufffd"
 
 
+class GrammarError(ValueError):
+    """A grammar cannot be compiled, or not be followed any further."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a response ends; one set for all requests of a `generate` call.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nemo_style_aligner.engine.contract import GrammarError
 from nemo_style_aligner.engine.text.tokenizer import PART_OF_A_CHARACTER, Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
@@ -39,10 +40,6 @@ _RUN = 64  # tokens that are decoded together
 _DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip"}
 _REPLACEMENT = (PART_OF_A_CHARACTER, "ï¿½")  # as a vocabulary may spell it, which most lack
 _EXAMPLE = "Größe 数 ☃ 🙂\n\tdef f(x): return {'a': [1, 2.5e-3]}\r\n é́ \u2028 \"quoted\\\" ‏שלום"
-
-
-class GrammarError(ValueError):
-    """A grammar cannot be compiled, or not for this tokenizer."""
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from nemo_style_aligner.engine.contract import (
     GenerationRequest,
     GenerationResult,
     GenerationStatistics,
+    GrammarError,
     SamplingParams,
     StopCondition,
     WeightStream,
@@ -36,12 +37,14 @@ from nemo_style_aligner.engine.embedded.scheduler import (
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep
 from nemo_style_aligner.engine.embedded.torch_step import TorchStep
 from nemo_style_aligner.engine.embedded.trainer_weights import Offer, TrainerWeights
-from nemo_style_aligner.engine.grammar import GrammarError, Grammars, Matcher
 from nemo_style_aligner.engine.native.compilation import NativeUnavailable, ahead
 from nemo_style_aligner.engine.sampling import SamplingRows, request_key
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.engine.transfers import moved
 from nemo_style_aligner.kinds import StepChoice
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.engine.grammar import Grammars, Matcher  # which knows tokenizers
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from nemo_style_aligner.engine.contract import GrammarError
 from nemo_style_aligner.engine.grammar import (
     LONGEST_GRAMMAR,
-    GrammarError,
     Grammars,
     json_grammar,
     lark_grammar,
