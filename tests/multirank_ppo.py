@@ -46,7 +46,7 @@ from nemo_style_aligner.trainer.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.trainer.rl.experience import Experience, leave_out_nonfinite, make_experience
 from nemo_style_aligner.trainer.rl.loop import RLTrainer
 from nemo_style_aligner.trainer.rl.reward_models import ModelRewards
-from nemo_style_aligner.trainer.rl.rollouts.collector import deal
+from nemo_style_aligner.trainer.rl.rollouts.collector import SampleSizes, deal
 from nemo_style_aligner.trainer.rl.sample import Rollouts, Sample
 from nemo_style_aligner.trainer.rl.scoring import Scores
 from nemo_style_aligner.trainer.rl.settings import RLSettings
@@ -442,8 +442,9 @@ def group_step(folder: Path, layout: Layout) -> None:
 def _dealt(trainer: RLTrainer, batch: Sequences, group: int) -> Rollouts:
     """This rank's share, as `RLTrainer.deal` makes it."""
     minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(NUM_SAMPLES, 0)]
-    work = map(trainer._work, batch.lengths.tolist(), batch.sampled.sum(1).tolist())
-    return batch.share(deal(list(work), minibatches), group)
+    groups = torch.arange(NUM_SAMPLES) // group
+    work = trainer._work(SampleSizes(batch.lengths, batch.sampled.sum(1), batch.prompt_lengths, groups))
+    return batch.share(deal(work, minibatches), group)
 
 
 def _write(
@@ -464,7 +465,7 @@ def _rewards_in_job(cfg: PPOActor, archive: Path, batch: Sequences) -> torch.Ten
     """What the reward model gives inside the actor's job, fp32 [N] on rank 0: only some ranks have samples."""
     base, _ = open_base_model(str(archive), as_served(cfg), key="trainer.ppo.rewards")
     head = RewardHeadConfig.from_model_config(base.config)
-    source = ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
+    source = ModelRewards(base, head, forward_batching(cfg.model), cfg.trainer.ppo.reference_policy_placement)
     source.load()
     lengths = zip(batch.lengths.tolist(), batch.prompt_lengths.tolist(), strict=True)
     samples = [

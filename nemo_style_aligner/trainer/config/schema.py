@@ -162,6 +162,8 @@ class Model(Section):
     tensor_model_parallel_size: Free[Count] = 1  # ranks that share each layer; checkpoints load at any layout
     pipeline_model_parallel_size: Free[Count] = 1  # stages that the layers are divided into
     sequence_parallel: Free[bool | None] = False  # shard activations between tensor-parallel regions too
+    # Compute a prompt once for all sequences of a pass that begin with it: samples of a group, answers of a pair.
+    share_prompts: Free[bool] = True
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 1234  # random seed: order of the data, sampling, dropout
 
 

@@ -22,6 +22,7 @@ from nemo_style_aligner.trainer.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.trainer.data.samplers import EpochSampler
 from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.sharing import Costs
 from nemo_style_aligner.trainer.rl.estimators import GroupedSamples
 from nemo_style_aligner.trainer.rl.experience import (
     Experience,
@@ -37,6 +38,7 @@ from nemo_style_aligner.trainer.rl.rollouts.collector import (
     Collected,
     GenerationSchedule,
     RolloutCollector,
+    SampleSizes,
     deal,
 )
 from nemo_style_aligner.trainer.rl.rollouts.prompts import PromptSource
@@ -238,8 +240,9 @@ class RLTrainer(TrainingLoop):
         minibatches = [minibatch.tolist() for minibatch in self._minibatches(len(collected), epoch=0)]
         return collected.dealt(minibatches, self._work)
 
-    def _work(self, length: int, sampled_length: int) -> int:
-        return self.actor.model.architecture.forward_operations(length - 1, sampled_length)
+    def _work(self, sizes: SampleSizes) -> Costs:
+        operations = self.actor.model.architecture.forward_operations
+        return sizes.costs(operations, self.actor.training_batching.shares_prompts)
 
     def logprobs(self, rollouts: Rollouts, *, is_trained: bool) -> dict[str, torch.Tensor]:
         """Log-probs of the share's sampled tokens, fp32 [R] each: ``old_logprobs``, and where these ranks have such
@@ -276,9 +279,8 @@ class RLTrainer(TrainingLoop):
             for epoch in range(epochs):
                 minibatches = [minibatch.tolist() for minibatch in self._minibatches(len(experience), epoch)]
                 if epoch:  # its minibatches are others than those that the samples were dealt for
-                    rows = experience.rollouts
-                    work = map(self._work, rows.lengths.tolist(), rows.sampled_lengths.tolist())
-                    experience = experience.dealt(deal(list(work), minibatches))
+                    work = self._work(SampleSizes.of(experience.rollouts))
+                    experience = experience.dealt(deal(work, minibatches))
                 for minibatch in minibatches:
                     origin = f"samples {minibatch} (prompts {prompt_ids[minibatch].tolist()})"
                     metrics = self.actor.update(experience.minibatch(minibatch), origin)
