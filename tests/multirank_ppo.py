@@ -448,8 +448,8 @@ def group_step(folder: Path, layout: Layout) -> None:
 
 def _dealt(trainer: RLTrainer, batch: Sequences, group: int) -> Rollouts:
     """This rank's share, as `RLTrainer.deal` makes it."""
-    minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(NUM_SAMPLES, 0)]
     groups = torch.arange(NUM_SAMPLES) // group
+    minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(groups, 0)]
     work = trainer._work(SampleSizes(batch.lengths, batch.sampled.sum(1), batch.prompt_lengths, groups))
     return batch.share(deal(work, minibatches), group)
 

@@ -428,8 +428,17 @@ def test_every_pass_over_the_rollouts_has_an_order_of_its_own() -> None:
     ppo, orders = trainer(), set()
     for ppo.step in (0, 1):
         for epoch in (0, 1):
-            orders.add(tuple(torch.cat(list(ppo._minibatches(8, epoch))).tolist()))
+            orders.add(tuple(torch.cat(list(ppo._minibatches(torch.arange(8), epoch))).tolist()))
     assert len(orders) == 4 and all(sorted(order) == list(range(8)) for order in orders)
+
+
+def test_a_group_is_in_one_minibatch_as_far_as_there_is_room() -> None:
+    """In an order that groups of one have, too."""
+    ppo = trainer()
+    groups = torch.arange(12) // 3
+    order = torch.cat(list(ppo._minibatches(groups, 0)))
+    assert sorted(order.tolist()) == list(range(12))
+    assert groups[order].unique_consecutive().tolist() == torch.cat(list(ppo._minibatches(torch.arange(4), 0))).tolist()
 
 
 def test_a_step_takes_no_more_prompts_than_its_epoch_has(monkeypatch: pytest.MonkeyPatch) -> None:

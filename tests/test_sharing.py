@@ -10,7 +10,8 @@ import torch
 from small_models import VOCAB
 from trained_models import ARCHITECTURES, OPTIM
 
-from nemo_style_aligner.trainer.models import attention, whole_layer
+from nemo_style_aligner.trainer.models import attention, layers, whole_layer
+from nemo_style_aligner.trainer.models.attention import EngineSelfAttention
 from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.kept_passes import KeptPasses
@@ -71,10 +72,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["language", "values"])
-@pytest.mark.parametrize("way", [*WAYS, "torch", "biases", "norms of heads"])
+@pytest.mark.parametrize("way", [*WAYS, "torch", "engine", "biases", "norms of heads"])
 def test_every_number_is_the_same(way: str, head: RewardHeadConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs or values, loss and gradients: with compiled layers and without, recomputed or not, with adapters."""
-    if way == "torch":
+    if way == "engine":  # as with Transformer Engine, whose parts are others
+        monkeypatch.setattr(layers, "LocalSelfAttention", EngineSelfAttention)
+    if way in ("torch", "engine"):
         for module in (attention, whole_layer):
             monkeypatch.setattr(module, "kernels_for", lambda _: None)
     name = {"biases": "layernorm1p", "norms of heads": "qk-norm"}.get(way, "llama")

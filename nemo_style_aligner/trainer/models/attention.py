@@ -77,11 +77,20 @@ class LocalSelfAttention(SelfAttention):
         rotary = packed_seq_params.rotate_by(angles, dtype, self.config.attention_factor)
         if kernels:
             return self.linear_proj(self._attend_compiled(kernels, hidden_states, rotary, packed_seq_params.spans))
+        return self._attend_rotated(self.core_attention, hidden_states, rotary, packed_seq_params)
+
+    def _attend_rotated(
+        self,
+        core_attention: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        packed: PackedSequences,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
         if rotary is not None:
             tables = [table[:, None] for table in rotary]
             query, key = _Rotation.apply(query, *tables), _Rotation.apply(key, *tables)
-        return self.linear_proj(self.core_attention(query, key, value, packed_seq_params=packed_seq_params))
+        return self.linear_proj(core_attention(query, key, value, packed_seq_params=packed))
 
     def _attend_compiled(
         self,
@@ -102,6 +111,37 @@ class LocalSelfAttention(SelfAttention):
         row = AttentionRow(rotary, spans, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
         out = _Attention.apply(mixed.reshape(t, groups, -1, d), row, kernels)
         return out.view(t, 1, -1)
+
+
+class EngineSelfAttention(LocalSelfAttention):
+    """megatron-core's, with Transformer Engine's parts; rows in which sequences share what they begin with are ours.
+
+    Theirs turns each span from its own first token on, as if that were a sequence's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.spans_attention = CausalAttention(self.config, self.layer_number)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `LocalSelfAttention.forward`."""
+        packed = packed_seq_params
+        if packed is None or packed.spans.are_whole:
+            options = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed, **kwargs}
+            return SelfAttention.forward(self, hidden_states, attention_mask, *args, **options)
+        in_fp32 = _rotating_kernels(hidden_states)
+        angles = rotary_pos_emb if self.config.layer(self.layer_number).rotates else None
+        dtype = torch.float32 if in_fp32 else hidden_states.dtype
+        rotary = packed.rotate_by(angles, dtype, self.config.attention_factor)
+        return self._attend_rotated(self.spans_attention, hidden_states, rotary, packed)
 
 
 class CausalAttention(MegatronModule):

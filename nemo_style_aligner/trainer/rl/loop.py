@@ -237,7 +237,7 @@ class RLTrainer(TrainingLoop):
 
     def deal(self, collected: Collected) -> Rollouts:
         """Give each data-parallel rank its share, even in every update of the first pass over the samples."""
-        minibatches = [minibatch.tolist() for minibatch in self._minibatches(len(collected), epoch=0)]
+        minibatches = [minibatch.tolist() for minibatch in self._minibatches(collected.groups, epoch=0)]
         return collected.dealt(minibatches, self._work)
 
     def _work(self, sizes: SampleSizes) -> Costs:
@@ -277,7 +277,7 @@ class RLTrainer(TrainingLoop):
         counting = activity.counting("updates", lambda: (self.ppo_optimization_step - first, updates))
         with self.timer("train_time"), counting:
             for epoch in range(epochs):
-                minibatches = [minibatch.tolist() for minibatch in self._minibatches(len(experience), epoch)]
+                minibatches = [minibatch.tolist() for minibatch in self._minibatches(experience.rollouts.groups, epoch)]
                 if epoch:  # its minibatches are others than those that the samples were dealt for
                     work = self._work(SampleSizes.of(experience.rollouts))
                     experience = experience.dealt(deal(work, minibatches))
@@ -290,11 +290,12 @@ class RLTrainer(TrainingLoop):
                     self._last_loss = metrics.get("loss", math.nan)
                     self.ppo_optimization_step += 1
 
-    def _minibatches(self, num_samples: int, epoch: int) -> Iterator[torch.Tensor]:
-        """The samples of each global minibatch, int64 [global_batch_size]."""
+    def _minibatches(self, groups: torch.Tensor, epoch: int) -> Iterator[torch.Tensor]:
+        """The samples of each global minibatch, int64 [global_batch_size]. Those of a group follow one another."""
         generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "minibatches", self.step, epoch))
-        order = torch.randperm(num_samples, generator=generator)
-        yield from order.split(self.settings.global_batch_size)
+        numbers, group_of = groups.unique(return_inverse=True)
+        turns = torch.randperm(len(numbers), generator=generator).argsort()
+        yield from turns[group_of].argsort(stable=True).split(self.settings.global_batch_size)
 
     # ---- the critic -------------------------------------------------------------------------
 
