@@ -86,6 +86,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.global_batch_size": (8, {"ppo.global_batch_size": 8, "schedule.max_steps": 4}),
     "model.micro_batch_size": (2, {"training.num_rows": 2}),
     "model.max_tokens_per_micro_batch": (99, {"training.max_tokens": 99, "forward.max_tokens": 99}),
+    "model.share_prompts": (False, {"training.shares_prompts": False, "forward.shares_prompts": False}),
     "model.ppo.num_rollout_samples": (16, {"schedule.max_steps": 16}),
     "model.ppo.rollout_micro_batch_size": (2, {"forward.num_rows": 2}),
     "model.ppo.forward_micro_batch_size": (3, {"forward.num_rows": 3}),
