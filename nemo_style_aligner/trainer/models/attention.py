@@ -151,10 +151,8 @@ class EngineSelfAttention(LocalSelfAttention):
         if packed is None or packed.spans.are_whole:
             options = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed, **kwargs}
             return SelfAttention.forward(self, hidden_states, attention_mask, *args, **options)
-        in_fp32 = _rotating_kernels(hidden_states)
-        angles = rotary_pos_emb if self.config.layer(self.layer_number).rotates else None
-        dtype = torch.float32 if in_fp32 else hidden_states.dtype
-        rotary = packed.rotate_by(angles, dtype, self.config.attention_factor)
+        dtype = torch.float32 if _rotating_kernels(hidden_states) else hidden_states.dtype
+        rotary = rotary_of(self.config, self.layer_number, packed, rotary_pos_emb, dtype)
         return self._attend_rotated(self.spans_attention, hidden_states, rotary, packed)
 
 
