@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import sentencepiece
@@ -133,6 +133,16 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         attention_multiplier=0.05,
         logits_scaling=8,
     ),
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "qwen3 moe, some layers": lambda: transformers.Qwen3MoeConfig(
+        **{**SIZES, "num_hidden_layers": 4}, head_dim=16, num_experts=4, num_experts_per_tok=1,
+        moe_intermediate_size=48, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[3],
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
     "olmo2": lambda: transformers.Olmo2Config(**{**SIZES, "initializer_range": 0.1}),
     "gemma2": lambda: transformers.Gemma2Config(
@@ -147,6 +157,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 # One of each kind of layers: how a native step is compiled.
 GENERATED = ["llama", "qwen2", "qwen3", "smollm3", "granite", "nemotron", "olmo2", "gemma2"]
+WITH_EXPERTS = [(name, "torch") for name in FAMILIES if "moe" in name or name == "mixtral"]
 TINY = ModelArchitecture(
     num_layers=2,
     hidden_size=32,
@@ -208,14 +219,16 @@ def test_family_has_transformers_logits_and_comes_back_exactly(name: str, tmp_pa
     assert read_architecture(tmp_path / "out") == architecture
 
 
-@pytest.mark.parametrize("step", ["native", "torch"])
-@pytest.mark.parametrize("name", GENERATED)
-def test_family_generates_as_transformers_after_a_refit(name: str, step: StepChoice) -> None:
+@pytest.mark.parametrize(
+    ("name", "step"), [*((name, step) for name in GENERATED for step in get_args(StepChoice)[1:]), *WITH_EXPERTS]
+)
+def test_family_generates_as_transformers_after_a_refit(name: str, step: StepChoice, tmp_path: Path) -> None:
     """Greedily, token by token and in chunks of the prompt, with transformers' log-probs."""
     reference = random_hf_model(FAMILIES[name]())
-    architecture = architecture_from_config(reference.config.to_dict())
+    reference.save_pretrained(tmp_path)
+    architecture = read_architecture(tmp_path)
     model = build(architecture)
-    import_weights(model, TensorSource(reference.state_dict()))
+    import_weights(model, HuggingFaceCheckpoint(tmp_path))
     engine = EmbeddedEngine(
         architecture, dtype=torch.float32, num_slots=2, max_sequence_length=128, eos_id=VOCAB - 1, step=step,
         prefill_chunk_tokens=16,
@@ -235,7 +248,11 @@ def test_family_generates_as_transformers_after_a_refit(name: str, step: StepCho
         assert (torch.tensor(result.logprobs) - expected).abs().max() < 1e-5 * logits.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama", "granite", "smollm3", "qwen3 yarn", "phi3, part turned", "olmo2", "gemma2"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "granite", "smollm3", "qwen3 yarn", "phi3, part turned", "olmo2", "gemma2"]
+    + [name for name, _ in WITH_EXPERTS],
+)
 def test_gradients_are_transformers(name: str, tmp_path: Path) -> None:
     """Of the mean log-prob of a packed row's tokens, by every layer's compiled or own backward pass."""
     reference = random_hf_model(FAMILIES[name]())

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from nemo_style_aligner.architecture import LARGEST_LENGTH, ModelArchitecture
+from nemo_style_aligner.architecture import LARGEST_LENGTH, Experts, ModelArchitecture
 from nemo_style_aligner.config.fields import Field, Filled, Free, Given, Open, Range, Section, fields_of, find_field, of
 from nemo_style_aligner.config.job_config import JobConfig
 from nemo_style_aligner.config.kinds import (
@@ -1223,6 +1223,7 @@ _EXAMPLE = ModelArchitecture(
     vocab_size=1,
     rope_scaling=RopeScaling("llama3", 2.0, 2, 0.5, 2.0),
     no_rope_layers=(0,),
+    experts=Experts(number=1, per_token=1, ffn_hidden_size=1, scores="sigmoid", scaling=2.0, shared_ffn_hidden_size=1),
     layer_norms="both",
     normalization="rmsnorm1p",
     qk_layernorm=True,
@@ -1241,6 +1242,7 @@ ARCHITECTURE: Mapping[str, Field] = {
     },
     "rope_scaling": Field((dict, bool), is_nullable=True, marks=frozenset({"open"})),
     "rope_scaling_factor": Field((float,), is_nullable=True),
+    "moe_layer_freq": Field((int, list), is_nullable=True),
     "add_qkv_bias": Field((bool,), is_nullable=True),
     "encoder_seq_length": Field((int,), is_nullable=True, range=Range(2, LARGEST_LENGTH)),
     "max_position_embeddings": Field((int,), is_nullable=True, range=Range(2, LARGEST_LENGTH)),

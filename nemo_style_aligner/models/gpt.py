@@ -28,6 +28,7 @@ from nemo_style_aligner.models.logprobs import predict
 from nemo_style_aligner.models.lora import Adapter, LoraSettings, add_adapters
 from nemo_style_aligner.parallel.groups import ParallelLayout, current_layout, device
 from nemo_style_aligner.softcaps import capped
+from nemo_style_aligner.weights.layout import ROUTER_BIAS, dtype_of
 
 if TYPE_CHECKING:
     from nemo_style_aligner.models.kept_passes import KeptPasses
@@ -85,13 +86,18 @@ class MegatronModel:
         """This rank's parameters under `GPTModel`'s names (without wrappers' prefixes)."""
         return self.gpt.named_parameters()
 
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`named_parameters`, and what no optimizer changes but belongs to the weights: routers' biases."""
+        yield from self.named_parameters()
+        yield from ((name, bias) for name, bias in self.gpt.named_buffers() if name.endswith(".router.expert_bias"))
+
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         """This rank's parameters that an update may change."""
         return [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
 
-    def merged(self, weight: torch.nn.Parameter) -> torch.Tensor:
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """A parameter's values as others are to have them: with its adapter, if it has one. Live ones otherwise."""
-        adapter = self.adapters.get(weight)
+        adapter = self.adapters.get(weight)  # type: ignore[call-overload]
         return weight.detach() if adapter is None else adapter.merged(weight)
 
     def trained_parts(self) -> list[tuple[torch.Tensor, list[Part]]]:
@@ -238,8 +244,22 @@ def transformer_config(
         variable_seq_lengths=layout.pp_size > 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=torch.cuda.is_available(),
+        **_expert_options(architecture),
         **recompute,
     )
+
+
+def _expert_options(architecture: ModelArchitecture) -> dict[str, Any]:
+    """megatron-core's arguments for experts. No token is dropped, and no loss balances them."""
+    if architecture.experts is None:
+        return {}
+    return architecture.experts.to_nemo_config() | {
+        "moe_layer_freq": architecture.expert_layers,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+    }
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:
@@ -301,8 +321,11 @@ def build_model(
     module: torch.nn.Module = gpt.to(device())
     if dtype == torch.bfloat16:
         module = Float16Module(config, module)
+        # Float16Module casts everything; the head has a dtype of its own, and so have routers' biases.
         if layout.is_last_stage and head is not None:
-            gpt.rm_head.to(head.dtype)  # Float16Module casts everything; the head has a dtype of its own
+            gpt.rm_head.to(head.dtype)
+        for name, bias in gpt.named_buffers():
+            bias.data = bias.data.to(dtype_of(name.replace("expert_bias", ROUTER_BIAS), bias.dtype))
     if trainable:
         module = _wrap_for_training(module, gpt, config, model_cfg, layout)
     else:

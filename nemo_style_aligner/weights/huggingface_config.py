@@ -22,6 +22,7 @@ from nemo_style_aligner.architecture import (
 from nemo_style_aligner.checkpoints.foreign import refuse_nemo_2
 from nemo_style_aligner.parsing import read_json
 from nemo_style_aligner.rope import RopeScaling
+from nemo_style_aligner.weights.expert_families import EXPERT_FAMILIES, can_express
 from nemo_style_aligner.wording import download_hint
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("Mistral", bias_keys=(), window="null"),
     "qwen2": Family("Qwen2", {"qkv_bias": True}, bias_keys=(), window="null"),
     "qwen3": Family("Qwen3", {"qk_layernorm": True}, window="null"),
+    "qwen3_moe": Family("Qwen3Moe", {"qk_layernorm": True}, window="null"),
+    "mixtral": Family("Mixtral", bias_keys=(), window="null"),
     "nemotron": Family(
         "Nemotron",
         {"gated": False, "normalization": "layernorm1p"},
@@ -178,6 +181,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
             "channels. If this one was trained that way, remove the key"
         )
     heads, scaling = config["num_attention_heads"], _rope_scaling(config)
+    experts, dense_layers = EXPERT_FAMILIES[name].read(config) if name in EXPERT_FAMILIES else (None, ())
     return ModelArchitecture(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -194,6 +198,8 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         rope_scaling=scaling,
         no_rope_layers=_no_rope_layers(config) if family.no_rope_layers else (),
         **{field: _value(family, field, config) for field in (*_FEATURES, "layernorm_epsilon")},
+        experts=experts,
+        dense_layers=dense_layers,
         init_method_std=config["initializer_range"],
         family=name,
     )
@@ -322,9 +328,9 @@ def hf_family(architecture: ModelArchitecture) -> str:
         ValueError: no family can.
     """
     for name in dict.fromkeys((architecture.family, *FAMILIES)):
-        if name in FAMILIES and _can_express(FAMILIES[name], architecture):
+        if name in FAMILIES and _can_express(FAMILIES[name], architecture) and can_express(name, architecture):
             return name
-    named = (*_FEATURES, "bias", "rotary_percentage", "rope_scaling", "no_rope_layers")
+    named = (*_FEATURES, "bias", "rotary_percentage", "rope_scaling", "no_rope_layers", "experts", "dense_layers")
     has = [f"{name}={getattr(architecture, name)}" for name in named if getattr(architecture, name) != DEFAULTS[name]]
     raise ValueError(f"no Hugging Face family ({', '.join(FAMILIES)}) combines this model's {', '.join(has)}")
 
@@ -403,6 +409,8 @@ def hf_config(
         config["rope_scaling"] = a.rope_scaling.to_mapping()
     if a.rope_scaling is not None and a.rope_scaling.rope_type == "longrope":
         config["original_max_position_embeddings"] = a.rope_scaling.original_max_position_embeddings
+    if a.experts is not None:
+        config |= EXPERT_FAMILIES[model_type].write(a)
     config |= dict.fromkeys(family.bias_keys, a.bias)
     if family.partial_rotary:
         config["partial_rotary_factor"] = a.rotary_percentage

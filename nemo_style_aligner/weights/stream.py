@@ -27,6 +27,7 @@ from nemo_style_aligner.weights.layout import (
     LayoutEntry,
     Piece,
     check_shapes,
+    dtype_of,
     hf_tensors,
     weight_layout,
 )
@@ -149,7 +150,7 @@ def _buckets(
     for entry in entries:
         if entry.is_copy:
             continue
-        dtype = head_dtype if _is_head(entry) else model.config.params_dtype
+        dtype = head_dtype if _is_head(entry) else dtype_of(entry.parts[0].name, model.config.params_dtype)
         stage = entry.stage(model.architecture.num_layers, pp_size)
         nbytes = math.prod(entry.shard_shape(tp_size)) * tp_size * dtype.itemsize
         if bucket is None or (bucket.stage, bucket.dtype) != (stage, dtype) or size + nbytes > bucket_bytes:
@@ -172,7 +173,7 @@ def _rounds(buckets: Iterator[_Bucket]) -> list[list[_Bucket]]:
 
 
 def _exchange(
-    model: MegatronModel, bucket: _Bucket, parameters: Mapping[LayoutEntry, torch.nn.Parameter]
+    model: MegatronModel, bucket: _Bucket, parameters: Mapping[LayoutEntry, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """One round: the owning stage's shards go to the other stages, then every tensor-parallel group gathers."""
     layout, stage, dtype, entries = model.layout, bucket.stage, bucket.dtype, bucket.entries
@@ -199,7 +200,7 @@ def _exchange(
 def _share(
     model: MegatronModel,
     buckets: list[_Bucket],
-    parameters: Mapping[LayoutEntry, torch.nn.Parameter],
+    parameters: Mapping[LayoutEntry, torch.Tensor],
     shared: SharedBuckets,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """One round in shared memory: every rank writes its pieces of the full tensors of its stage's bucket."""
@@ -329,7 +330,7 @@ def send_weights(
         name, tensor = next(tensors, ("nothing", torch.empty(0)))
         if (name, tuple(tensor.shape)) != expected:
             raise ValueError(f"the weights have {name} {list(tensor.shape)} in the place of {expected.name}")
-        broadcast(tensor.to(dtype).contiguous())
+        broadcast(tensor.to(dtype_of(name, dtype)).contiguous())
     if (extra := next(tensors, None)) is not None:
         raise ValueError(f"the weights have {extra[0]}, which the model has no place for")
 
@@ -341,7 +342,7 @@ def receive_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What `send_weights` sends, as the stream that an engine's `refit` takes; tensors on this rank's device."""
     for name, shape in hf_tensors(weight_layout(architecture)).values():
-        tensor = torch.empty(shape, dtype=dtype, device=device())
+        tensor = torch.empty(shape, dtype=dtype_of(name, dtype), device=device())
         broadcast(tensor)
         yield name, tensor
 
@@ -361,7 +362,7 @@ def _is_head(entry: LayoutEntry) -> bool:
     return entry.megatron_names[0].startswith("rm_head.")
 
 
-def _local_parameters(model: MegatronModel, entries: tuple[LayoutEntry, ...]) -> dict[LayoutEntry, torch.nn.Parameter]:
+def _local_parameters(model: MegatronModel, entries: tuple[LayoutEntry, ...]) -> dict[LayoutEntry, torch.Tensor]:
     """The table's entries that this rank holds, with their parameters.
 
     Raises:
@@ -371,10 +372,10 @@ def _local_parameters(model: MegatronModel, entries: tuple[LayoutEntry, ...]) ->
     first_layer = layout.pp_rank * (num_layers // layout.pp_size)
     named = {
         _global_name(name, first_layer): parameter
-        for name, parameter in model.named_parameters()
+        for name, parameter in model.named_weights()
         if ".adapter." not in name
     }
-    found: dict[LayoutEntry, torch.nn.Parameter] = {}
+    found: dict[LayoutEntry, torch.Tensor] = {}
     for entry in entries:
         name = next((name for name in entry.megatron_names if name in named), None)
         if name is None:
