@@ -286,12 +286,9 @@ class ModelArchitecture(LayerFeatures):
                 f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {self.turned_channels} "
                 "channels of each head would be rotated (an even number), more than it has; lower rotary_percentage"
             )
-        if not set(self.no_rope_layers) <= set(range(self.num_layers)):
-            raise ValueError(f"no_rope_layers {self.no_rope_layers} are not among the {self.num_layers} layers")
-        if not set(self.dense_layers) <= set(range(self.num_layers)):
-            raise ValueError(f"dense_layers {self.dense_layers} are not among the {self.num_layers} layers")
-        if self.experts is not None and (self.bias or not self.gated):
-            raise ValueError("experts in a model with biases on all linear layers, or without gates, are not supported")
+        for field in ("no_rope_layers", "dense_layers"):
+            if not set(getattr(self, field)) <= set(range(self.num_layers)):
+                raise ValueError(f"{field} {getattr(self, field)} are not among the {self.num_layers} layers")
         if self.rope_scaling is not None:
             self._check_scaling(self.rope_scaling)
         if self.num_attention_heads % self.num_query_groups:
@@ -299,6 +296,11 @@ class ModelArchitecture(LayerFeatures):
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_query_groups {self.num_query_groups}"
             )
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        if self.experts is not None and (self.bias or not self.gated):
+            raise ValueError("experts in a model with biases on all linear layers, or without gates, are not supported")
         if self.qk_layernorm and self.norm_has_bias:
             raise ValueError(
                 f"qk_layernorm with normalization={self.normalization!r}: only RMSNorm can normalise queries and keys"
@@ -527,9 +529,9 @@ class ModelArchitecture(LayerFeatures):
     def forward_operations(self, num_tokens: int, num_outputs: int) -> int:
         """Floating-point operations of matrix products in the forward pass of one sequence.
 
-        Two per weight that a token has and token, and four per channel of a head and pair of a query and a key, of which causal
-        attention has n (n + 1) / 2. The last layer counts for all tokens, though its MLP needs only the positions whose
-        outputs are wanted: with 30 layers up to 2.5% too many.
+        Two per token and weight, of experts' weights those of the token's; and four per channel of a head and pair of a
+        query and a key, of which causal attention has n (n + 1) / 2. The last layer counts for all tokens, though its
+        MLP needs only the positions whose outputs are wanted: with 30 layers up to 2.5% too many.
 
         Args:
             num_tokens: of the sequence.
@@ -571,6 +573,25 @@ class ModelArchitecture(LayerFeatures):
         if self.num_layers % pp_size:
             problems.append(f"{pp}: the model's num_layers={self.num_layers} is not a multiple of it")
         return problems
+
+    def expert_layout_problems(self, ep_size: int, etp_size: int) -> list[str]:
+        """Why the experts cannot be divided, one line for each reason; empty if they can, or if there are none.
+
+        Args:
+            ep_size: groups of ranks that have different experts.
+            etp_size: ranks that share each expert.
+        """
+        if self.experts is None:
+            return []
+        sizes = (
+            ("expert_model_parallel_size", ep_size, "num_moe_experts", self.experts.number),
+            ("expert_tensor_parallel_size", etp_size, "moe_ffn_hidden_size", self.experts.ffn_hidden_size),
+        )
+        return [
+            f"model.{key}={ranks}: the model's {name}={size} is not a multiple of it"
+            for key, ranks, name, size in sizes
+            if size % ranks
+        ]
 
     def _ffn_sizes(self, with_experts: bool) -> dict[str, int]:
         """The sizes of MLPs that tensor-parallel ranks share, by their names in NeMo's config."""

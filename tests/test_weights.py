@@ -42,7 +42,7 @@ from nemo_style_aligner.models.packing import MicroBatching
 from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
 from nemo_style_aligner.weights import stream
 from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
-from nemo_style_aligner.weights.huggingface_config import architecture_from_config, read_architecture
+from nemo_style_aligner.weights.huggingface_config import read_architecture
 from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.weights.stream import export_weights, import_weights
 
@@ -137,8 +137,14 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **SIZES, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True
     ),
     "qwen3 moe, some layers": lambda: transformers.Qwen3MoeConfig(
-        **{**SIZES, "num_hidden_layers": 4}, head_dim=16, num_experts=4, num_experts_per_tok=1,
-        moe_intermediate_size=48, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[3],
+        **{**SIZES, "num_hidden_layers": 4},
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=1,
+        moe_intermediate_size=48,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
     ),
     "mixtral": lambda: transformers.MixtralConfig(
         **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None

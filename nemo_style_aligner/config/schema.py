@@ -150,6 +150,9 @@ class Model(Section):
     # model's architecture can be given, too.
     tensor_model_parallel_size: Free[Count] = 1  # ranks that share each layer; checkpoints load at any layout
     pipeline_model_parallel_size: Free[Count] = 1  # stages that the layers are divided into
+    expert_model_parallel_size: Free[Count] = 1  # groups of ranks that have different experts
+    # Neighbouring ranks that share each expert. null: tensor_model_parallel_size.
+    expert_tensor_parallel_size: Free[Count | None] = None
     sequence_parallel: Free[bool | None] = False  # shard activations between tensor-parallel regions too
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 1234  # random seed: order of the data, sampling, dropout
 

@@ -19,7 +19,7 @@ from nemo_style_aligner.data.jsonl import DataError, parse_line
 from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
 from nemo_style_aligner.data.text_format import TextFormat
 from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.jobs.job_setup import Run, start_service_watchdog
+from nemo_style_aligner.jobs.job_setup import Run, lay_out, start_service_watchdog
 from nemo_style_aligner.jobs.supervised_setup import build_supervised_trainer, prefix_task
 from nemo_style_aligner.launch.stop_signals import StopEarlyError
 from nemo_style_aligner.models.distillation_losses import DistillationBatch, distillation_objective
@@ -29,7 +29,6 @@ from nemo_style_aligner.models.pipeline import Scoring, forward
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.models.supervised_losses import LanguageModelBatch
 from nemo_style_aligner.parallel.agreement import on_first_rank
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.telemetry import activity
 from nemo_style_aligner.training.run_control import RunControl, parse_duration
 from nemo_style_aligner.training.supervised import Collate, SupervisedTrainer
@@ -99,8 +98,7 @@ def store_teacher_logits(config: TeacherLogits) -> int:
     Raises:
         DataError: the file lacks examples that are asked for, or the lines that are there are of something else.
     """
-    tp_size, pp_size = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
-    initialize_model_parallel(tp_size, pp_size, config.model.seed, config.trainer.distributed_timeout_minutes)
+    lay_out(config.model, config.trainer.distributed_timeout_minutes)
     control = RunControl(parse_duration(config.exp_manager.max_time_per_run))
     watchdog = start_service_watchdog(config.exp_manager)
     base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)

@@ -18,6 +18,7 @@ from nemo_style_aligner.jobs.critic_setup import make_critic, make_optimizer
 from nemo_style_aligner.jobs.job_setup import (
     Run,
     forward_batching,
+    lay_out,
     register_model,
     start_run,
     start_service_watchdog,
@@ -33,7 +34,7 @@ from nemo_style_aligner.models.frozen import FrozenWeights
 from nemo_style_aligner.models.heads import RewardHeadConfig
 from nemo_style_aligner.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.parallel.detection import LOOPBACK
-from nemo_style_aligner.parallel.groups import ParallelLayout, initialize_model_parallel
+from nemo_style_aligner.parallel.groups import ParallelLayout
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
 from nemo_style_aligner.rl.rollouts.setup import sampling_params
 from nemo_style_aligner.services.critic_endpoints import critic_endpoints
@@ -74,12 +75,7 @@ def run_frozen_model(
     Args:
         temperature: of the log-probs that it gives; None: it is a reward model.
     """
-    layout = initialize_model_parallel(
-        config.model.tensor_model_parallel_size,
-        config.model.pipeline_model_parallel_size,
-        config.model.seed,
-        config.trainer.distributed_timeout_minutes,
-    )
+    layout = lay_out(config.model, config.trainer.distributed_timeout_minutes)
     control = RunControl(parse_duration(config.exp_manager.max_time_per_run))
     watchdog = start_service_watchdog(config.exp_manager)
     base, config = open_base_model(config.rm_model_file, config, key="rm_model_file")

@@ -120,6 +120,16 @@ class MegatronModel:
                 weight.data = data
 
     @property
+    def cuts_experts(self) -> bool:
+        """Whether ranks divide its experts otherwise than its other weights."""
+        return self.architecture.experts is not None and self.layout.cuts_experts
+
+    @property
+    def computes_together(self) -> bool:
+        """Whether data-parallel ranks share experts: all must make as many passes, and export weights together."""
+        return self.architecture.experts is not None and self.layout.shares_experts
+
+    @property
     def has_reward_head(self) -> bool:
         """Whether the model ends in a reward head (on the last stage) instead of the vocabulary."""
         return isinstance(self.gpt, GPTRewardModel)
@@ -183,7 +193,8 @@ def transformer_config(
     Raises:
         ValueError: the architecture cannot be laid out on this many ranks.
     """
-    if problems := architecture.layout_problems(layout.tp_size, layout.pp_size):
+    problems = architecture.layout_problems(layout.tp_size, layout.pp_size)
+    if problems := problems or architecture.expert_layout_problems(layout.ep_size, layout.etp_size):
         raise ValueError("; ".join(problems))
     granularity, skipped = model_cfg.get("activations_checkpoint_granularity"), architecture.no_rope_layers
     is_te = uses_transformer_engine(dtype, architecture.layers)
@@ -244,17 +255,19 @@ def transformer_config(
         variable_seq_lengths=layout.pp_size > 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=torch.cuda.is_available(),
-        **_expert_options(architecture),
+        **_expert_options(architecture, layout),
         **recompute,
     )
 
 
-def _expert_options(architecture: ModelArchitecture) -> dict[str, Any]:
+def _expert_options(architecture: ModelArchitecture, layout: ParallelLayout) -> dict[str, Any]:
     """megatron-core's arguments for experts. No token is dropped, and no loss balances them."""
     if architecture.experts is None:
         return {}
     return architecture.experts.to_nemo_config() | {
         "moe_layer_freq": architecture.expert_layers,
+        "expert_model_parallel_size": layout.ep_size,
+        "expert_tensor_parallel_size": layout.etp_size,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -316,7 +329,9 @@ def build_model(
             lambda _module, _ids, out: _embedded(out, architecture.embedding_multiplier)
         )
     adapters = {} if lora is None else add_adapters(gpt, architecture, layout, lora)
-    for parameter in gpt.parameters():
+    for name, parameter in gpt.named_parameters():
+        if ".local_experts." in name:  # without expert parallelism, megatron-core takes their replicas for the others'
+            parameter.allreduce = not layout.cuts_experts  # type: ignore[attr-defined]
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     module: torch.nn.Module = gpt.to(device())
     if dtype == torch.bfloat16:
@@ -356,7 +371,7 @@ def _wrap_for_training(
     optim = Optimizer.among(model_cfg.get("optim") or {})
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=optim.overlap_grad_sync and layout.dp_size > 1,
+        overlap_grad_reduce=optim.overlap_grad_sync and layout.dp_size > 1 and layout.expert_dp_size > 1,
         use_distributed_optimizer=uses_distributed_optimizer(optim.name),
         check_for_nan_in_grad=False,
     )
@@ -364,9 +379,12 @@ def _wrap_for_training(
     ddp.broadcast_params()
     if not ddp_config.overlap_grad_reduce:
         add_in_place(gpt)
-    if layout.dp_size == 1:
+    for size, groups in (
+        (layout.dp_size, ddp.bucket_groups),
+        (layout.expert_dp_size, ddp.expert_parallel_bucket_groups),
+    ):
         # There is no rank to exchange with, but megatron-core would copy whole buffers all the same.
-        for group in ddp.bucket_groups:
+        for group in groups if size == 1 else ():
             group.start_grad_sync = group.start_param_sync = _exchange_nothing
     config.no_sync_func = ddp.no_sync
     return ddp

@@ -6,7 +6,7 @@ absent, its source is rewritten *as it is imported*, by the few rules below, and
 is present nothing here does anything.
 
 The rules turn CUDA devices, tensor types, streams' synchronisation and random states into their CPU
-counterparts, and create each group of a single rank only once. Three modules get functions of ours (`_REPLACED`).
+counterparts, and create each group of a single rank only once. Some modules get functions of ours (`_REPLACED`).
 `tests/test_cpu_support.py` fails when an upgrade of megatron-core moves one of them.
 """
 
@@ -206,8 +206,36 @@ def _use_no_streams(module: types.ModuleType) -> None:
     dispatcher.cuda_dtoh_stream = object()  # else it makes one
 
 
+def _use_even_exchanges(module: types.ModuleType) -> None:
+    """Let tensor-parallel ranks exchange parts of different sizes, as experts do: over gloo they must be even."""
+    import torch
+    import torch.distributed as dist
+
+    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gathered(x: torch.Tensor, group: Any, output_split_sizes: Any = None, *options: Any) -> torch.Tensor:
+        if output_split_sizes is None:
+            return gather(x, group, None, *options)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = x.new_zeros(max(sizes), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scattered(x: torch.Tensor, group: Any, input_split_sizes: Any = None, *options: Any) -> torch.Tensor:
+        if input_split_sizes is None:
+            return scatter(x, group, None, *options)
+        summed = x.clone()
+        dist.all_reduce(summed, group=group)
+        return summed.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gathered, scattered  # type: ignore[attr-defined]
+
+
 _REPLACED: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.tensor_parallel.random": _use_cpu_random_states,
+    "megatron.core.tensor_parallel.mappings": _use_even_exchanges,
     "megatron.core.transformer.moe.moe_utils": _use_torch_routers,
     "megatron.core.transformer.moe.token_dispatcher": _use_no_streams,
 }

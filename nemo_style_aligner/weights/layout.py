@@ -27,6 +27,8 @@ from nemo_style_aligner.wording import some_of
 if TYPE_CHECKING:
     import torch
 
+    from nemo_style_aligner.parallel.groups import ParallelLayout
+
 Order = Literal["plain", "vocabulary", "query groups", "gated"]
 
 _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
@@ -118,6 +120,16 @@ class LayoutEntry:
         if self.split_dim is not None:
             shape[self.split_dim] = self.total // tp_size
         return tuple(shape)
+
+    def cut(self, layout: ParallelLayout) -> tuple[int, int]:
+        """How many ranks of a stage share it, and this rank's number among them."""
+        if self.expert is None:
+            return layout.tp_size, layout.tp_rank
+        return layout.etp_size, layout.etp_rank
+
+    def owner(self, num_experts: int, ep_size: int) -> int | None:
+        """The rank of each expert-parallel group that has it; None: all do."""
+        return None if self.expert is None else self.expert // (num_experts // ep_size)
 
     def stage(self, num_layers: int, pp_size: int) -> int:
         """The pipeline stage that holds it; layers are spread evenly."""

@@ -52,7 +52,13 @@ def main() -> None:
     parser.add_argument("--tied-embeddings", action="store_true", help="use the embedding as the output layer")
     parser.add_argument("--seed", type=seed_argument, default=1234, help="random seed of the weights")
     args = parser.parse_args()
-    for option in ("ffn_hidden_size", "num_query_groups", "num_experts", "expert_size", "max_length"):  # the architecture checks the others
+    for option in (
+        "ffn_hidden_size",
+        "num_query_groups",
+        "num_experts",
+        "expert_size",
+        "max_length",
+    ):  # the architecture checks the others
         number = getattr(args, option)
         if number is not None and number < 1:
             parser.error(f"--{option.replace('_', '-')} {number}: give at least 1")

@@ -116,7 +116,9 @@ class ExpertWeights:
     def __init__(self, weights: TorchWeights, prefix: str) -> None:
         experts, shard = weights.shape.architecture.experts, weights.shape.shard
         assert experts is not None
-        self.router, _ = weights.linear({f"{prefix}gate": Rows(0, experts.number)}, shard.architecture.hidden_size, False)
+        self.router, _ = weights.linear(
+            {f"{prefix}gate": Rows(0, experts.number)}, shard.architecture.hidden_size, False
+        )
         self.router_bias = None
         if experts.has_bias:
             names, size = {f"{prefix}gate.{ROUTER_BIAS}": Rows(0, experts.number)}, (experts.number,)
