@@ -43,8 +43,8 @@ from nemo_style_aligner.models.attention import CausalAttention, LayerConfig, Lo
 from nemo_style_aligner.models.fused import SwiGLU, rms_norm
 from nemo_style_aligner.models.layer_kernels import kernels_for
 from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
-from nemo_style_aligner.models.packing import PackedSequences
 from nemo_style_aligner.models.recompute import computed_again, recomputes_inputs, recomputes_mlp
+from nemo_style_aligner.models.spans import PackedSequences
 from nemo_style_aligner.models.whole_layer import is_one_function, whole_layer
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.weights.layout import LAYER_NORMS
