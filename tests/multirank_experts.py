@@ -18,22 +18,22 @@ from multirank_ragged import ADAM, BY_TOKENS, LOSSES, LR, OPTIM, global_batch
 from ranks import fork_ranks
 from small_models import SHAPE, TensorSource
 
-from nemo_style_aligner.architecture import Experts, ModelArchitecture
-from nemo_style_aligner.checkpoints.file_source import open_source
-from nemo_style_aligner.checkpoints.optimizer_state import load_optimizer, optimizer_counters, optimizer_parts
-from nemo_style_aligner.checkpoints.sharded_tensors import load_sharded_tensors
-from nemo_style_aligner.checkpoints.sharded_writing import own_parts, write_tensors
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel, neighbour_group
 from nemo_style_aligner.engine.shard import TensorParallel
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.kept_passes import keep_passes
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.parallel.groups import initialize_model_parallel, neighbour_group
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
-from nemo_style_aligner.weights.stream import export_weights, import_weights, lendable_weights
+from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.engine.weights.stream import export_weights, import_weights, lendable_weights
+from nemo_style_aligner.guard.file_source import open_source
+from nemo_style_aligner.trainer.checkpoints.optimizer_state import load_optimizer, optimizer_counters, optimizer_parts
+from nemo_style_aligner.trainer.checkpoints.sharded_tensors import load_sharded_tensors
+from nemo_style_aligner.trainer.checkpoints.sharded_writing import own_parts, write_tensors
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.kept_passes import keep_passes
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ from multirank_experts import KINDS, LAYOUTS, Layout, architecture, kinds_of
 from multirank_ragged import LOSSES, LR
 from small_models import SHAPE
 
-from nemo_style_aligner.architecture import Experts, ModelArchitecture
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.embedded.routing import routed
-from nemo_style_aligner.models.lora import LoraSettings
+from nemo_style_aligner.trainer.models.lora import LoraSettings
 
 Result = dict[str, Any]
 CASES = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from nemo_style_aligner.architecture import Experts
+from nemo_style_aligner.engine.architecture import Experts
 
 
 def routed(
