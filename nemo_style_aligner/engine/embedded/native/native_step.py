@@ -76,13 +76,13 @@ class NativeStep(ModelStep):
 
     def build(self) -> None:
         """See `ModelStep.build`. Raises NativeUnavailable."""
-        self._load()
+        self.load()
         self._allocate()
         self._context = Context(self._library, self._describe(), self._threads)
         self.weights = self._weight_table()
 
-    def _load(self) -> None:
-        """Load the library of the best kernel that works here."""
+    def load(self) -> None:
+        """Load the library of the best kernel that works here. Raises NativeUnavailable."""
         while True:
             self._kernel = self._kernels[0]
             try:

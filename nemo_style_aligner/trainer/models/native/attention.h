@@ -1,5 +1,5 @@
 // Causal attention of the spans of a packed row, forward and backward: rotary embedding, products of queries, keys and
-// values, softmax. A span (trainer/models/spans.py) is a run of queries that see runs of keys; its last query is the last key.
+// values, softmax. A span (spans.py) is a run of queries that see runs of keys; its last query is the last key.
 #pragma once
 #include "attention_products.h"
 
