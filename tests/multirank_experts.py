@@ -36,6 +36,9 @@ from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.trainer.models.packing import MicroBatching
 
 
+FOUR = MicroBatching(4)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How ranks divide the model, and the batch into micro batches.
@@ -53,7 +56,7 @@ class Layout:
     dp: int = 1
     ep: int = 1
     etp: int | None = None
-    batching: MicroBatching = MicroBatching(4)
+    batching: MicroBatching = FOUR
     few: bool = False
     keep: str = "never"
     distributed: bool = False
