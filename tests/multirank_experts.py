@@ -35,7 +35,6 @@ from nemo_style_aligner.trainer.models.kept_passes import keep_passes
 from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.trainer.models.packing import MicroBatching
 
-
 FOUR = MicroBatching(4)
 
 
@@ -78,11 +77,11 @@ LAYOUTS = (
     Layout("ep2, one has nothing", dp=2, ep=2, few=True, keep="auto", recompute="full"),
     Layout("tp2", tp=2, keep="always", engine=2, is_long=True),
     Layout("tp2 ep2", tp=2, ep=2, etp=1, batching=BY_TOKENS, engine=2),
-    Layout("etp2", dp=2, etp=2),
+    Layout("etp2", dp=2, etp=2, is_long=True),
     Layout("tp2 etp1", tp=2, etp=1, is_long=True),
     Layout("tp2 ep2 dp2", tp=2, ep=2, etp=1, dp=2, distributed=True, batching=MicroBatching(2), engine=4, is_long=True),
     Layout("tp2 ep2 etp2 dp2", tp=2, ep=2, dp=2, few=True, distributed=True),
-    Layout("ep2 pp2", dp=2, ep=2, pp=2, batching=MicroBatching(1), distributed=True),
+    Layout("ep2 pp2", dp=2, ep=2, pp=2, batching=MicroBatching(1), distributed=True, is_long=True),
     Layout("tp2 pp2", tp=2, pp=2, is_long=True),
     Layout("ep4", dp=4, ep=4, batching=BY_TOKENS, distributed=True, is_long=True),
 )

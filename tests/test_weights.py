@@ -440,7 +440,7 @@ def test_a_bias_of_zeros_is_left_out_of_a_classifier(bias: float, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3'"),
         ({"model_type": "phi3", "sliding_window": 32}, "set max_position_embeddings to 32"),
         ({"model_type": "mistral", "sliding_window": 32}, "sliding window of 32"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
