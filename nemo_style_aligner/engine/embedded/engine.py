@@ -221,6 +221,7 @@ class EmbeddedEngine(GenerationEngine):
             self._blocks,
             prefill_chunk_tokens=self._prefill_chunk_tokens,
             max_step_tokens=self._shape.max_step_tokens,
+            reach=self._shape.architecture.reach,
         )
         statistics = self._statistics
         statistics.num_pages = self._shape.num_pages

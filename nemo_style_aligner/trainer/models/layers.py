@@ -52,7 +52,8 @@ from nemo_style_aligner.trainer.models.whole_layer import is_one_function, whole
 logger = logging.getLogger(__name__)
 
 
-_KNOWN_TO_TE = EVERY_FEATURE - {"layer_norms", "qk_norm_over_heads", "attn_logit_softcapping", "experts"}
+_KNOWN_TO_TE = EVERY_FEATURE - {"layer_norms", "qk_norm_over_heads", "attn_logit_softcapping"}
+_KNOWN_TO_TE -= {"attention_sinks", "local_rope", "window", "experts"}
 
 
 @functools.cache
