@@ -16,7 +16,7 @@ from small_models import SHAPE, VOCAB
 from torch.utils.flop_counter import FlopCounterMode
 from trained_models import ARCHITECTURES, OPTIM, tokens
 
-from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.text.jsonl import DataError
 from nemo_style_aligner.trainer.models import layer_kernels, pipeline
 from nemo_style_aligner.trainer.models.activation_memory import activation_bytes
@@ -80,8 +80,9 @@ def test_tokens_beyond_the_vocabulary_are_an_error(place: int, token: int) -> No
         ({"normalization": "layernorm"}, 4 * 64 + 3 * 96, 4 * 64 + 2 * 96),
         ({"activation": "gelu"}, 4 * 64 + 5 * 96, 2 * 64 + 5 * 96),
         ({"activation": "squared-relu", "gated": False, "normalization": "layernorm1p"}, 4 * 64 + 2 * 96, None),
+        ({"experts": Experts(number=4, per_token=3, ffn_hidden_size=80)}, *([4 * 64 + 3 * (64 + 4 * 80)] * 2)),
     ],
-    ids=["RMSNorm and SwiGLU", "LayerNorm", "gated GELU", "Nemotron"],
+    ids=["RMSNorm and SwiGLU", "LayerNorm", "gated GELU", "Nemotron", "experts"],
 )
 def test_activations_need_the_memory_that_the_documentation_says(
     shape: dict[str, Any], whole: int, selective: int | None, dtype: torch.dtype
@@ -91,6 +92,8 @@ def test_activations_need_the_memory_that_the_documentation_says(
     a, g, d = 4, 2, 16
     for granularity, numbers in ((None, whole), ("selective", whole if selective is None else selective)):
         expected = dtype.itemsize * (numbers + 2 * (a + g) * d)
+        if architecture.experts is not None:
+            expected += 24 * 3 + 5 * 4 + 28 - dtype.itemsize * 64 * (granularity is not None)
         if architecture.normalization != "rmsnorm" and dtype == torch.bfloat16:
             expected += dtype.itemsize * 2 * 64  # our LayerNorm keeps its input in fp32
         assert saved_bytes(architecture, dtype, granularity) == pytest.approx(expected, rel=0.05)

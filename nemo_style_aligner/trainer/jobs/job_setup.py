@@ -177,6 +177,18 @@ class Run:
         return self.control.status
 
 
+def lay_out(model: schema.Model, timeout_minutes: float) -> ParallelLayout:
+    """Divide the job's ranks as its ``model`` section says, and seed them; see `initialize_model_parallel`."""
+    return initialize_model_parallel(
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.seed,
+        timeout_minutes,
+        ep_size=model.expert_model_parallel_size,
+        etp_size=model.expert_tensor_parallel_size,
+    )
+
+
 def start_run(config: JobConfig) -> Run:
     """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it).
 
@@ -184,12 +196,7 @@ def start_run(config: JobConfig) -> Run:
         ConfigError: another job works in its log directory, it may not be written to, or machines see different ones.
         NotWrittenError: there is no room in it.
     """
-    layout = initialize_model_parallel(
-        config.model.tensor_model_parallel_size,
-        config.model.pipeline_model_parallel_size,
-        config.model.seed,
-        config.trainer.distributed_timeout_minutes,
-    )
+    layout = lay_out(config.model, config.trainer.distributed_timeout_minutes)
     exp_manager, log_dir, rank = config.exp_manager, log_directory(config.exp_manager), dist.get_rank()
     on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
     require_shared(log_dir)

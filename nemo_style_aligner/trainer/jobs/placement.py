@@ -130,6 +130,8 @@ def frozen_config(config: PPOActor, role: str) -> RewardService:
             "rm_model_file": spec.source,
             "model.tensor_model_parallel_size": spec.tensor_parallel_size,
             "model.pipeline_model_parallel_size": spec.pipeline_parallel_size,
+            "model.expert_model_parallel_size": 1,
+            "model.expert_tensor_parallel_size": None,
             "model.sequence_parallel": False,
             "model.share_prompts": config.model.share_prompts,
             "model.forward_micro_batch_size": ppo.forward_micro_batch_size,

@@ -275,21 +275,25 @@ def keep_passes(model: MegatronModel, second: FrozenWeights | None, choice: Keep
         return
     of_adapters = any(adapter.dropout for adapter in model.adapters.values())
     drops_out = bool(model.config.hidden_dropout or model.config.attention_dropout or of_adapters)
-    if why := why_not_kept(second is not None and second.swaps, model.layout.pp_size, drops_out):
+    swaps, together = second is not None and second.swaps, model.computes_together
+    if why := why_not_kept(swaps, model.layout.pp_size, drops_out, together):
         if choice == "always":
             raise ValueError(f"keep_activations=always: {why}. Choose auto or never")
         return
     model.kept_passes = KeptPasses(model, choice, update_size)
 
 
-def why_not_kept(swaps: bool, pp_size: int, drops_out: bool) -> str | None:
+def why_not_kept(swaps: bool, pp_size: int, drops_out: bool, computes_together: bool) -> str | None:
     """Why passes of a model cannot be kept; None: they can.
 
     Args:
         swaps: other weights take the place of the trained ones between a pass and the update.
         pp_size: pipeline stages.
         drops_out: the model has dropout.
+        computes_together: see `MegatronModel.computes_together`.
     """
+    if computes_together:
+        return "data-parallel ranks share experts (model.expert_model_parallel_size): all would have to keep the same"
     if swaps:
         return "other weights take the place of the trained ones (reference_policy_placement or rm_placement: swap)"
     if pp_size > 1:

@@ -178,7 +178,7 @@ class _Asked:
         own = [part for part in taken if part.rank == rank]
         if any(used[row] for row in mine) or not own:
             own += self.parts(mine, rank)
-        return sorted(own, key=lambda part: part.rows[:1])
+        return self._as_many_as_others(sorted(own, key=lambda part: part.rows[:1]))
 
     def parts_of_pass(self, kept: KeptPasses | None) -> list[Part]:
         """Choose each rank's rows, rank after rank (of a ragged batch this rank's alone), and note them if kept."""
@@ -191,7 +191,20 @@ class _Asked:
             for part in parts:
                 kept.add(part)
             kept.begin()
-        return parts
+        return self._as_many_as_others(parts)
+
+    def _as_many_as_others(self, parts: list[Part]) -> list[Part]:
+        """The parts, and as many empty ones as this rank lacks to what any data-parallel rank computes.
+
+        Ranks that share experts compute only together. A part without rows is a pass of a token that nothing counts.
+        """
+        if not self.model.computes_together:
+            return parts
+        rank, group = self.model.layout.dp_rank, parallel_state.get_data_parallel_group()
+        own = sum(part.rank == rank for part in parts)
+        most = torch.tensor([own], dtype=torch.int64, device=device())
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
+        return parts + [Part([], rank, self.sequences.rows([])) for _ in range(int(most) - own)]
 
 
 @dataclasses.dataclass
@@ -442,7 +455,7 @@ def forward(
     is_ragged, kept = asked.width is None, model.kept_passes if is_trained else None
     size = int(batch.sampled_lengths.sum()) if is_ragged else len(asked.sequences)
     results = torch.zeros(size, *row_shape, dtype=torch.float32, device=device())
-    if not any(asked.sequences.used):
+    if not any(asked.sequences.used) and not model.computes_together:
         return results
     parts = asked.parts_of_pass(kept)
     local = _outputs(asked, [part for part in parts if part.rank == model.layout.dp_rank], output_function, kept)
@@ -451,7 +464,7 @@ def forward(
     local = broadcast_from_last_stage(local, (num_results, *row_shape), torch.float32)
     if asked.is_whole:
         local = all_gather_rows(local, parallel_state.get_data_parallel_group())
-    chosen = torch.tensor([row for part in parts for row in part.rows])
+    chosen = torch.tensor([row for part in parts for row in part.rows], dtype=torch.int64)
     results[moved(batch.sampled_places(chosen) if is_ragged else chosen, results.device)] = local
     if kept is not None:
         # Training leaves out rows with NaN or Inf, but a backward pass through them gives NaN even from zero gradients.

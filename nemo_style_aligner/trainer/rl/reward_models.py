@@ -78,7 +78,8 @@ class ModelRewards(RewardSource):
         tokens = torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int32)
         rows = exchange_rows(tokens, facts[:, 1], places, share).split(lengths[share].tolist())
         rewards = torch.zeros(len(ids), dtype=torch.float64, device=device())
-        if len(share):
+        assert self._model is not None, "`load` comes first"
+        if len(share) or self._model.computes_together:
             rewards[share.to(device())] = self._own_rewards(rows, lengths[share], prompts[share]).double()
         dist.all_reduce(rewards, group=parallel_state.get_data_parallel_group())
         return rewards.cpu()[places].tolist()
@@ -89,7 +90,8 @@ class ModelRewards(RewardSource):
     def _own_rewards(self, rows: Sequence[torch.Tensor], lengths: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
         """The rewards fp32 [n] of sequences that the ranks of a model-parallel group share."""
         assert self._model is not None, "`load` comes first"
-        padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True).long()
+        none = torch.empty(0, dtype=torch.int32)  # there may be no rows, which cannot be padded
+        padded = torch.nn.utils.rnn.pad_sequence([*rows, none], batch_first=True).long()[: len(rows)]
         with self._model.active() as model:
             ours = RewardModel(model, self._head, self._batching)
             return ours.rewards(padded, lengths, prompt_lengths=prompts, is_whole=False)[:, 0]
