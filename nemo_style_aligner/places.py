@@ -14,7 +14,7 @@ SCRIPTS = (_PACKAGE / "shipped" / "examples" / "nlp" / "gpt").resolve()
 """The entry scripts, with NeMo-Aligner's names."""
 
 REPOSITORY = CONFIGS.parent
-"""The folder that has ``conf/``, ``examples/`` and ``slurm/``: the checkout, to which the links in ``shipped/`` lead; or
+"""The folder that has ``conf/``, ``examples/`` and ``slurm/``: the checkout, to which ``shipped/`` has links; or
 ``shipped/`` itself, where a wheel has been installed."""
 
 IS_CHECKOUT = (REPOSITORY / "pyproject.toml").is_file()

@@ -34,9 +34,19 @@ TRAINERS = {
 
 
 def run_script(script: str, arguments: tuple[str, ...]) -> None:
-    """Run an entry script as if it had been started itself; ranks that it starts run this process's command line."""
+    """Run an entry script as if it had been started itself; ranks that it starts run this process's command line.
+
+    Whatever it raises ends the whole job, as it does there: this process may be one of several ranks.
+    """
     sys.argv = [str(SCRIPTS / script), *arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001
+        from nemo_style_aligner.trainer.launch.ending import fail_job
+
+        fail_job(error)
 
 
 def job(name: str, script: str, text: str) -> click.Command:
