@@ -19,6 +19,7 @@ from small_models import CHATML, chatml_tokenizer
 from test_group_jobs import require_same_end
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from nemo_style_aligner.data.chats import Conversation
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
@@ -33,7 +34,7 @@ from nemo_style_aligner.rl.episodes.runner import (
     EpisodeFunction,
     EpisodeLimits,
 )
-from nemo_style_aligner.rl.episodes.turns import Turns
+from nemo_style_aligner.rl.episodes.turns import Turns, turns_of
 from nemo_style_aligner.rl.estimators import StepRewards, gae
 from nemo_style_aligner.rl.sample import Prompt
 from nemo_style_aligner.seeds import derive_seed
@@ -100,6 +101,10 @@ def model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     )
 
 
+def asked(question: str) -> Conversation:
+    return Conversation(turns_of([{"role": "user", "content": question}]))
+
+
 class Trial:
     """Runs episodes of a function with a random model."""
 
@@ -133,9 +138,7 @@ class Trial:
         environment = Environment(function, "my_env.py:episode", self.tokenizer, self.tokenizer.ids_to_text, limits)
         turns = Turns(self.tokenizer)
         prompts = [
-            Prompt(
-                n, turns.prompt([{"role": "user", "content": f"{n} and {n * n}?"}]), line={"n": n}, place=f"a.jsonl:{n}"
-            )
+            Prompt(n, turns.prompt(asked(f"{n} and {n * n}?")), line={"n": n}, place=f"a.jsonl:{n}")
             for n in range(max(numbers) + 1)
         ]
         requests = (GenerationRequest(n, prompts[n].token_ids, derive_seed(1, n)) for n in numbers)

@@ -200,6 +200,7 @@ def policy_objective(
     importance_weights: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
+    response_lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of some responses, summed: policy loss, KL penalty and entropy bonus.
 
@@ -208,6 +209,8 @@ def policy_objective(
         importance_weights: fp32 [k], of the tokens' policy loss; None: all 1.
         reference_logprobs: fp32 [k], where ``settings.kl_coef`` is not 0.
         entropy: fp32 [k], where ``settings.entropy_bonus`` is not 0.
+        response_lengths: fp32 [k], tokens of the response that each one is of, where some responses are several
+            sequences; None: each is one.
 
     Returns:
         The weighted sum of the tokens' losses; what it is to be divided by, summed over all micro batches and ranks
@@ -238,7 +241,12 @@ def policy_objective(
     sums = {name: values.sum() for name, values in statistics.items()} | {"num_tokens": num_tokens}
     if settings.aggregation == "token_mean":
         return losses.sum(), num_tokens, sums
-    weights = moved(_weights(given.lengths, settings).to(losses.dtype), losses.device)
+    of_sequences = _weights(given.lengths, settings)
+    if response_lengths is not None:  # a sequence counts as the part of its response that it is
+        num_sequences = (1.0 / response_lengths.double()).sum().to(losses.dtype)
+        if settings.aggregation == "sequence_mean":
+            of_sequences = 1.0 / response_lengths
+    weights = moved(of_sequences.to(losses.dtype), losses.device)
     return (losses * weights).sum(), num_sequences, sums
 
 

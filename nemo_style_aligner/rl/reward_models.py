@@ -63,7 +63,9 @@ class ModelRewards(RewardSource):
 
         Ordered by their ids, samples are computed in the same micro batches whichever rank has generated them.
         """
-        facts = torch.tensor([(s.sample_id, len(s.token_ids)) for s in samples], dtype=torch.int64).view(-1, 2)
+        texts = [sample.rows[-1].token_ids for sample in samples]  # where an episode has ended
+        numbers = [(sample.sample_id, len(ids)) for sample, ids in zip(samples, texts, strict=True)]
+        facts = torch.tensor(numbers, dtype=torch.int64).view(-1, 2)
         every = all_gather_rows(facts.to(device())).cpu()
         if not len(every):
             return []
@@ -72,7 +74,7 @@ class ModelRewards(RewardSource):
         work = [self.base.architecture.forward_operations(length, 0) for length in lengths.tolist()]
         layout = current_layout()
         share = torch.tensor(sorted(shares(work, layout.dp_size)[layout.dp_rank]), dtype=torch.int64)
-        tokens = torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int32)
+        tokens = torch.tensor([token for ids in texts for token in ids], dtype=torch.int32)
         rows = exchange_rows(tokens, facts[:, 1], places, share).split(lengths[share].tolist())
         rewards = torch.zeros(len(ids), dtype=torch.float64, device=device())
         if len(share):

@@ -16,6 +16,7 @@ from flask import Flask, Response, request
 from flask.typing import ResponseReturnValue
 
 from nemo_style_aligner.data.tokenizer import Tokenizer
+from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.services.flask_app import service_app
@@ -23,7 +24,7 @@ from nemo_style_aligner.services.http_server import CLIENT_IS_THERE_KEY, EVENT_S
 from nemo_style_aligner.services.request_log import NOTES_KEY
 from nemo_style_aligner.serving.answers import Answer, Endpoint
 from nemo_style_aligner.serving.bodies import Asked, BodyReader, RequestError, error_body, error_object
-from nemo_style_aligner.serving.generation import Generation, Metrics, Ticket
+from nemo_style_aligner.serving.generation import Generates, Generation, Metrics, Ticket
 from nemo_style_aligner.wanted import CHECK_SECONDS, wanted
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class ServedModel:
     """A model behind the API, in threads of this process.
 
     Args:
-        engine: nobody else may use it until `close`.
+        engine: nobody else may use it until `close`; with a ``generation`` of the caller's, that may.
         name: what requests call the model.
         host, port: where to listen; port 0 is a free one.
         token: clients' API key; None: whoever reaches the port is answered.
@@ -45,6 +46,9 @@ class ServedModel:
         request_seconds: for a request to be answered whole.
         max_outstanding: responses that wait or are made.
         group: the ranks that share the engine; see `Generation`.
+        generation: makes the responses; None: a `Generation` with the engine.
+        is_key: tells clients' API keys, in place of ``token``.
+        defaults: of sampling parameters; see `BodyReader`.
 
     Raises:
         PlaceTakenError: nothing can listen there.
@@ -64,12 +68,15 @@ class ServedModel:
         request_seconds: float = 600.0,
         max_outstanding: int = 1024,
         group: EngineGroup | None = None,
+        generation: Generates | None = None,
+        is_key: Callable[[str], bool] | None = None,
+        defaults: SamplingParams | None = None,
     ) -> None:
         self._name, self._request_seconds = name, request_seconds
         self._tokenizer, self._max_length = tokenizer, engine.max_sequence_length
         self._metrics, self._created = Metrics(), int(time.time())
-        self._bodies = BodyReader(tokenizer, name, self._max_length, engine.vocab_size, max_outstanding)
-        self.generation = Generation(engine, max_outstanding, self._metrics, group)
+        self._bodies = BodyReader(tokenizer, name, self._max_length, engine.vocab_size, max_outstanding, defaults)
+        self.generation = generation or Generation(engine, max_outstanding, self._metrics, group)
         self.server = WsgiServer(
             self._app(),
             host,
@@ -78,6 +85,7 @@ class ServedModel:
             name="the API",
             section=section,
             token=token,
+            is_key=is_key,
             is_open=lambda path: path in (_HEALTH_PATH, "/"),
             allowed_origins=allowed_origins,
             error_body=error_body,

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ LONGEST_STOP = 4096  # characters
 _SLICE = 4  # characters of a text, times the model's tokens, that are tokenized at once, while it may be too long
 _LEAST_PER_TOKEN = 32  # characters for which a token may stand, even if none is as long: spaces, and unknown ones
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
-_LARGEST_SEED = 2**63 - 1
+LARGEST_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1  # what the model has room for is another matter, with an error of its own
 # Fields of OpenAI's API and of vLLM's, with the values that ask for nothing that is not built.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -174,10 +173,11 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids, and their text."""
+    """Token ids, and their text; of a request to answer a conversation also that."""
 
     token_ids: list[int]
     text: str
+    conversation: Conversation | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ class Asked:
 
     Attributes:
         num_choices: responses to each prompt.
-        seed: of the first response to each prompt.
+        seed: of the first response to each prompt; None: any.
         num_top: log-probs are wanted, with this many alternatives; None: they are not.
         returns_ids: token ids and the log-probs that they were sampled with are wanted; where ids are all of an
             answer, these log-probs.
@@ -198,7 +198,7 @@ class Asked:
     prompts: list[Prompt]
     sampling: SamplingParams
     num_choices: int
-    seed: int
+    seed: int | None
     num_top: int | None
     echo: bool = False
     echoes_alone: bool = False  # without a response
@@ -227,11 +227,21 @@ class BodyReader:
         max_length: the most tokens of a prompt and a response.
         vocab_size: of the model.
         max_choices: the most responses to one request.
+        defaults: of sampling parameters; by default those of OpenAI's API.
     """
 
-    def __init__(self, tokenizer: Tokenizer, name: str, max_length: int, vocab_size: int, max_choices: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        name: str,
+        max_length: int,
+        vocab_size: int,
+        max_choices: int,
+        defaults: SamplingParams | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._name = name
+        self._defaults = defaults or SamplingParams(max_new_tokens=1)
         self._max_length, self._vocab_size, self._max_choices = max_length, vocab_size, max_choices
         self._per_token = max(_LEAST_PER_TOKEN, tokenizer.longest_token)
         self._learnt_ends = tokenizer.end_strings(())
@@ -333,7 +343,7 @@ class BodyReader:
             prompts=prompts,
             sampling=self._sampling(fields, max_tokens),
             num_choices=num_choices,
-            seed=fields.whole("seed", secrets.randbelow(_LARGEST_SEED), -(2**63), _LARGEST_SEED),
+            seed=fields.whole("seed", None, -(2**63), LARGEST_SEED),
             num_top=num_top,
             echo=echo,
             echoes_alone=max_tokens == 0,
@@ -358,22 +368,23 @@ class BodyReader:
         return streams, bool(options.get("include_usage"))
 
     def _sampling(self, fields: Fields, max_tokens: int) -> SamplingParams:
-        temperature, top_p = fields.number("temperature", 1.0), fields.number("top_p", 1.0)
-        ignores_eos = fields.flag("ignore_eos")
+        usual = self._defaults
+        temperature = fields.number("temperature", 0.0 if usual.use_greedy else usual.temperature)
+        top_p, ignores_eos = fields.number("top_p", usual.top_p), fields.flag("ignore_eos", usual.ignore_eos)
         ends = fields.strings("stop")
         try:
             self._tokenizer.check_end_strings(ends)
             return SamplingParams(
                 max_new_tokens=max(1, max_tokens),
-                min_new_tokens=fields.whole("min_tokens", 0, 0, max_tokens),
+                min_new_tokens=fields.whole("min_tokens", min(usual.min_new_tokens, max_tokens), 0, max_tokens),
                 use_greedy=0 in (temperature, top_p),
                 temperature=temperature or 1.0,
-                top_k=max(0, fields.whole("top_k", 0, -1, self._vocab_size)),
+                top_k=max(0, fields.whole("top_k", usual.top_k, -1, self._vocab_size)),
                 top_p=top_p or 1.0,
-                min_p=fields.number("min_p", 0.0),
-                repetition_penalty=fields.number("repetition_penalty", 1.0),
-                presence_penalty=fields.number("presence_penalty", 0.0),
-                frequency_penalty=fields.number("frequency_penalty", 0.0),
+                min_p=fields.number("min_p", usual.min_p),
+                repetition_penalty=fields.number("repetition_penalty", usual.repetition_penalty),
+                presence_penalty=fields.number("presence_penalty", usual.presence_penalty),
+                frequency_penalty=fields.number("frequency_penalty", usual.frequency_penalty),
                 logit_bias=self._logit_bias(fields),
                 stop_token_ids=self._stop_token_ids(fields),
                 stop_strings=tuple(dict.fromkeys([*ends, *(() if ignores_eos else self._learnt_ends)])),
@@ -492,7 +503,8 @@ class BodyReader:
             record = Record(Path("messages"), len(given) - 1, {})
             turns[-1], continues = _continued(fields, turns[-1])
             render = renderer.continued if continues else renderer.prompt
-            text = render(record, Conversation(turns, tools, variables))
+            conversation = Conversation(turns, tools, variables)
+            text = render(record, conversation)
             for key in sorted({key for turn in turns for key, value in turn.extras.items() if value} - _SEEN):
                 others = [{name: value for name, value in turn.extras.items() if name != key} for turn in turns]
                 less = [dataclasses.replace(turn, extras=extras) for turn, extras in zip(turns, others, strict=True)]
@@ -501,7 +513,7 @@ class BodyReader:
         except DataError as error:
             raise RequestError(400, str(error), "tools" if "'tools'" in str(error) else "messages") from error
         ids = self._tokenizer.with_bos(self._ids(text, "messages"), renderer.begins_with_bos(None))
-        return Prompt(token_ids=ids, text=text)
+        return Prompt(token_ids=ids, text=text, conversation=None if continues else conversation)
 
     # ---- tools ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from nemo_style_aligner.models.restore import BaseModel
 from nemo_style_aligner.parallel.groups import device
 from nemo_style_aligner.services.http_client import server_url
 from nemo_style_aligner.serving.app import ServedModel
+from nemo_style_aligner.serving.generation import Generation
 from nemo_style_aligner.weights.stream import export_weights
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,9 @@ class PolicyServer:
             for _ in weights:
                 pass
             return
-        with self._served.generation.paused():
+        generation = self._served.generation
+        assert isinstance(generation, Generation)
+        with generation.paused():
             self._engine.refit(weights, version)
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.loading import ConfigError
-from nemo_style_aligner.config.schema import ActorLoop, Generation, Policy, PPOActor, RemoteCritic
+from nemo_style_aligner.config.loading import ConfigError, log_directory
+from nemo_style_aligner.config.schema import ActorLoop, Generation, Policy, PPOActor, Program, RemoteCritic
 from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams, text_before_end
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine, num_pages
@@ -25,7 +25,8 @@ from nemo_style_aligner.launch.roles import Channel
 from nemo_style_aligner.models.gpt import MegatronModel
 from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, control_group, device, neighbour_group
 from nemo_style_aligner.parallel.machine import is_on_one_machine, own_address
-from nemo_style_aligner.rl.episodes.runner import Environment, EpisodeLimits, load_environment
+from nemo_style_aligner.rl.episodes.journal import FOLDER, EpisodeJournal
+from nemo_style_aligner.rl.episodes.runner import build_environment
 from nemo_style_aligner.rl.rollouts.collector import Generator
 from nemo_style_aligner.rl.rollouts.disaggregated import RemoteGenerator, RolloutRank
 from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
@@ -323,22 +324,30 @@ def _local_generator(
     group: EngineGroup,
     queue: WorkQueueServer | None,
 ) -> LocalGenerator:
-    work, environment = build_work_source(config, engine, group, queue), build_environment(config, tokenizer)
+    work = build_work_source(config, engine, group, queue)
     minutes = max(config.trainer.distributed_timeout_minutes, config.trainer.ppo.batch_iterator.wait_seconds / 60)
     meeting = control_group(dist.get_world_size(), minutes)
     sampling = sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed, tokenizer)
+    named, environment = config.trainer.ppo.environment, None
+    if named is not None:
+        assert isinstance(engine, EmbeddedEngine)  # the config's checks have seen to it
+        environment = build_environment(
+            named,
+            "trainer.ppo.environment",
+            engine,
+            tokenizer,
+            sampling,
+            response_text(sampling, tokenizer),
+            config.trainer.ppo.episodes,
+            episode_journal(config),
+        )
     return LocalGenerator(engine, work, sampling, group, meeting, environment)
 
 
-def build_environment(config: PPOActor, tokenizer: Tokenizer) -> Environment | None:
-    """What ``trainer.ppo.environment`` names; None: a response is one reply. Raises UserCodeError."""
-    named = config.trainer.ppo.environment
-    if named is None:
-        return None
-    function = load_environment(named, "trainer.ppo.environment")
-    sampling = sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed, tokenizer)
-    bounds = EpisodeLimits(**vars(config.trainer.ppo.episodes))
-    return Environment(function, named, tokenizer, response_text(sampling, tokenizer), bounds)
+def episode_journal(config: PPOActor) -> EpisodeJournal | None:
+    """The journal of a run whose environment is a program; None of any other."""
+    is_program = isinstance(config.trainer.ppo.environment, Program)
+    return EpisodeJournal(log_directory(config.exp_manager) / FOLDER) if is_program else None
 
 
 def response_text(sampling: SamplingParams, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
