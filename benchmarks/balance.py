@@ -38,8 +38,13 @@ from model_files import random_weights
 from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.rl.rollouts.work_queue import StaticPartition, WorkQueueClient, WorkQueueServer, WorkSource
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.rl.rollouts.work_queue import (
+    StaticPartition,
+    WorkQueueClient,
+    WorkQueueServer,
+    WorkSource,
+)
 from nemo_style_aligner.wording import counted
 
 START_SECONDS = 300.0

@@ -24,15 +24,15 @@ from common import Bounds, json_path, long_tailed, next_answer, positive_int, pr
 from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.config.schema import ActorLoop
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.models.ragged import after_prompts
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.rl.estimators import ESTIMATORS
-from nemo_style_aligner.rl.experience import AdvantageSettings, Experience, make_experience
-from nemo_style_aligner.rl.rollouts.collector import deal
-from nemo_style_aligner.rl.sample import Rollouts
-from nemo_style_aligner.rl.scoring import Scores
+from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.trainer.config.schema import ActorLoop
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.models.ragged import after_prompts
+from nemo_style_aligner.trainer.rl.estimators import ESTIMATORS
+from nemo_style_aligner.trainer.rl.experience import AdvantageSettings, Experience, make_experience
+from nemo_style_aligner.trainer.rl.rollouts.collector import deal
+from nemo_style_aligner.trainer.rl.sample import Rollouts
+from nemo_style_aligner.trainer.rl.scoring import Scores
 from nemo_style_aligner.wording import counted
 
 SECONDS = 600.0

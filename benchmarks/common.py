@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.models.packed_weights import constant_weights, weight_product
-from nemo_style_aligner.models.products import product
-from nemo_style_aligner.parallel.machine import available_cores, computes_in_bf16, processor_features
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.machine import available_cores, computes_in_bf16, processor_features
+from nemo_style_aligner.trainer.models.packed_weights import constant_weights, weight_product
+from nemo_style_aligner.trainer.models.products import product
 
 SHAPES = {
     "tiny": ModelArchitecture(

@@ -20,7 +20,7 @@ from model_files import ModelFiles
 
 from nemo_style_aligner.engine.contract import GenerationEngine, GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.parallel.groups import set_up_cuda_arithmetic
+from nemo_style_aligner.engine.parallel.groups import set_up_cuda_arithmetic
 
 
 @dataclasses.dataclass(frozen=True)

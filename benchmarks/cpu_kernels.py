@@ -33,13 +33,13 @@ from common import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from training_pass import add_workload_arguments, make_workload
 
-from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.models import attention, fused, layer_kernels, logprobs, packed_weights, products
-from nemo_style_aligner.models.gpt import parse_precision
-from nemo_style_aligner.models.layer_kernels import LayerKernels
-from nemo_style_aligner.models.packing import PackedSequences
-from nemo_style_aligner.native.compilation import NativeUnavailable, usable_kernels
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.native.compilation import NativeUnavailable, usable_kernels
+from nemo_style_aligner.trainer.models import attention, fused, layer_kernels, logprobs, packed_weights, products
+from nemo_style_aligner.trainer.models.gpt import parse_precision
+from nemo_style_aligner.trainer.models.layer_kernels import LayerKernels
+from nemo_style_aligner.trainer.models.packing import PackedSequences
 from nemo_style_aligner.wording import counted
 
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from typing import Any
 from common import available_cores, json_path, positive_int, print_table, write_json
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.data.tokenizer import load_tokenizer
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.engine.text.tokenizer import load_tokenizer
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 BENCHMARKS = Path(__file__).parent
 SCRIPT = BENCHMARKS.parent / "examples" / "nlp" / "gpt" / "train_gpt_dpo.py"

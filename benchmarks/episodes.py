@@ -25,17 +25,17 @@ import torch
 from common import SHAPES, json_path, machine, positive_int, print_table, work_folder, write_json
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.parallel.groups import single_process
 from nemo_style_aligner.engine.shard import EngineGroup
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.rl.episodes.policy import Policy
-from nemo_style_aligner.rl.episodes.runner import Environment, EpisodeLimits
-from nemo_style_aligner.rl.sample import Prompt
-from nemo_style_aligner.weights.stream import export_weights
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer
+from nemo_style_aligner.engine.weights.stream import export_weights
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.rl.episodes.policy import Policy
+from nemo_style_aligner.trainer.rl.episodes.runner import Environment, EpisodeLimits
+from nemo_style_aligner.trainer.rl.sample import Prompt
 
 PARTS = ("busy", "whole", "computed")
 Marks = dict[str, tuple[float, float, float]]

@@ -48,7 +48,7 @@ from contenders import CONTENDERS, Setting, Workload
 from model_files import ModelFiles, prepare, prompt_tokens, smollm2_or_random
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.wording import counted
 
 REPOSITORY = Path(__file__).resolve().parents[1]

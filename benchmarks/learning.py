@@ -28,8 +28,8 @@ import run_demo  # noqa: E402 (found by the line above)
 from stages import Demo  # noqa: E402
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument  # noqa: E402
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm  # noqa: E402
-from nemo_style_aligner.telemetry.metrics import read_metrics  # noqa: E402
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm  # noqa: E402
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics  # noqa: E402
 
 LAST = 3  # steps that the reward at the end is averaged over
 

@@ -30,25 +30,25 @@ from common import (
 )
 from training_pass import ADAM, OPTIM, Workload, add_batching_arguments, add_workload_arguments, make_workload, padded
 
-from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.checkpoints.sharded_writing import own_parts, snapshot
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.models import gpt, logprobs
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.gpt import build_model, parse_precision
-from nemo_style_aligner.models.layer_kernels import best_kernels
-from nemo_style_aligner.models.layers import uses_torch_attention, uses_transformer_engine
-from nemo_style_aligner.models.linear import widened
-from nemo_style_aligner.models.lora import LoraSettings
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching, micro_batches
-from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
-from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.products import own_kernels
-from nemo_style_aligner.models.sizes import Layout, Sizes
-from nemo_style_aligner.parallel.groups import device, single_process
-from nemo_style_aligner.telemetry.timers import peak_meter
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import device, single_process
+from nemo_style_aligner.trainer.checkpoints.sharded_writing import own_parts, snapshot
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.models import gpt, logprobs
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.gpt import build_model, parse_precision
+from nemo_style_aligner.trainer.models.layer_kernels import best_kernels
+from nemo_style_aligner.trainer.models.layers import uses_torch_attention, uses_transformer_engine
+from nemo_style_aligner.trainer.models.linear import widened
+from nemo_style_aligner.trainer.models.lora import LoraSettings
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching, micro_batches
+from nemo_style_aligner.trainer.models.pipeline import Scoring, forward, train_step
+from nemo_style_aligner.trainer.models.policy_losses import LossSettings
+from nemo_style_aligner.trainer.models.products import own_kernels
+from nemo_style_aligner.trainer.models.sizes import Layout, Sizes
+from nemo_style_aligner.trainer.telemetry.timers import peak_meter
 
 CASES = ("packed", "selective", "full", "lora", "padded")
 LORA = {"peft_scheme": "lora", "lora_tuning": {"target_modules": ["all"], "adapter_dim": 32}}

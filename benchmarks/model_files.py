@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "demo"
 
 from smollm2 import INSTALL_SMOLLM2, find_smollm2
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.weights.gguf import HF_NAMES, GGUFCheckpoint
-from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, write_checkpoint
-from nemo_style_aligner.weights.huggingface_config import read_architecture
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.weights.gguf import HF_NAMES, GGUFCheckpoint
+from nemo_style_aligner.engine.weights.huggingface import HuggingFaceCheckpoint, write_checkpoint
+from nemo_style_aligner.engine.weights.huggingface_config import read_architecture
+from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
 
 # Hugging Face's names, within a layer or else within the model -> llama.cpp's.
 _GGUF_NAMES = {name.removeprefix("model.layers.{}."): gguf_name for gguf_name, name in HF_NAMES.items()}
@@ -126,10 +126,14 @@ def _tokenizer(directory: Path) -> Any:
 def _unpack_archive(path: Path, hf: Path, tokenizer: Path) -> ModelArchitecture:
     """A .nemo archive's weights and tokenizer as Hugging Face directories."""
     # Imported here: every process of a benchmark imports this module, and megatron-core takes seconds.
-    from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_weights, nemo_tokenizer_dir
-    from nemo_style_aligner.models.gpt import build_model
-    from nemo_style_aligner.parallel.groups import single_process
-    from nemo_style_aligner.weights.stream import export_weights
+    from nemo_style_aligner.engine.parallel.groups import single_process
+    from nemo_style_aligner.engine.weights.stream import export_weights
+    from nemo_style_aligner.trainer.checkpoints.nemo_archive import (
+        load_nemo_config,
+        load_nemo_weights,
+        nemo_tokenizer_dir,
+    )
+    from nemo_style_aligner.trainer.models.gpt import build_model
 
     architecture = ModelArchitecture.from_nemo_config(load_nemo_config(path))
     with single_process(), nemo_tokenizer_dir(path) as folder:

@@ -34,7 +34,7 @@ from ppo_contenders import Step, own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.wording import counted
 
 PROMPT_TOKENS = 32

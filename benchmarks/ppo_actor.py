@@ -29,10 +29,10 @@ from nemo_style_aligner.engine.contract import (  # noqa: E402
     GenerationResult,
     SamplingParams,
 )
-from nemo_style_aligner.jobs import rl_setup  # noqa: E402
-from nemo_style_aligner.rl.loop import RLTrainer  # noqa: E402
-from nemo_style_aligner.rl.rollouts import setup as rollout_setup  # noqa: E402
-from nemo_style_aligner.rl.rollouts.generator import LocalGenerator  # noqa: E402
+from nemo_style_aligner.trainer.jobs import rl_setup  # noqa: E402
+from nemo_style_aligner.trainer.rl.loop import RLTrainer  # noqa: E402
+from nemo_style_aligner.trainer.rl.rollouts import setup as rollout_setup  # noqa: E402
+from nemo_style_aligner.trainer.rl.rollouts.generator import LocalGenerator  # noqa: E402
 
 
 class ForcedLengths:

@@ -28,10 +28,10 @@ from typing import Any
 from ppo_memory import logged_peaks
 from ppo_models import Models, Workload
 
-from nemo_style_aligner.models.layer_kernels import best_kernels
-from nemo_style_aligner.parallel.machine import computes_in_bf16, free_port
-from nemo_style_aligner.services.secret import TOKEN_VARIABLE
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.engine.parallel.machine import computes_in_bf16, free_port
+from nemo_style_aligner.guard.secret import TOKEN_VARIABLE
+from nemo_style_aligner.trainer.models.layer_kernels import best_kernels
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 BENCHMARKS = Path(__file__).resolve().parent
 SCRIPTS = BENCHMARKS.parent / "examples" / "nlp" / "gpt"

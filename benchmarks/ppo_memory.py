@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 _SECONDS = 0.2
 

@@ -15,15 +15,15 @@ import torch
 from common import SHAPES, long_tailed
 from model_files import prepare, smollm2_or_random
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.models.conversion import hf_to_nemo
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
-from nemo_style_aligner.weights.huggingface_config import read_architecture
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
+from nemo_style_aligner.engine.weights.huggingface_config import read_architecture
+from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import nemo_tokenizer_dir
+from nemo_style_aligner.trainer.models.conversion import hf_to_nemo
 
 # The words of prompts. Fixed, so that figures of all versions of this repository are for the same text.
 _WORDS = """

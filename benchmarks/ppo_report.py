@@ -15,7 +15,7 @@ from common import MachineRates, generation_floor, print_table, spread
 from ppo_contenders import BESIDE, EngineLogprobs, OwnJobs, Step, Trl
 from ppo_models import Workload
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.wording import counted
 
 # TRL's phases, in terms of ours. It has no pass for log-probs, so that training has a forward pass of its own.

@@ -51,8 +51,8 @@ from ppo_models import Models, Workload, make_models, make_workloads
 from ppo_report import phase_floors, print_workload, summarise
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.services.secret import TOKEN_VARIABLE
+from nemo_style_aligner.guard.secret import TOKEN_VARIABLE
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.wording import counted
 
 CONTENDERS: dict[str, Kind] = {"own": OwnJobs, "own-engine": EngineLogprobs, "trl": Trl}

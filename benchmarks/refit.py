@@ -37,14 +37,14 @@ from common import (
 from sampled_memory import peak_extra_bytes
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.config.kinds import StepChoice
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.engine.shard import TensorParallel
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.models.gpt import build_model, parse_precision
-from nemo_style_aligner.models.lora import LoraSettings, add_adapters
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.weights.stream import DEFAULT_BUCKET_BYTES, export_weights, lendable_weights
+from nemo_style_aligner.engine.weights.stream import DEFAULT_BUCKET_BYTES, export_weights, lendable_weights
+from nemo_style_aligner.kinds import StepChoice
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.models.gpt import build_model, parse_precision
+from nemo_style_aligner.trainer.models.lora import LoraSettings, add_adapters
 
 LIMIT_SECONDS = 900.0
 

@@ -21,13 +21,21 @@ import cpu_only  # noqa: F401 (nothing here needs a GPU)
 from common import json_path, print_table, write_json
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.models.sizes import Layout
-from nemo_style_aligner.placement.candidates import Candidate, Cluster, Fit, Run, Savings, predicted, simulated_job
-from nemo_style_aligner.placement.costs import Model, Sample
-from nemo_style_aligner.placement.planner import plans
-from nemo_style_aligner.placement.rates import DEVICES
-from nemo_style_aligner.placement.simulator import Engines, SimulatedJob, StepCosts, simulate
-from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps
+from nemo_style_aligner.tools.placement.candidates import (
+    Candidate,
+    Cluster,
+    Fit,
+    Run,
+    Savings,
+    predicted,
+    simulated_job,
+)
+from nemo_style_aligner.tools.placement.costs import Model, Sample
+from nemo_style_aligner.tools.placement.planner import plans
+from nemo_style_aligner.tools.placement.rates import DEVICES
+from nemo_style_aligner.tools.placement.simulator import Engines, SimulatedJob, StepCosts, simulate
+from nemo_style_aligner.tools.placement.workload import MODELS, Lengths, draw_steps
+from nemo_style_aligner.trainer.models.sizes import Layout
 
 H100, H20 = DEVICES["h100"], DEVICES["h20"]
 PROMPTS = Lengths(256.0, 0.0, 256)

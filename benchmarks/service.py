@@ -39,19 +39,19 @@ from common import (
 )
 
 from nemo_style_aligner.arguments import HelpFormatter
+from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.models.critic import Critic, RewardModel
-from nemo_style_aligner.models.gpt import build_model, parse_precision
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.services.critic_endpoints import critic_endpoints
-from nemo_style_aligner.services.endpoints import ModelLimits
-from nemo_style_aligner.services.http_client import ClientLimits, HttpClient, server_url
-from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
-from nemo_style_aligner.services.protocol import encode_infer_request
-from nemo_style_aligner.services.routes import HttpSettings
+from nemo_style_aligner.guard.http_client import ClientLimits, HttpClient, server_url
+from nemo_style_aligner.guard.protocol import encode_infer_request
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.models.critic import Critic, RewardModel
+from nemo_style_aligner.trainer.models.gpt import build_model, parse_precision
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.trainer.services.endpoints import ModelLimits
+from nemo_style_aligner.trainer.services.model_server import DispatchSettings, ModelServer
+from nemo_style_aligner.trainer.services.routes import HttpSettings
 from nemo_style_aligner.wording import counted
 
 START_SECONDS = 300.0

@@ -28,11 +28,11 @@ from common import json_path, positive_int, print_table, work_folder, write_json
 from model_files import prepare
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.serving.checkpoint import load_model
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer
+from nemo_style_aligner.tools.serving.checkpoint import load_model
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
 
 KEY = "sk-benchmark"
 READY_SECONDS = 180.0
@@ -100,7 +100,7 @@ def prompt(length: int, number: int) -> list[int]:
 @contextlib.contextmanager
 def serving(model: Path, precision: str, slots: int, length: int) -> Iterator[int]:
     """`nsa serve` as a process; its port."""
-    command = [sys.executable, "-m", "nemo_style_aligner.cli", "serve", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "nemo_style_aligner", "serve", str(model), "--port", "0"]
     command += ["--precision", precision, "--num-slots", str(slots), "--max-length", str(length)]
     with work_folder(None) as folder, (log_file := folder / "log").open("w") as log:
         environment = os.environ | {"NEMO_STYLE_ALIGNER_TOKEN": KEY}

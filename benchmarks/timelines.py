@@ -25,14 +25,14 @@ from ppo_contenders import OwnJobs, Step, own_steps
 from ppo_models import Models, Workload, cut_prompts, make_models
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.parallel.machine import available_cores, computes_in_bf16
-from nemo_style_aligner.placement.candidates import Cluster, Run, predicted
-from nemo_style_aligner.placement.costs import Sample
-from nemo_style_aligner.placement.plan import literal
-from nemo_style_aligner.placement.planner import Prediction, plans, written_plan
-from nemo_style_aligner.placement.rates import Device, measured_here
-from nemo_style_aligner.placement.run_rates import as_in_run
+from nemo_style_aligner.engine.parallel.machine import available_cores, computes_in_bf16
+from nemo_style_aligner.tools.placement.candidates import Cluster, Run, predicted
+from nemo_style_aligner.tools.placement.costs import Sample
+from nemo_style_aligner.tools.placement.plan import literal
+from nemo_style_aligner.tools.placement.planner import Prediction, plans, written_plan
+from nemo_style_aligner.tools.placement.rates import Device, measured_here
+from nemo_style_aligner.tools.placement.run_rates import as_in_run
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
 
 PROMPT_TOKENS, GROUP, PASS_TOKENS, RANKS = 32, 4, 512, 2
 PHASES = {

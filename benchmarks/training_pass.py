@@ -38,22 +38,22 @@ from common import (
 from sampled_memory import peak_extra_bytes
 from torch.nn.utils.rnn import pad_sequence
 
-from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.models import layer_kernels
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.gpt import build_model, parse_precision
-from nemo_style_aligner.models.logprobs import Prediction, predict
-from nemo_style_aligner.models.nonfinite import STOP
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching, micro_batches, shares
-from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
-from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
-from nemo_style_aligner.parallel.allocator import keep_freed_memory
-from nemo_style_aligner.parallel.groups import device, single_process
-from nemo_style_aligner.weights.huggingface_config import hf_config
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.allocator import keep_freed_memory
+from nemo_style_aligner.engine.parallel.groups import device, single_process
+from nemo_style_aligner.engine.weights.huggingface_config import hf_config
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.models import layer_kernels
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.gpt import build_model, parse_precision
+from nemo_style_aligner.trainer.models.logprobs import Prediction, predict
+from nemo_style_aligner.trainer.models.nonfinite import STOP
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching, micro_batches, shares
+from nemo_style_aligner.trainer.models.pipeline import Scoring, forward, train_step
+from nemo_style_aligner.trainer.models.policy_losses import LossSettings
+from nemo_style_aligner.trainer.models.ragged import RaggedBatch, after_prompts
 
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-6, "weight_decay": 0.1, "betas": [0.9, 0.98]}
 ADAM = schema.Optimizer(**OPTIM)

@@ -20,8 +20,8 @@ import cpu_only  # noqa: F401 (hides GPUs: the figures are those of the host)
 from common import json_path, next_answer, positive_int, print_table, spread, write_json
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueServer
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.rl.rollouts.work_queue import WorkQueueServer
 from nemo_style_aligner.wording import counted
 
 LIMIT_SECONDS = 300.0

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_style_aligner.config.fields import Field, Section, fields_of, hints_of, section_of
-from nemo_style_aligner.config.schema import JOBS, fields_of_job
-from nemo_style_aligner.config.section_names import names_of
-from nemo_style_aligner.placement.plan import PlannedJob
+from nemo_style_aligner.tools.placement.plan import PlannedJob
+from nemo_style_aligner.trainer.config.fields import Field, Section, fields_of, hints_of, section_of
+from nemo_style_aligner.trainer.config.schema import JOBS, fields_of_job
+from nemo_style_aligner.trainer.config.section_names import names_of
 
 REFERENCE = """# Config keys
 
@@ -23,7 +23,7 @@ their files, without `gpt_`; their names stand beside a key or a default that no
 that is started again may have another value in a key marked ↻; in any other, too, but then a warning says that results
 differ. {names}
 
-Made from `nemo_style_aligner/config/schema.py` by `python conf/make.py`.
+Made from `nemo_style_aligner/trainer/config/schema.py` by `python conf/make.py`.
 """
 
 HEADER = "| key | value | default | what |\n| --- | --- | --- | --- |"
@@ -32,7 +32,7 @@ HEAD = """# {title}
 #
 # Keys and defaults are NeMo-Aligner's, apart from keys of this project's own and the defaults that
 # docs/from_nemo_aligner.md lists. Sizes are counted over all ranks unless said otherwise; "per rank" means per
-# data-parallel rank. Made from nemo_style_aligner/config/schema.py by conf/make.py.
+# data-parallel rank. Made from nemo_style_aligner/trainer/config/schema.py by conf/make.py.
 
 """
 

@@ -1,11 +1,11 @@
-"""Writes metrics.md, beside this file, from the table in ``nemo_style_aligner/telemetry/metric_table.py``."""
+"""Writes metrics.md, beside this file, from the table in ``nemo_style_aligner/trainer/telemetry/metric_table.py``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from nemo_style_aligner.telemetry.metric_table import COUNTS, METRICS
-from nemo_style_aligner.telemetry.run_view import QUESTIONS
+from nemo_style_aligner.tools.reports.run_view import QUESTIONS
+from nemo_style_aligner.trainer.telemetry.metric_table import COUNTS, METRICS
 
 HEAD = """# Metrics
 

@@ -15,27 +15,27 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.parallel.groups import single_process
 from nemo_style_aligner.engine.shard import EngineGroup
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.rl.episodes.policy import Policy
-from nemo_style_aligner.rl.episodes.runner import Environment, Episode, EpisodeLimits
-from nemo_style_aligner.rl.estimators import StepRewards, grpo
-from nemo_style_aligner.rl.sample import Prompt
+from nemo_style_aligner.engine.weights.stream import export_weights
 from nemo_style_aligner.seeds import derive_seed
-from nemo_style_aligner.weights.stream import export_weights
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.policy_losses import LossSettings
+from nemo_style_aligner.trainer.models.ragged import RaggedBatch
+from nemo_style_aligner.trainer.rl.episodes.policy import Policy
+from nemo_style_aligner.trainer.rl.episodes.runner import Environment, Episode, EpisodeLimits
+from nemo_style_aligner.trainer.rl.estimators import StepRewards, grpo
+from nemo_style_aligner.trainer.rl.sample import Prompt
 
 # ---- The environment. A token is a character here.
 

@@ -12,19 +12,19 @@ import random
 
 import torch
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config import schema
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.rl.estimators import StepRewards, grpo
-from nemo_style_aligner.weights.stream import export_weights
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.weights.stream import export_weights
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.policy_losses import LossSettings
+from nemo_style_aligner.trainer.models.ragged import RaggedBatch
+from nemo_style_aligner.trainer.rl.estimators import StepRewards, grpo
 
 # ---- The task. A token is a character here; "." ends a response.
 

@@ -3,7 +3,7 @@
 import os
 import warnings
 
-from nemo_style_aligner.parallel.cpu import install_import_hook
+from nemo_style_aligner.engine.parallel.cpu import install_import_hook
 
 __version__ = "0.1.0"
 
@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 # down many times over as soon as another process (the critic beside the actor, say) needs a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Before anything can import megatron.core: where CUDA is absent it needs the rewriting of parallel/cpu.py.
+# Before anything can import megatron.core: where CUDA is absent it needs the rewriting of engine/parallel/cpu.py.
 install_import_hook()
 
 # megatron-core's warnings on import and in every process, about libraries that are optional here and its own use of

@@ -71,7 +71,7 @@ def excepthook_kept() -> Iterator[None]:
     """Put `sys.excepthook` back at the end: for calls of libraries that put their own in front of it.
 
     Theirs would print a traceback before ours says whether there is one, or hold back what ours prints until it
-    returns, which it never does (`nemo_style_aligner.launch.ending.install_excepthook`).
+    returns, which it never does (`nemo_style_aligner.trainer.launch.ending.install_excepthook`).
     """
     hook = sys.excepthook
     try:

@@ -24,8 +24,8 @@ os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 
 import torch
 
-from nemo_style_aligner.native import compilation
-from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
+from nemo_style_aligner.engine.native import compilation
+from nemo_style_aligner.guard.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
 
 # Helper modules beside the tests, whatever pytest's import mode, and those of the demo.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples" / "demo")]
@@ -73,7 +73,7 @@ def pytest_report_header() -> str | None:
     """Which layers the tests on GPUs test."""
     if not torch.cuda.is_available():
         return None
-    from nemo_style_aligner.models.layers import uses_transformer_engine
+    from nemo_style_aligner.trainer.models.layers import uses_transformer_engine
 
     layers = "Transformer Engine's" if uses_transformer_engine(torch.bfloat16) else "this project's own"
     return f"{torch.cuda.get_device_name()}: layers in bf16 are {layers}"
@@ -138,7 +138,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """Process groups of one process, this one."""
-    from nemo_style_aligner.parallel.groups import single_process  # megatron-core takes seconds: not for every file
+    from nemo_style_aligner.engine.parallel.groups import (
+        single_process,  # megatron-core takes seconds: not for every file
+    )
 
     with single_process(seed=1):
         yield
@@ -241,7 +243,7 @@ def _lock(path: Path) -> Iterator[None]:
 def _make_artefacts(folder: Path) -> Artefacts:
     from job_processes import ROOT, run, script
 
-    from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+    from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
 
     found = Artefacts(folder, folder / "sft", folder / "rm", {})
     os.umask(0o022)  # of most systems; tests look at who may write what jobs leave

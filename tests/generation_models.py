@@ -20,14 +20,14 @@ from transformers import (
     SmolLM3Config,
 )
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest
 from nemo_style_aligner.engine.embedded import engine as engine_module
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.step import EngineShape, ModelStep
 from nemo_style_aligner.engine.embedded.torch_step import TorchStep
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
-from nemo_style_aligner.rope import RopeScaling
+from nemo_style_aligner.engine.rope import RopeScaling
 
 VOCAB = 96
 EOS = 1

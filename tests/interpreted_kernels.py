@@ -12,7 +12,7 @@ import pytest
 import torch
 from generation_models import VOCAB, architecture, engine_for, have_graphs, hf_model
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded import torch_step
 from nemo_style_aligner.engine.embedded.choose_operations import check, example

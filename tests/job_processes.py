@@ -20,9 +20,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.metric_table import find_metric
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.trainer.telemetry.metric_table import find_metric
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
@@ -122,7 +122,7 @@ def require_known_metrics(command: Sequence[str]) -> None:
     unknown = {name for name in names if find_metric(name) is None}
     if is_own_loss:
         unknown = {name for name in unknown if not name.startswith("train_optim/")}
-    assert not unknown, f"not in telemetry/metric_table.py: {sorted(unknown)}"
+    assert not unknown, f"not in trainer/telemetry/metric_table.py: {sorted(unknown)}"
 
 
 def wait_until_ready(job: Job, port: int, timeout: float = 90.0) -> None:

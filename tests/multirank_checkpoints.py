@@ -35,27 +35,27 @@ import torch
 import torch.distributed as dist
 from ranks import RanksFailedError, fork_ranks
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints import background, contents, training
-from nemo_style_aligner.checkpoints.file_source import open_source
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
-from nemo_style_aligner.checkpoints.optimizer_state import optimizer_counters
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_tensors import MODEL_PREFIX, Part, _parts, stored_shapes
-from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.config.schema import Updates
-from nemo_style_aligner.data.text_format import TextFormat
+from nemo_style_aligner import activity
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.engine.text.text_format import TextFormat
 from nemo_style_aligner.errors import NonFiniteError, NotWrittenError
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.nonfinite import SkipCounter
-from nemo_style_aligner.models.offload import AdamOffload
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.guard.file_source import open_source
+from nemo_style_aligner.trainer.checkpoints import background, contents, training
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_weights, save_nemo
+from nemo_style_aligner.trainer.checkpoints.optimizer_state import optimizer_counters
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.checkpoints.sharded_tensors import MODEL_PREFIX, Part, _parts, stored_shapes
+from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager, NemoExport
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.config.schema import Updates
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.nonfinite import SkipCounter
+from nemo_style_aligner.trainer.models.offload import AdamOffload
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, forward, train_step
 
 VOCAB = 61
 TIED = ModelArchitecture(

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from ranks import fork_ranks
 from small_models import SHAPE, VOCAB, TensorSource
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.sharded_tensors import Part
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring, forward, train_step
-from nemo_style_aligner.models.supervised_losses import LanguageModelBatch, language_model_objective
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.weights.stream import export_weights, import_weights
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.engine.weights.stream import export_weights, import_weights
+from nemo_style_aligner.trainer.checkpoints.sharded_tensors import Part
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import Scoring, forward, train_step
+from nemo_style_aligner.trainer.models.supervised_losses import LanguageModelBatch, language_model_objective
 
 LR, RANK, ALPHA, UPDATES = 1e-2, 3, 6.0, 3
 OPTIM = {"name": "distributed_fused_adam", "lr": LR, "weight_decay": 0.1}

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from ranks import fork_ranks
 from safetensors.torch import save_file
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.models import logprobs
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.logprobs import Prediction, predict
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, evaluate_step, train_step
-from nemo_style_aligner.parallel.groups import all_gather_rows, initialize_model_parallel
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import all_gather_rows, initialize_model_parallel
+from nemo_style_aligner.trainer.models import logprobs
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.logprobs import Prediction, predict
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, evaluate_step, train_step
 
 RANKS, VOCAB, PADDED, TEMPERATURE = 3, 21, 42, 0.7  # slices of 14 rows: 14, 7 and 0 true ones
 ARCHITECTURE = ModelArchitecture(

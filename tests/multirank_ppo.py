@@ -25,36 +25,36 @@ from omegaconf import DictConfig, OmegaConf
 from ranks import fork_ranks
 from safetensors.torch import save_file
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_weights, save_nemo
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import Critic, PPOActor, Updates
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.jobs.job_setup import Run, forward_batching
-from nemo_style_aligner.jobs.job_view import as_served
-from nemo_style_aligner.jobs.rl_setup import build_actor
-from nemo_style_aligner.jobs.scoring_setup import build_local_critic, open_teacher
-from nemo_style_aligner.jobs.service_setup import build_critic_service
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.kept_passes import KeptPasses
-from nemo_style_aligner.models.restore import BaseModel, open_base_model
-from nemo_style_aligner.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
-from nemo_style_aligner.rl.experience import Experience, leave_out_nonfinite, make_experience
-from nemo_style_aligner.rl.loop import RLTrainer
-from nemo_style_aligner.rl.reward_models import ModelRewards
-from nemo_style_aligner.rl.rollouts.collector import deal
-from nemo_style_aligner.rl.sample import Rollouts, Sample
-from nemo_style_aligner.rl.scoring import Scores
-from nemo_style_aligner.rl.settings import RLSettings
-from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.services.score_client import SequencesToScore
-from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
-from nemo_style_aligner.telemetry.timers import ScopedTimer
-from nemo_style_aligner.training.run_control import RunControl
-from nemo_style_aligner.weights.stream import export_weights
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import ParallelLayout, broadcast_object, initialize_model_parallel
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.weights.stream import export_weights
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_weights, save_nemo
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import Critic, PPOActor, Updates
+from nemo_style_aligner.trainer.jobs.job_setup import Run, forward_batching
+from nemo_style_aligner.trainer.jobs.job_view import as_served
+from nemo_style_aligner.trainer.jobs.rl_setup import build_actor
+from nemo_style_aligner.trainer.jobs.scoring_setup import build_local_critic, open_teacher
+from nemo_style_aligner.trainer.jobs.service_setup import build_critic_service
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.kept_passes import KeptPasses
+from nemo_style_aligner.trainer.models.restore import BaseModel, open_base_model
+from nemo_style_aligner.trainer.rl.experience import Experience, leave_out_nonfinite, make_experience
+from nemo_style_aligner.trainer.rl.loop import RLTrainer
+from nemo_style_aligner.trainer.rl.reward_models import ModelRewards
+from nemo_style_aligner.trainer.rl.rollouts.collector import deal
+from nemo_style_aligner.trainer.rl.sample import Rollouts, Sample
+from nemo_style_aligner.trainer.rl.scoring import Scores
+from nemo_style_aligner.trainer.rl.settings import RLSettings
+from nemo_style_aligner.trainer.services.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.trainer.services.score_client import SequencesToScore
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger, read_metrics
+from nemo_style_aligner.trainer.telemetry.timers import ScopedTimer
+from nemo_style_aligner.trainer.training.run_control import RunControl
 
 CORPUS = "User: What is 6*10?\nAssistant: 60 " + "0123456789+-*/="
 NUM_SAMPLES, WIDTH = 16, 23

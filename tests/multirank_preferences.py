@@ -17,26 +17,26 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from ranks import fork_ranks
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config.loading import check_config, load_defaults
-from nemo_style_aligner.config.schema import JOBS
-from nemo_style_aligner.data.jsonl import write_jsonl
-from nemo_style_aligner.data.sft import SFTItem
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.jobs.distillation_setup import build_distillation_trainer, teacher_lines
-from nemo_style_aligner.jobs.job_setup import Run
-from nemo_style_aligner.jobs.preference_setup import build_dpo_trainer, build_kto_trainer
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel.groups import current_layout, initialize_model_parallel
-from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.training.run_control import RunControl
-from nemo_style_aligner.training.supervised import SupervisedTrainer
-from nemo_style_aligner.weights.stream import export_weights
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import current_layout, initialize_model_parallel
+from nemo_style_aligner.engine.text.jsonl import write_jsonl
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.weights.stream import export_weights
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager
+from nemo_style_aligner.trainer.config.loading import check_config, load_defaults
+from nemo_style_aligner.trainer.config.schema import JOBS
+from nemo_style_aligner.trainer.data.sft import SFTItem
+from nemo_style_aligner.trainer.jobs.distillation_setup import build_distillation_trainer, teacher_lines
+from nemo_style_aligner.trainer.jobs.job_setup import Run
+from nemo_style_aligner.trainer.jobs.preference_setup import build_dpo_trainer, build_kto_trainer
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.restore import open_base_model
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.trainer.training.run_control import RunControl
+from nemo_style_aligner.trainer.training.supervised import SupervisedTrainer
 
 LAYOUTS = {"one": (1, 1, 1), "tensor": (2, 1, 2), "pipeline": (1, 2, 2), "data": (1, 1, 2)}  # tp, pp, ranks
 KD = "knowledge_distillation"

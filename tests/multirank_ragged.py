@@ -18,18 +18,18 @@ import torch.distributed as dist
 from ranks import fork_ranks
 from small_models import SHAPE, VOCAB, TensorSource
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.config.kinds import KeepChoice
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.kept_passes import keep_passes
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.weights.stream import export_weights, import_weights
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.engine.weights.stream import export_weights, import_weights
+from nemo_style_aligner.kinds import KeepChoice
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.kept_passes import keep_passes
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.policy_losses import LossSettings
+from nemo_style_aligner.trainer.models.ragged import RaggedBatch, after_prompts
 
 LR = 1e-3
 OPTIM = {"name": "distributed_fused_adam", "lr": LR, "weight_decay": 0.0}

@@ -21,20 +21,20 @@ from omegaconf import DictConfig, OmegaConf
 from ranks import fork_ranks
 from safetensors.torch import save_file
 
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import PPOActor
-from nemo_style_aligner.data.jsonl import write_jsonl
-from nemo_style_aligner.jobs.scoring_setup import build_critic_client
-from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
-from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
-from nemo_style_aligner.rl.rollouts.generator import LocalGenerator
-from nemo_style_aligner.rl.rollouts.prompts import Prompt, build_prompt_sources
-from nemo_style_aligner.rl.rollouts.setup import build_generator, open_work_queue
-from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.services.score_client import SequencesToScore
+from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.engine.text.jsonl import write_jsonl
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.jobs.scoring_setup import build_critic_client
+from nemo_style_aligner.trainer.launch.stop_signals import StopEarlyError, stops
+from nemo_style_aligner.trainer.models.restore import open_base_model
+from nemo_style_aligner.trainer.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.trainer.rl.rollouts.collector import RolloutCollector
+from nemo_style_aligner.trainer.rl.rollouts.generator import LocalGenerator
+from nemo_style_aligner.trainer.rl.rollouts.prompts import Prompt, build_prompt_sources
+from nemo_style_aligner.trainer.rl.rollouts.setup import build_generator, open_work_queue
+from nemo_style_aligner.trainer.rl.scoring import Scorer
+from nemo_style_aligner.trainer.services.score_client import SequencesToScore
 
 NUM_SAMPLES, MAX_NEW_TOKENS, SEED = 14, 16, 77
 

@@ -28,32 +28,32 @@ from omegaconf import DictConfig, OmegaConf
 from ranks import fork_processes, fork_ranks
 from safetensors.torch import save_file
 
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import PPOActor
-from nemo_style_aligner.data.jsonl import write_jsonl
-from nemo_style_aligner.jobs.rl_setup import build_actor
-from nemo_style_aligner.launch import roles
-from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE, stops
-from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel.groups import initialize_model_parallel
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.rl.experience import Experience
-from nemo_style_aligner.rl.loop import RLTrainer
-from nemo_style_aligner.rl.rewards import Reward
-from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
-from nemo_style_aligner.rl.rollouts.prompts import build_prompt_sources
-from nemo_style_aligner.rl.rollouts.setup import build_generator, build_rollout_rank, open_work_queue
-from nemo_style_aligner.rl.sample import Rollouts, Sample
-from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.rl.settings import RLSettings
-from nemo_style_aligner.rl.values import Save
-from nemo_style_aligner.services.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
-from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.timers import ScopedTimer
-from nemo_style_aligner.training.run_control import RunControl
-from nemo_style_aligner.weights.stream import export_weights
+from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.engine.text.jsonl import write_jsonl
+from nemo_style_aligner.engine.weights.stream import export_weights
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.jobs.rl_setup import build_actor
+from nemo_style_aligner.trainer.launch import roles
+from nemo_style_aligner.trainer.launch.stop_signals import EXIT_REQUEUE, stops
+from nemo_style_aligner.trainer.models.restore import open_base_model
+from nemo_style_aligner.trainer.rl.experience import Experience
+from nemo_style_aligner.trainer.rl.loop import RLTrainer
+from nemo_style_aligner.trainer.rl.rewards import Reward
+from nemo_style_aligner.trainer.rl.rollouts.collector import RolloutCollector
+from nemo_style_aligner.trainer.rl.rollouts.prompts import build_prompt_sources
+from nemo_style_aligner.trainer.rl.rollouts.setup import build_generator, build_rollout_rank, open_work_queue
+from nemo_style_aligner.trainer.rl.sample import Rollouts, Sample
+from nemo_style_aligner.trainer.rl.scoring import Scorer
+from nemo_style_aligner.trainer.rl.settings import RLSettings
+from nemo_style_aligner.trainer.rl.values import Save
+from nemo_style_aligner.trainer.services.exactly_once.ledger import INITIAL_HISTORY, CriticPosition
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.trainer.telemetry.timers import ScopedTimer
+from nemo_style_aligner.trainer.training.run_control import RunControl
 
 NUM_SAMPLES, UPDATES_PER_STEP, STEPS, MAX_NEW_TOKENS = 8, 2, 5, 12
 

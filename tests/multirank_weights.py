@@ -20,30 +20,30 @@ import torch.distributed as dist
 from ranks import fork_ranks
 from small_models import TensorSource
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.kinds import StepChoice
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import PPOActor
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.engine.shard import TensorParallel
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
-from nemo_style_aligner.parallel.agreement import OtherRankError, result_on_every_rank
-from nemo_style_aligner.parallel.groups import (
+from nemo_style_aligner.engine.parallel.agreement import OtherRankError, result_on_every_rank
+from nemo_style_aligner.engine.parallel.groups import (
     ParallelLayout,
     all_gather_rows,
     initialize_model_parallel,
     neighbour_group,
 )
-from nemo_style_aligner.rl.rollouts.setup import training_group
-from nemo_style_aligner.rope import RopeScaling
-from nemo_style_aligner.weights import shared_buckets as shared_buckets_module
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
-from nemo_style_aligner.weights.shared_buckets import shared_buckets
-from nemo_style_aligner.weights.stream import export_weights, import_weights, lendable_weights
+from nemo_style_aligner.engine.rope import RopeScaling
+from nemo_style_aligner.engine.shard import TensorParallel
+from nemo_style_aligner.engine.weights import shared_buckets as shared_buckets_module
+from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.engine.weights.shared_buckets import shared_buckets
+from nemo_style_aligner.engine.weights.stream import export_weights, import_weights, lendable_weights
+from nemo_style_aligner.kinds import StepChoice
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, forward, train_step
+from nemo_style_aligner.trainer.rl.rollouts.setup import training_group
 
 RANKS = 4
 BASE = {

@@ -6,7 +6,7 @@ those whose files import its module, those named after it first; the first failu
 printed, as a diff; the status is their number.
 
     python tests/mutants.py --count 60 --seed 1
-    python tests/mutants.py --at nemo_style_aligner/rl/experience.py:225 --count 3
+    python tests/mutants.py --at nemo_style_aligner/trainer/rl/experience.py:225 --count 3
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_style_aligner.parallel.groups import set_up_cuda_arithmetic
+from nemo_style_aligner.engine.parallel.groups import set_up_cuda_arithmetic
 
 
 class RanksFailedError(RuntimeError):

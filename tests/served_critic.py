@@ -12,14 +12,14 @@ import numpy as np
 import requests
 import torch
 
-from nemo_style_aligner.config.schema import RemoteCritic
-from nemo_style_aligner.services.client import CriticClient
-from nemo_style_aligner.services.critic_endpoints import critic_endpoints
-from nemo_style_aligner.services.endpoints import ModelLimits
-from nemo_style_aligner.services.http_client import ClientLimits
-from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
-from nemo_style_aligner.services.routes import HttpSettings
-from nemo_style_aligner.services.score_client import ScoreClient
+from nemo_style_aligner.guard.http_client import ClientLimits
+from nemo_style_aligner.trainer.config.schema import RemoteCritic
+from nemo_style_aligner.trainer.services.client import CriticClient
+from nemo_style_aligner.trainer.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.trainer.services.endpoints import ModelLimits
+from nemo_style_aligner.trainer.services.model_server import DispatchSettings, ModelServer
+from nemo_style_aligner.trainer.services.routes import HttpSettings
+from nemo_style_aligner.trainer.services.score_client import ScoreClient
 
 VOCAB = 1000
 

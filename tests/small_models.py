@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
 
 VOCAB = 53
 SHAPE: dict[str, Any] = {  # arguments of `ModelArchitecture`

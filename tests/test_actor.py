@@ -10,17 +10,17 @@ import torch
 from served_critic import TEST_LIMITS, serve
 from trained_models import ARCHITECTURES, OPTIM, logprobs, make_actor, policy_batch, score, tokens
 
-from nemo_style_aligner.models.frozen import FrozenWeights
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring
-from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.rl.remote_scores import RemoteScores
-from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.services.critic_service import LogprobService
-from nemo_style_aligner.services.endpoints import ModelLimits
-from nemo_style_aligner.services.score_client import ScoreClient, SequencesToScore, UnfitServiceError
-from nemo_style_aligner.services.scores import ScoreEndpoint
+from nemo_style_aligner.trainer.models.frozen import FrozenWeights
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import Scoring
+from nemo_style_aligner.trainer.models.policy_losses import LossSettings
+from nemo_style_aligner.trainer.rl.remote_scores import RemoteScores
+from nemo_style_aligner.trainer.rl.sample import Sample
+from nemo_style_aligner.trainer.services.critic_service import LogprobService
+from nemo_style_aligner.trainer.services.endpoints import ModelLimits
+from nemo_style_aligner.trainer.services.score_client import ScoreClient, SequencesToScore, UnfitServiceError
+from nemo_style_aligner.trainer.services.scores import ScoreEndpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

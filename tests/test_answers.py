@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_style_aligner.data.answers import find_answer, is_right, problem_of
+from nemo_style_aligner.trainer.data.answers import find_answer, is_right, problem_of
 
 AFTER = "after ####"
 

@@ -11,11 +11,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from trained_models import ARCHITECTURES, saved_tokenizer
 
-from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import Critic, PPOActor
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.restore import lay_over, open_base_model
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import Critic, PPOActor
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.restore import lay_over, open_base_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from job_processes import ROOT, Job, environment, run
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 
 pytestmark = pytest.mark.long
 
@@ -515,7 +515,7 @@ def test_a_contender_is_ended_with_the_benchmark(tmp_path: Path) -> None:
 import os, pathlib, sys, time
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 from ppo_contenders import start
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
 exit_on_sigterm()
 command = "echo $$ > '{tmp_path}/pid'; sleep 1; kill -TERM $PPID; exec sleep 300"
 start(["sh", "-c", command], pathlib.Path(os.devnull), dict(os.environ))

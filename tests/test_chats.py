@@ -16,16 +16,16 @@ from small_models import CHATML
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import processors
 
-from nemo_style_aligner.data.chats import ChatPromptTokens
-from nemo_style_aligner.data.datasets import ComparisonDataset, PromptDataset, RegressionDataset
-from nemo_style_aligner.data.jsonl import DataError
-from nemo_style_aligner.data.sft import SFTDataset, SFTFormat
-from nemo_style_aligner.data.text_format import TextFormat, TextFormatError, joined
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.data.tokenizer_export import save_as_trained
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.engine.contract import SamplingParams, StopCondition, text_before_end
-from nemo_style_aligner.wanted import wanted
+from nemo_style_aligner.engine.text.chats import ChatPromptTokens
+from nemo_style_aligner.engine.text.jsonl import DataError
+from nemo_style_aligner.engine.text.text_format import TextFormat, TextFormatError, joined
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_export import save_as_trained
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.guard.wanted import wanted
+from nemo_style_aligner.trainer.data.datasets import ComparisonDataset, PromptDataset, RegressionDataset
+from nemo_style_aligner.trainer.data.sft import SFTDataset, SFTFormat
 
 # Templates with the structure of the originals: which roles they know, what ends a turn, what becomes of earlier turns.
 QWEN2 = """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}

@@ -39,52 +39,53 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints import background, durable, manifest, nemo_archive, optimizer_state, sharded_writing
-from nemo_style_aligner.checkpoints.directory import (
-    TRAINER_STATE,
-    CheckpointDirectory,
-    checkpoint_name,
-    put_aside,
-    staging_of,
-)
-from nemo_style_aligner.checkpoints.file_source import (
+from nemo_style_aligner import durable
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel import agreement
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.text.tokenizer import TokenizerError
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.errors import NonFiniteError, NotWrittenError, UnreadableError
+from nemo_style_aligner.guard.file_source import (
     ArchiveError,
     DamagedCheckpointError,
     DirectorySource,
     MissingFileError,
     open_source,
 )
-from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest
-from nemo_style_aligner.checkpoints.nemo_archive import (
+from nemo_style_aligner.trainer.checkpoints import background, manifest, nemo_archive, optimizer_state, sharded_writing
+from nemo_style_aligner.trainer.checkpoints.directory import (
+    TRAINER_STATE,
+    CheckpointDirectory,
+    checkpoint_name,
+    put_aside,
+    staging_of,
+)
+from nemo_style_aligner.trainer.checkpoints.manifest import MANIFEST, Manifest
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import (
     archive_identity,
     load_nemo_config,
     load_nemo_tokenizer,
     nemo_tokenizer_dir,
 )
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_index import UnsafeCheckpointError
-from nemo_style_aligner.checkpoints.sharded_tensors import (
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.checkpoints.sharded_index import UnsafeCheckpointError
+from nemo_style_aligner.trainer.checkpoints.sharded_tensors import (
     CheckpointMismatchError,
     Part,
     load_sharded_tensors,
     stored_shapes,
 )
-from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.config.loading import ConfigError, load_defaults
-from nemo_style_aligner.config.schema import Data, ExpManager, Updates
-from nemo_style_aligner.data.tokenizer import TokenizerError
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.errors import NonFiniteError, NotWrittenError, UnreadableError
-from nemo_style_aligner.jobs.job_setup import Run
-from nemo_style_aligner.jobs.run_settings import digests_of_data, job_of, settings_of_run
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.parallel import agreement
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE, MetricsLogger
-from nemo_style_aligner.training.run_control import RunControl
+from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.trainer.config.schema import Data, ExpManager, Updates
+from nemo_style_aligner.trainer.jobs.job_setup import Run
+from nemo_style_aligner.trainer.jobs.run_settings import digests_of_data, job_of, settings_of_run
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.telemetry.metrics import HYPERPARAMETERS_FILE, MetricsLogger
+from nemo_style_aligner.trainer.training.run_control import RunControl
 
 ROOT = Path(__file__).parent.parent
 

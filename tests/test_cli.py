@@ -20,17 +20,17 @@ from generation_models import architecture
 from job_processes import ROOT
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.cli.main import COMMANDS, nsa
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import JOBS
-from nemo_style_aligner.config.section_names import speak_as
-from nemo_style_aligner.data.jsonl import write_jsonl
-from nemo_style_aligner.data.tokenizer import load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.text.jsonl import write_jsonl
+from nemo_style_aligner.engine.text.tokenizer import load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.models.files import convert, tokenizer_of
-from nemo_style_aligner.models.restore import portable_config
-from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.tools.cli.main import COMMANDS, nsa
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import JOBS
+from nemo_style_aligner.trainer.config.section_names import speak_as
+from nemo_style_aligner.trainer.models.files import convert, tokenizer_of
+from nemo_style_aligner.trainer.models.restore import portable_config
 
 PAIR = {"input": "Q\x1b[2J", "output": "A", "source": "web"}
 TEMPLATE = (
@@ -248,7 +248,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """``nsa`` in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "nemo_style_aligner.cli", *map(str, arguments)],
+        [sys.executable, "-m", "nemo_style_aligner", *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, text=True, capture_output=True, timeout=120,
     )  # fmt: skip
 
@@ -258,7 +258,7 @@ def test_help_and_completion_import_nothing_heavy() -> None:
     script = """
 import sys
 from click.testing import CliRunner
-from nemo_style_aligner.cli.main import COMMANDS, nsa
+from nemo_style_aligner.tools.cli.main import COMMANDS, nsa
 for arguments in ([], *([name] for name in COMMANDS)):
     result = CliRunner(catch_exceptions=False).invoke(nsa, [*arguments, "--help"])
     assert result.exit_code == 0 and "Examples:" in result.output or "Commands:" in result.output, result.output

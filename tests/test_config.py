@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner.config import command_line, section_names
-from nemo_style_aligner.config.fields import values
-from nemo_style_aligner.config.foreign_keys import FOREIGN_KEYS
-from nemo_style_aligner.config.loading import (
+from nemo_style_aligner.trainer.config import command_line, section_names
+from nemo_style_aligner.trainer.config.fields import values
+from nemo_style_aligner.trainer.config.foreign_keys import FOREIGN_KEYS
+from nemo_style_aligner.trainer.config.loading import (
     CONF_DIR,
     ConfigError,
     check_config,
@@ -26,10 +26,10 @@ from nemo_style_aligner.config.loading import (
     log_directory,
     make_paths_absolute,
 )
-from nemo_style_aligner.config.schema import JOBS, ExpManager, PPOActor, fields_of_job, may_change
-from nemo_style_aligner.config.section_names import names_of
-from nemo_style_aligner.jobs.run_settings import changed_settings, settings_of_run
-from nemo_style_aligner.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.trainer.config.schema import JOBS, ExpManager, PPOActor, fields_of_job, may_change
+from nemo_style_aligner.trainer.config.section_names import names_of
+from nemo_style_aligner.trainer.jobs.run_settings import changed_settings, settings_of_run
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger
 
 # The flags of NeMo-Aligner's RLHF tutorial, as typed there; of its SFT guide; and of its TensorRT-LLM section.
 COMMANDS = {

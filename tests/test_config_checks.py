@@ -25,13 +25,17 @@ from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from omegaconf import OmegaConf
 from test_config import COMMANDS, composed
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.directory import checkpoint_name
-from nemo_style_aligner.checkpoints.manifest import Manifest
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.config import command_line
-from nemo_style_aligner.config.job_config import JobConfig
-from nemo_style_aligner.config.loading import (
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.rope import RopeScaling
+from nemo_style_aligner.errors import NotWrittenError
+from nemo_style_aligner.guard.http_server import PlaceTakenError
+from nemo_style_aligner.guard.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from nemo_style_aligner.trainer.checkpoints.directory import checkpoint_name
+from nemo_style_aligner.trainer.checkpoints.manifest import Manifest
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.config import command_line
+from nemo_style_aligner.trainer.config.job_config import JobConfig
+from nemo_style_aligner.trainer.config.loading import (
     CONF_DIR,
     ConfigError,
     check_config,
@@ -39,19 +43,15 @@ from nemo_style_aligner.config.loading import (
     load_defaults,
     required_keys,
 )
-from nemo_style_aligner.config.schema import JOBS, Critic, ExpManager, PPOActor
-from nemo_style_aligner.config.section_names import names_of
-from nemo_style_aligner.errors import NotWrittenError
-from nemo_style_aligner.jobs.config_checks import check_job, find_problems
-from nemo_style_aligner.jobs.job_view import JobView
-from nemo_style_aligner.jobs.log_lock import hold_log_directory
-from nemo_style_aligner.jobs.path_checks import log_directory_problems, resume_problems
-from nemo_style_aligner.jobs.settings_in_vain import settings_in_vain
-from nemo_style_aligner.models.restore import lay_over
-from nemo_style_aligner.rl.rollouts.setup import engine_size
-from nemo_style_aligner.rope import RopeScaling
-from nemo_style_aligner.services.http_server import PlaceTakenError
-from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from nemo_style_aligner.trainer.config.schema import JOBS, Critic, ExpManager, PPOActor
+from nemo_style_aligner.trainer.config.section_names import names_of
+from nemo_style_aligner.trainer.jobs.config_checks import check_job, find_problems
+from nemo_style_aligner.trainer.jobs.job_view import JobView
+from nemo_style_aligner.trainer.jobs.log_lock import hold_log_directory
+from nemo_style_aligner.trainer.jobs.path_checks import log_directory_problems, resume_problems
+from nemo_style_aligner.trainer.jobs.settings_in_vain import settings_in_vain
+from nemo_style_aligner.trainer.models.restore import lay_over
+from nemo_style_aligner.trainer.rl.rollouts.setup import engine_size
 from nemo_style_aligner.wording import unescaped
 
 PATH_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
@@ -893,7 +893,7 @@ def test_ranks_and_micro_batches_need_not_divide_a_global_batch(model: Path, job
 
 
 OWN = """
-from nemo_style_aligner.rl.estimators import estimator
+from nemo_style_aligner.trainer.rl.estimators import estimator
 
 @estimator(needs_groups=False)
 def mine(step):

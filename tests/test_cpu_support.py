@@ -22,11 +22,13 @@ import torch
 from packaging.version import Version
 
 import nemo_style_aligner
-from nemo_style_aligner.models import fused_adam
-from nemo_style_aligner.models.fused_adam import FusedAdam, use_fused_adam_where_megatron_has_none
-from nemo_style_aligner.parallel import cpu
+from nemo_style_aligner.engine.parallel import cpu
+from nemo_style_aligner.trainer.models import fused_adam
+from nemo_style_aligner.trainer.models.fused_adam import FusedAdam, use_fused_adam_where_megatron_has_none
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="parallel/cpu.py does nothing where there is CUDA")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="engine/parallel/cpu.py does nothing where there is CUDA"
+)
 
 # What the jobs run through in megatron-core, whatever else they import.
 USED = [
@@ -97,7 +99,7 @@ def test_a_rank_alone_has_few_groups() -> None:
     """Each group of gloo's has a thread that polls: with one for each purpose a job lost a hundredth of its time."""
     script = """if True:
         import pathlib
-        from nemo_style_aligner.parallel.groups import single_process
+        from nemo_style_aligner.engine.parallel.groups import single_process
         for _ in range(2):  # groups belong to their meeting
             with single_process():
                 import torch, torch.distributed as dist
@@ -173,7 +175,7 @@ def test_only_megatron_core_is_rewritten() -> None:
     assert type(parallel_state.__spec__.loader).__name__ == "_RewritingLoader"
     assert type(torch.__spec__.loader) is importlib.machinery.SourceFileLoader
     finder = next(finder for finder in sys.meta_path if isinstance(finder, cpu._Finder))
-    for other in ("torch.nn", "transformers", "megatron", "nemo_style_aligner.models.gpt"):
+    for other in ("torch.nn", "transformers", "megatron", "nemo_style_aligner.trainer.models.gpt"):
         assert finder.find_spec(other) is None, other
     cpu.install_import_hook()  # a second time: nothing changes
     assert sum(isinstance(finder, cpu._Finder) for finder in sys.meta_path) == 1
@@ -315,7 +317,7 @@ def test_rewritten_code_is_kept_and_never_stale(tmp_path: Path, monkeypatch: pyt
 FAULTS = """
 import ctypes, resource, torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault per page
-from nemo_style_aligner.parallel.allocator import keep_freed_memory
+from nemo_style_aligner.engine.parallel.allocator import keep_freed_memory
 keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -332,7 +334,7 @@ import ctypes, resource, sys, torch
 limit = int(sys.argv[1])
 if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
-from nemo_style_aligner.parallel.allocator import keep_freed_memory, unused_memory
+from nemo_style_aligner.engine.parallel.allocator import keep_freed_memory, unused_memory
 assert keep_freed_memory()
 assert keep_freed_memory()  # once is enough
 tensors = [torch.ones(5 * 2**20) for _ in range(20)]  # 20 MiB each

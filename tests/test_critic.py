@@ -13,35 +13,35 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from trained_models import ADAM, ARCHITECTURES, OPTIM, saved_tokenizer, tokens
 
-from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import Updates
+from nemo_style_aligner.engine.parallel.groups import current_layout
 from nemo_style_aligner.errors import NonFiniteError
-from nemo_style_aligner.jobs.job_setup import Run
-from nemo_style_aligner.jobs.service_setup import build_critic_service
-from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
-from nemo_style_aligner.models.frozen import FrozenWeights
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
-from nemo_style_aligner.models.nonfinite import STOP
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.restore import lay_over, open_base_model
-from nemo_style_aligner.models.supervised_losses import (
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import Updates
+from nemo_style_aligner.trainer.jobs.job_setup import Run
+from nemo_style_aligner.trainer.jobs.service_setup import build_critic_service
+from nemo_style_aligner.trainer.models.critic import Critic, RewardModel, ValueBatch
+from nemo_style_aligner.trainer.models.frozen import FrozenWeights
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig, merge_attributes, pool_rewards
+from nemo_style_aligner.trainer.models.nonfinite import STOP
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.restore import lay_over, open_base_model
+from nemo_style_aligner.trainer.models.supervised_losses import (
     LabelledBatch,
     PairBatch,
     attribute_regression_objective,
     ranking_objective,
     with_deviations,
 )
-from nemo_style_aligner.parallel.groups import current_layout
-from nemo_style_aligner.services.critic_service import CriticService
-from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
-from nemo_style_aligner.training.run_control import RunControl
+from nemo_style_aligner.trainer.services.critic_service import CriticService
+from nemo_style_aligner.trainer.services.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger, read_metrics
+from nemo_style_aligner.trainer.training.run_control import RunControl
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

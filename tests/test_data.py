@@ -19,10 +19,14 @@ import sentencepiece
 import torch
 from small_models import chatml_tokenizer
 
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import SFT, PPOActor, RewardTraining
-from nemo_style_aligner.data.chats import ChatPromptTokens
-from nemo_style_aligner.data.datasets import (
+from nemo_style_aligner.engine.text.chats import ChatPromptTokens
+from nemo_style_aligner.engine.text.jsonl import DataError, read_jsonl, write_jsonl
+from nemo_style_aligner.engine.text.text_format import TextFormat
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import SFT, PPOActor, RewardTraining
+from nemo_style_aligner.trainer.data.datasets import (
     BlendedDataset,
     ComparisonDataset,
     DataPrefix,
@@ -34,19 +38,15 @@ from nemo_style_aligner.data.datasets import (
     load_data_prefix,
     pad_rows,
 )
-from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
-from nemo_style_aligner.data.samplers import EpochSampler
-from nemo_style_aligner.data.sft import SFTDataset, SFTFormat, SFTItem
-from nemo_style_aligner.data.text_format import TextFormat
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.jobs import supervised_setup
-from nemo_style_aligner.jobs.supervised_setup import SupervisedTask, reward_task, sft_task
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.optimizer import Schedule
-from nemo_style_aligner.rl.loop import RLTrainer
-from nemo_style_aligner.rl.rollouts.prompts import PromptSource, build_prompt_sources
-from nemo_style_aligner.rl.settings import RLSettings
+from nemo_style_aligner.trainer.data.samplers import EpochSampler
+from nemo_style_aligner.trainer.data.sft import SFTDataset, SFTFormat, SFTItem
+from nemo_style_aligner.trainer.jobs import supervised_setup
+from nemo_style_aligner.trainer.jobs.supervised_setup import SupervisedTask, reward_task, sft_task
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.optimizer import Schedule
+from nemo_style_aligner.trainer.rl.loop import RLTrainer
+from nemo_style_aligner.trainer.rl.rollouts.prompts import PromptSource, build_prompt_sources
+from nemo_style_aligner.trainer.rl.settings import RLSettings
 
 
 @pytest.fixture(scope="session")

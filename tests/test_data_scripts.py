@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.data.answers import is_right
-from nemo_style_aligner.data.datasets import ComparisonDataset, PromptDataset
-from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
-from nemo_style_aligner.data.sft import SFTDataset, SFTFormat
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.text.jsonl import DataError, read_jsonl, write_jsonl
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.trainer.data.answers import is_right
+from nemo_style_aligner.trainer.data.datasets import ComparisonDataset, PromptDataset
+from nemo_style_aligner.trainer.data.sft import SFTDataset, SFTFormat
 
 SCRIPTS = Path(__file__).parent.parent / "examples" / "nlp" / "data"
 TEMPLATE = (

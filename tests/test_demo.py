@@ -115,7 +115,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 sys.path.insert(0, {str(ROOT / "examples" / "demo")!r})
 import stages
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
 stages._wait_until_ready = lambda *_: None
 exit_on_sigterm()
 demo = stages.Demo(stages.Path({str(tmp_path / "demo")!r}), num_stages=1)

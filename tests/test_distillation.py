@@ -14,20 +14,20 @@ from job_processes import ROOT, Job, run
 from multirank_preferences import KD, LAYOUTS, make_files, report, trainer_for, weights_of
 from test_preferences import assert_same, at_layouts, hugging_face, straight_and_resumed  # noqa: F401
 
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer, save_nemo
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import PPOActor
-from nemo_style_aligner.data.distillation import DistillationDataset, DistillationItem
-from nemo_style_aligner.data.jsonl import DataError, write_jsonl
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.text.jsonl import DataError, write_jsonl
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.jobs.distillation_setup import teacher_lines
-from nemo_style_aligner.jobs.scoring_setup import open_teacher
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.services.score_client import SequencesToScore
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_tokenizer, save_nemo
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.data.distillation import DistillationDataset, DistillationItem
+from nemo_style_aligner.trainer.jobs.distillation_setup import teacher_lines
+from nemo_style_aligner.trainer.jobs.scoring_setup import open_teacher
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.restore import open_base_model
+from nemo_style_aligner.trainer.services.score_client import SequencesToScore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -13,12 +13,12 @@ import psutil
 import pytest
 from test_chats import QWEN3, SPECIAL
 
-from nemo_style_aligner.data import encoding
-from nemo_style_aligner.data.datasets import ComparisonDataset, PromptDataset, RegressionDataset
-from nemo_style_aligner.data.jsonl import DataError, write_jsonl
-from nemo_style_aligner.data.sft import SFTDataset, SFTFormat
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.text import encoding
+from nemo_style_aligner.engine.text.jsonl import DataError, write_jsonl
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.trainer.data.datasets import ComparisonDataset, PromptDataset, RegressionDataset
+from nemo_style_aligner.trainer.data.sft import SFTDataset, SFTFormat
 
 LINES = 520  # three batches: of two processes, one makes two
 FORMAT = SFTFormat(

@@ -11,8 +11,8 @@ from trained_models import ARCHITECTURES, EOS, logprobs
 
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.weights.stream import export_weights
+from nemo_style_aligner.engine.weights.stream import export_weights
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

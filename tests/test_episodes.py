@@ -19,28 +19,28 @@ from small_models import CHATML, chatml_tokenizer
 from test_group_jobs import require_same_end
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemo_style_aligner.data.chats import Conversation
-from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.shard import EngineGroup
+from nemo_style_aligner.engine.text.chats import Conversation
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
-from nemo_style_aligner.models.ragged import RaggedBatch
-from nemo_style_aligner.rl.episodes.policy import Policy, Reply
-from nemo_style_aligner.rl.episodes.runner import (
+from nemo_style_aligner.engine.weights.huggingface_config import architecture_from_config
+from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.trainer.models.ragged import RaggedBatch
+from nemo_style_aligner.trainer.rl.episodes.policy import Policy, Reply
+from nemo_style_aligner.trainer.rl.episodes.runner import (
     Environment,
     EnvironmentBlocksError,
     Episode,
     EpisodeFunction,
     EpisodeLimits,
 )
-from nemo_style_aligner.rl.episodes.turns import Turns, turns_of
-from nemo_style_aligner.rl.estimators import StepRewards, gae
-from nemo_style_aligner.rl.sample import Prompt
-from nemo_style_aligner.seeds import derive_seed
-from nemo_style_aligner.telemetry.log_files import read_json_lines
-from nemo_style_aligner.telemetry.metrics import read_metrics
-from nemo_style_aligner.weights.huggingface_config import architecture_from_config
+from nemo_style_aligner.trainer.rl.episodes.turns import Turns, turns_of
+from nemo_style_aligner.trainer.rl.estimators import StepRewards, gae
+from nemo_style_aligner.trainer.rl.sample import Prompt
+from nemo_style_aligner.trainer.telemetry.log_files import read_json_lines
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 TIMEOUT = 240.0
 

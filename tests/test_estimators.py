@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_style_aligner.models import functional
-from nemo_style_aligner.rl.estimators import (
+from nemo_style_aligner.guard.user_code import UserCodeError
+from nemo_style_aligner.trainer.models import functional
+from nemo_style_aligner.trainer.rl.estimators import (
     ESTIMATORS,
     Estimator,
     EstimatorError,
@@ -22,8 +23,7 @@ from nemo_style_aligner.rl.estimators import (
     estimator,
     find_estimator,
 )
-from nemo_style_aligner.rl.experience import overlong_penalty
-from nemo_style_aligner.user_code import UserCodeError
+from nemo_style_aligner.trainer.rl.experience import overlong_penalty
 
 DATA = Path(__file__).parent / "data"
 TRL = json.loads((DATA / "golden_estimators.json").read_text())
@@ -276,7 +276,7 @@ def test_overlong_penalty() -> None:
 def test_one_of_the_users(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from nemo_style_aligner.rl.estimators import estimator\n"
+        "from nemo_style_aligner.trainer.rl.estimators import estimator\n"
         "def plain(step):\n"
         "    return step.spread(step.rewards), None\n"
         "@estimator(needs_groups=False, whitens=True)\n"

@@ -18,15 +18,15 @@ import transformers
 from click.testing import CliRunner
 from job_processes import SCRIPTS
 
-from nemo_style_aligner.cli.main import nsa
-from nemo_style_aligner.data.jsonl import read_jsonl, write_jsonl
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.text.jsonl import read_jsonl, write_jsonl
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.jobs.evaluation_measures import mean, pass_at_k, share, win_rate
-from nemo_style_aligner.models.files import convert
-from nemo_style_aligner.models.restore import BaseModel
-from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.tools.cli.main import nsa
+from nemo_style_aligner.tools.evaluation.measures import mean, pass_at_k, share, win_rate
+from nemo_style_aligner.trainer.models.files import convert
+from nemo_style_aligner.trainer.models.restore import BaseModel
 from nemo_style_aligner.wording import distinct_names
 
 # As process_gsm8k.py writes it, beside the lines of make_arithmetic.py.

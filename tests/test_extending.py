@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_style_aligner.models.policy_losses import LossInput, LossSettings, find_policy_loss, policy_objective
-from nemo_style_aligner.rl.estimators import StepRewards, find_estimator
-from nemo_style_aligner.rl.reward_functions import FunctionRewards, load_reward_function
-from nemo_style_aligner.rl.sample import Sample
+from nemo_style_aligner.trainer.models.policy_losses import LossInput, LossSettings, find_policy_loss, policy_objective
+from nemo_style_aligner.trainer.rl.estimators import StepRewards, find_estimator
+from nemo_style_aligner.trainer.rl.reward_functions import FunctionRewards, load_reward_function
+from nemo_style_aligner.trainer.rl.sample import Sample
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -43,11 +43,11 @@ from conftest import Artefacts
 from cutting_proxy import CuttingProxy
 from job_processes import Job, ranks_of, script, stored_weights
 
-from nemo_style_aligner.checkpoints.directory import CheckpointDirectory
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.log_files import METRICS_FILE
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.trainer.checkpoints.directory import CheckpointDirectory
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.telemetry.log_files import METRICS_FILE
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 ONLY = [kind.strip() for kind in os.environ.get("FAULT_KINDS", "").split(",") if kind.strip()]
 TRIALS = int(os.environ.get("FAULT_TRIALS", "0"))

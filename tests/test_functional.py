@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_style_aligner.models import functional as F
-from nemo_style_aligner.models.policy_losses import LossInput, LossSettings, policy_objective
+from nemo_style_aligner.trainer.models import functional as F
+from nemo_style_aligner.trainer.models.policy_losses import LossInput, LossSettings, policy_objective
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_ppo.json").read_text())
 TOLERANCE = {"rtol": 0, "atol": 1e-12}

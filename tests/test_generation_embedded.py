@@ -19,8 +19,8 @@ from generation_models import (
     weights_of,
 )
 
+from nemo_style_aligner import activity
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
-from nemo_style_aligner.telemetry import activity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from generation_models import ENGINE_DEFAULTS, engine_for, hf_logits, hf_model, ragged_requests, weights_of
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationEngine, GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 

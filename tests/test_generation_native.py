@@ -25,10 +25,10 @@ from nemo_style_aligner.engine.embedded.native.native_step import NativeStep
 from nemo_style_aligner.engine.embedded.step import EngineShape, StepInput
 from nemo_style_aligner.engine.embedded.torch_step import TorchStep
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
+from nemo_style_aligner.engine.native import compilation
+from nemo_style_aligner.engine.native.compilation import KERNELS, NativeUnavailable, usable_kernels
 from nemo_style_aligner.engine.sampling import SamplingRows, sample
 from nemo_style_aligner.engine.shard import TensorParallel
-from nemo_style_aligner.native import compilation
-from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, usable_kernels
 
 pytestmark = pytest.mark.skipif(
     not usable_kernels(torch.float32), reason="the native step needs an x86-64 processor with AVX2 and FMA"

@@ -13,8 +13,6 @@ import pytest
 import torch
 from generation_models import EOS, architecture, engine_for, hf_model, ragged_requests, weights_of
 
-from nemo_style_aligner.config.loading import ConfigError
-from nemo_style_aligner.config.schema import Generation
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams, StopCondition
 from nemo_style_aligner.engine.embedded import engine as engine_module
 from nemo_style_aligner.engine.embedded.block_table import BlockTable
@@ -23,7 +21,9 @@ from nemo_style_aligner.engine.embedded.scheduler import Scheduler, StepPlan, Ta
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.sampling import SamplingRows, request_key, sample
-from nemo_style_aligner.rl.rollouts.setup import require_kv_cache
+from nemo_style_aligner.trainer.config.loading import ConfigError
+from nemo_style_aligner.trainer.config.schema import Generation
+from nemo_style_aligner.trainer.rl.rollouts.setup import require_kv_cache
 
 # ---- block table --------------------------------------------------------------------------------
 

@@ -15,11 +15,11 @@ import torch
 from smollm2 import find_smollm2
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.weights.gguf import GGUFCheckpoint
-from nemo_style_aligner.weights.huggingface_config import hf_config
+from nemo_style_aligner.engine.weights.gguf import GGUFCheckpoint
+from nemo_style_aligner.engine.weights.huggingface_config import hf_config
 
 TASKS = [
     "Write one sentence about",

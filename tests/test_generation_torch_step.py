@@ -23,7 +23,7 @@ from generation_models import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.decode_graphs import row_buckets
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine

@@ -18,12 +18,12 @@ import torch
 from generation_models import architecture
 from triton_without_gpu import check_machine_code, compiled_kernels
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.embedded import choose_operations
 from nemo_style_aligner.engine.embedded.decode_graphs import _batch as inputs_of_graph
 from nemo_style_aligner.engine.embedded.step import EngineShape
 from nemo_style_aligner.engine.embedded.torch_operations import Batch, TorchOperations
-from nemo_style_aligner.native import with_triton
+from nemo_style_aligner.engine.native import with_triton
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="NOT TESTED: kernels for GPUs need Triton (pip install triton)"

@@ -12,18 +12,18 @@ import torch
 from generation_models import have_graphs
 from small_models import SHAPE, VOCAB
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.config.kinds import StepChoice
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch
-from nemo_style_aligner.weights.stream import export_weights, lendable_weights
+from nemo_style_aligner.engine.weights.stream import export_weights, lendable_weights
+from nemo_style_aligner.kinds import StepChoice
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.policy_losses import LossSettings
+from nemo_style_aligner.trainer.models.ragged import RaggedBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

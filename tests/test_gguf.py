@@ -21,12 +21,12 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from smollm2 import find_smollm2
 
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.models.files import convert
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.weights.gguf import GGUFCheckpoint
-from nemo_style_aligner.weights.stream import import_weights
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.engine.weights.gguf import GGUFCheckpoint
+from nemo_style_aligner.engine.weights.stream import import_weights
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_tokenizer
+from nemo_style_aligner.trainer.models.files import convert
+from nemo_style_aligner.trainer.models.gpt import build_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

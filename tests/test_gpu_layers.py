@@ -14,14 +14,14 @@ import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.models import gpt, layers
-from nemo_style_aligner.models.activation_memory import activation_bytes
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.kept_passes import KeptPasses
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
-from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.trainer.models import gpt, layers
+from nemo_style_aligner.trainer.models.activation_memory import activation_bytes
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.kept_passes import KeptPasses
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, train_step
 
 ARCHITECTURE = ModelArchitecture(
     num_layers=3, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2, vocab_size=53

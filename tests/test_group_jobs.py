@@ -18,24 +18,24 @@ from job_processes import Job, run, script, stored_weights
 from small_models import SHAPE
 from test_extending import EXAMPLES
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import PPOActor
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.jobs.job_setup import Run
-from nemo_style_aligner.jobs.scoring_setup import build_scorer
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.rl.estimators import ESTIMATORS
-from nemo_style_aligner.services.score_client import SequencesToScore
-from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
-from nemo_style_aligner.telemetry.log_files import read_json_lines
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.guard.secret import TOKEN_FILE_VARIABLE
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.jobs.job_setup import Run
+from nemo_style_aligner.trainer.jobs.scoring_setup import build_scorer
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.restore import open_base_model
+from nemo_style_aligner.trainer.rl.estimators import ESTIMATORS
+from nemo_style_aligner.trainer.services.score_client import SequencesToScore
+from nemo_style_aligner.trainer.telemetry.log_files import read_json_lines
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 TIMEOUT = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -14,36 +14,36 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE, VOCAB
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.config.loading import ConfigError, load_defaults
-from nemo_style_aligner.config.schema import JOBS
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import current_layout
 from nemo_style_aligner.errors import NotWrittenError
-from nemo_style_aligner.jobs import critic_setup, job_setup, scoring_setup, service_setup
-from nemo_style_aligner.jobs.job_setup import Run, register_model, require_shared, start_run
-from nemo_style_aligner.jobs.run_settings import settings_of_run
-from nemo_style_aligner.jobs.service_setup import (
+from nemo_style_aligner.guard.http_server import ConnectionLimits
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.trainer.config.schema import JOBS
+from nemo_style_aligner.trainer.jobs import critic_setup, job_setup, scoring_setup, service_setup
+from nemo_style_aligner.trainer.jobs.job_setup import Run, register_model, require_shared, start_run
+from nemo_style_aligner.trainer.jobs.run_settings import settings_of_run
+from nemo_style_aligner.trainer.jobs.service_setup import (
     build_critic_service,
     build_reward_service,
     listen_as_critic,
     listen_as_frozen_model,
 )
-from nemo_style_aligner.jobs.supervised_setup import reward_objective
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.supervised_losses import LabelledBatch
-from nemo_style_aligner.parallel.groups import current_layout
-from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.services.http_server import ConnectionLimits
-from nemo_style_aligner.services.model_server import DispatchSettings
-from nemo_style_aligner.services.routes import HttpSettings
-from nemo_style_aligner.services.scores import Score
-from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.training.run_control import RunControl
+from nemo_style_aligner.trainer.jobs.supervised_setup import reward_objective
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.supervised_losses import LabelledBatch
+from nemo_style_aligner.trainer.services.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.trainer.services.model_server import DispatchSettings
+from nemo_style_aligner.trainer.services.routes import HttpSettings
+from nemo_style_aligner.trainer.services.scores import Score
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.trainer.training.run_control import RunControl
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -222,7 +222,7 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
     for name, stand_in in replaced.items():
         monkeypatch.setattr(job_setup, name, stand_in)
     monkeypatch.setattr(MetricsLogger, "__init__", lambda self, *arguments: made.__dict__.update(logger=arguments))
-    monkeypatch.setattr("nemo_style_aligner.jobs.job_setup.start_trackers", lambda section, _: section)
+    monkeypatch.setattr("nemo_style_aligner.trainer.jobs.job_setup.start_trackers", lambda section, _: section)
     cfg = load_defaults(job)
     checkpoints = {
         "monitor": "val_x", "mode": "min" if cfg.exp_manager.checkpoint_callback_params.mode == "max" else "max",

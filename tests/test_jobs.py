@@ -36,15 +36,12 @@ from job_processes import (
 )
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.checkpoints.nemo_archive import IS_CRITIC, load_nemo_config
-from nemo_style_aligner.checkpoints.sharded_tensors import CheckpointMismatchError
-from nemo_style_aligner.cli.inspect import describe
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import Critic
-from nemo_style_aligner.data.answers import is_right
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.jobs import evaluation
-from nemo_style_aligner.jobs.evaluation import (
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.tools.cli.inspect import describe
+from nemo_style_aligner.tools.evaluation import evaluation
+from nemo_style_aligner.tools.evaluation.evaluation import (
     EvaluatedResponse,
     EvaluationSettings,
     Responses,
@@ -52,16 +49,19 @@ from nemo_style_aligner.jobs.evaluation import (
     read_prompts,
     score,
 )
-from nemo_style_aligner.jobs.job_setup import Run
-from nemo_style_aligner.jobs.service_setup import build_critic_service
-from nemo_style_aligner.models import conversion
-from nemo_style_aligner.models.conversion import checkpoint_to_nemo
-from nemo_style_aligner.models.restore import BaseModel, open_base_model, require_same_tokenizer
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.services.exactly_once.ledger import TrainingLedger
-from nemo_style_aligner.telemetry.log_files import HYPERPARAMETERS_FILE
-from nemo_style_aligner.telemetry.metrics import read_metrics, read_tables
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import IS_CRITIC, load_nemo_config
+from nemo_style_aligner.trainer.checkpoints.sharded_tensors import CheckpointMismatchError
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import Critic
+from nemo_style_aligner.trainer.data.answers import is_right
+from nemo_style_aligner.trainer.jobs.job_setup import Run
+from nemo_style_aligner.trainer.jobs.service_setup import build_critic_service
+from nemo_style_aligner.trainer.models import conversion
+from nemo_style_aligner.trainer.models.conversion import checkpoint_to_nemo
+from nemo_style_aligner.trainer.models.restore import BaseModel, open_base_model, require_same_tokenizer
+from nemo_style_aligner.trainer.services.exactly_once.ledger import TrainingLedger
+from nemo_style_aligner.trainer.telemetry.log_files import HYPERPARAMETERS_FILE
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics, read_tables
 
 TIMEOUT = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

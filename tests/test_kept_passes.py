@@ -13,22 +13,22 @@ import torch
 from small_models import VOCAB
 from trained_models import ADAM, ARCHITECTURES, OPTIM, make_actor, policy_batch, tokens
 
-from nemo_style_aligner.config.kinds import KeepChoice
-from nemo_style_aligner.config.schema import Updates
-from nemo_style_aligner.models import kept_passes as kept_passes_module
-from nemo_style_aligner.models import logprobs as logprobs_module
-from nemo_style_aligner.models import products
-from nemo_style_aligner.models.activation_memory import activation_bytes
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.critic import Critic, ValueBatch
-from nemo_style_aligner.models.frozen import FrozenWeights
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.kept_passes import Part, keep_passes
-from nemo_style_aligner.models.nonfinite import STOP
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching, Sequences
-from nemo_style_aligner.models.ragged import after_prompts
+from nemo_style_aligner.kinds import KeepChoice
+from nemo_style_aligner.trainer.config.schema import Updates
+from nemo_style_aligner.trainer.models import kept_passes as kept_passes_module
+from nemo_style_aligner.trainer.models import logprobs as logprobs_module
+from nemo_style_aligner.trainer.models import products
+from nemo_style_aligner.trainer.models.activation_memory import activation_bytes
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.critic import Critic, ValueBatch
+from nemo_style_aligner.trainer.models.frozen import FrozenWeights
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.kept_passes import Part, keep_passes
+from nemo_style_aligner.trainer.models.nonfinite import STOP
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching, Sequences
+from nemo_style_aligner.trainer.models.ragged import after_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

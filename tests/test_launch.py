@@ -26,17 +26,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from nemo_style_aligner.config.loading import CONF_DIR, ConfigError
-from nemo_style_aligner.jobs.log_lock import LOCK_FILE, hold_log_directory
-from nemo_style_aligner.launch import initialization, meeting
-from nemo_style_aligner.launch.initialization import _stay_on_loopback, bind_address
-from nemo_style_aligner.launch.meeting import meet
-from nemo_style_aligner.launch.over_mpi import Interface, place_to_meet, reached
-from nemo_style_aligner.launch.start import check_world_size
-from nemo_style_aligner.launch.stop_signals import REQUEUE_FILE, write_requeue_file
-from nemo_style_aligner.launch.supervisor import rank_environment
-from nemo_style_aligner.parallel import groups, machine
-from nemo_style_aligner.parallel.detection import (
+from nemo_style_aligner.engine.parallel import groups, machine
+from nemo_style_aligner.engine.parallel.detection import (
     SUPERVISOR_PID,
     LaunchError,
     LaunchInfo,
@@ -44,8 +35,8 @@ from nemo_style_aligner.parallel.detection import (
     first_host,
     tasks_per_node,
 )
-from nemo_style_aligner.parallel.groups import meet_over_gloo
-from nemo_style_aligner.parallel.machine import (
+from nemo_style_aligner.engine.parallel.groups import meet_over_gloo
+from nemo_style_aligner.engine.parallel.machine import (
     _cgroup_cpusets,
     _cgroup_quotas,
     _cgroup_rooms,
@@ -57,6 +48,15 @@ from nemo_style_aligner.parallel.machine import (
     outgoing_address,
     own_address,
 )
+from nemo_style_aligner.trainer.config.loading import CONF_DIR, ConfigError
+from nemo_style_aligner.trainer.jobs.log_lock import LOCK_FILE, hold_log_directory
+from nemo_style_aligner.trainer.launch import initialization, meeting
+from nemo_style_aligner.trainer.launch.initialization import _stay_on_loopback, bind_address
+from nemo_style_aligner.trainer.launch.meeting import meet
+from nemo_style_aligner.trainer.launch.over_mpi import Interface, place_to_meet, reached
+from nemo_style_aligner.trainer.launch.start import check_world_size
+from nemo_style_aligner.trainer.launch.stop_signals import REQUEUE_FILE, write_requeue_file
+from nemo_style_aligner.trainer.launch.supervisor import rank_environment
 
 # ---- detection ----------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ def test_products_of_fp32_are_computed_in_fp32() -> None:
     """In NVIDIA's images, too; and torch has no word to say about the names that this goes by."""
     code = (
         "import torch; before = torch.backends.cuda.matmul.fp32_precision\n"
-        "from nemo_style_aligner.parallel.groups import set_up_cuda_arithmetic\n"
+        "from nemo_style_aligner.engine.parallel.groups import set_up_cuda_arithmetic\n"
         "import warnings; warnings.simplefilter('error'); set_up_cuda_arithmetic()\n"
         "warnings.simplefilter('ignore')  # torch 2.9 warns of this question\n"
         "print(before, torch.backends.cuda.matmul.fp32_precision, torch.get_float32_matmul_precision())"
@@ -428,7 +428,7 @@ def test_ranks_that_do_not_reach_each_other_over_gloo_end_soon(monkeypatch: pyte
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from nemo_style_aligner.jobs.log_lock import hold_log_directory
+from nemo_style_aligner.trainer.jobs.log_lock import hold_log_directory
 
 hold_log_directory(Path(sys.argv[1]), "first")
 child = subprocess.Popen(["sleep", "60"], close_fds=False)  # inherits what can be inherited, and outlives its parent
@@ -476,9 +476,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 SCRIPT = """
 import os, sys, time
-from nemo_style_aligner.data.jsonl import DataError
-from nemo_style_aligner.launch.start import job
-from nemo_style_aligner.services.http_client import ServerUnavailableError
+from nemo_style_aligner.engine.text.jsonl import DataError
+from nemo_style_aligner.trainer.launch.start import job
+from nemo_style_aligner.guard.http_client import ServerUnavailableError
 
 @job("gpt_ppo_critic", check=None)
 def main(cfg) -> None:
@@ -704,8 +704,8 @@ def test_a_rank_that_cannot_say_why_it_failed_ends_all_the_same(error: str, stat
     """Standard error goes to a full disk, and a thread is at work for which Python would wait."""
     code = (
         "import threading, time\n"
-        "from nemo_style_aligner.config.loading import ConfigError\n"
-        "from nemo_style_aligner.launch.ending import install_excepthook\n"
+        "from nemo_style_aligner.trainer.config.loading import ConfigError\n"
+        "from nemo_style_aligner.trainer.launch.ending import install_excepthook\n"
         "install_excepthook()\n"
         "threading.Thread(target=time.sleep, args=(600,)).start()\n"
         f"raise {error}('broken')\n"
@@ -718,8 +718,8 @@ def test_a_rank_that_cannot_say_why_it_failed_ends_all_the_same(error: str, stat
 def test_a_log_of_everything_has_the_traceback_of_a_mistake() -> None:
     code = (
         "import logging\n"
-        "from nemo_style_aligner.config.loading import ConfigError\n"
-        "from nemo_style_aligner.launch.ending import install_excepthook\n"
+        "from nemo_style_aligner.trainer.config.loading import ConfigError\n"
+        "from nemo_style_aligner.trainer.launch.ending import install_excepthook\n"
         "logging.basicConfig(level=logging.DEBUG)\n"
         "install_excepthook()\n"
         "raise ConfigError('broken')\n"
@@ -737,8 +737,8 @@ def test_a_mistake_is_told_where_the_first_rank_is_late(is_told: bool, tmp_path:
     """
     code = (
         "from pathlib import Path\n"
-        "from nemo_style_aligner.config.loading import ConfigError\n"
-        "from nemo_style_aligner.launch import ending\n"
+        "from nemo_style_aligner.trainer.config.loading import ConfigError\n"
+        "from nemo_style_aligner.trainer.launch import ending\n"
         f"ending.in_slurm_step = lambda _: {not is_told}\n"
         "ending._ANY_RANK_SECONDS = 0.1\n"
         "ending.install_excepthook()\n"
@@ -907,7 +907,7 @@ def test_ranks_end_with_their_supervisor(script: Path, number: signal.Signals) -
 
 STOP_SCRIPT = """
 import contextlib, os, signal, time
-from nemo_style_aligner.launch.start import job
+from nemo_style_aligner.trainer.launch.start import job
 
 class Late:
     def __del__(self):  # when Python takes modules apart
@@ -917,8 +917,8 @@ late = Late()
 
 @job("gpt_ppo_critic", check=None)
 def main(cfg) -> int:
-    from nemo_style_aligner.training.run_control import RunControl
-    from nemo_style_aligner.launch.stop_signals import StopEarlyError
+    from nemo_style_aligner.trainer.training.run_control import RunControl
+    from nemo_style_aligner.trainer.launch.stop_signals import StopEarlyError
 
     control = RunControl()
     if cfg.exp_manager.name == "waiting for others":
@@ -1126,8 +1126,8 @@ def test_the_help_of_a_tool_does_not_wait_for_what_takes_seconds_to_import(tmp_p
 def test_ctrl_c_ends_a_tool_that_computes_with_a_line() -> None:
     code = (
         "import os, signal\n"
-        "from nemo_style_aligner.launch.ending import install_excepthook\n"
-        "from nemo_style_aligner.parallel.groups import single_process\n"
+        "from nemo_style_aligner.trainer.launch.ending import install_excepthook\n"
+        "from nemo_style_aligner.engine.parallel.groups import single_process\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "install_excepthook()\n"
         "with single_process():\n"
@@ -1140,7 +1140,7 @@ def test_ctrl_c_ends_a_tool_that_computes_with_a_line() -> None:
 def test_a_second_ctrl_c_ends_a_rank_that_is_still_on_its_way_out(tmp_path: Path) -> None:
     code = (
         "import time\n"
-        "from nemo_style_aligner.launch.ending import install_excepthook\n"
+        "from nemo_style_aligner.trainer.launch.ending import install_excepthook\n"
         "install_excepthook()\n"
         "try:\n"
         "    print('waiting', flush=True)\n"

@@ -30,7 +30,7 @@ TIMEOUT = 240.0
 TOLD = """
 import json, os, signal, socket, sys, time
 from pathlib import Path
-from nemo_style_aligner.launch.supervisor import end_with_supervisor
+from nemo_style_aligner.trainer.launch.supervisor import end_with_supervisor
 
 end_with_supervisor()
 given = dict(argument.split("=", 1) for argument in sys.argv[1:])
@@ -93,7 +93,7 @@ def told(tmp_path: Path) -> Callable[..., Path]:
 
 def launch(plan: Path, *options: str, env: Mapping[str, str] | None = None) -> Job:
     """The launcher, started as users do."""
-    command = [sys.executable, "-m", "nemo_style_aligner.cli", "launch", str(plan), *options]
+    command = [sys.executable, "-m", "nemo_style_aligner", "launch", str(plan), *options]
     given = [f"{name}={value}" for name, value in (env or {}).items()]
     return Job(["env", *given, *command], plan.with_suffix(".out"))
 
@@ -415,7 +415,7 @@ def test_what_is_missing_is_said_and_waited_for_not_for_ever(cluster: Any, told:
 def test_a_job_that_is_submitted(cluster: Any, told: Callable[..., Path]) -> None:
     """``ray job submit``: the launcher runs on the cluster, and finds it by itself."""
     plan = told("well", nodes=2)
-    command = [sys.executable, "-m", "nemo_style_aligner.cli", "launch", str(plan), "--with", "ray"]
+    command = [sys.executable, "-m", "nemo_style_aligner", "launch", str(plan), "--with", "ray"]
     ray = str(Path(sys.executable).with_name("ray"))
     address = f"http://{cluster.head_node.webui_url}"
     output = run([ray, "job", "submit", "--address", address, "--", *command], plan.with_suffix(".out"), 150)

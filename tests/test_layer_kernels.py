@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.models import layer_kernels
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.layer_kernels import AttentionRow, LayerKernels, best_kernels, load
-from nemo_style_aligner.models.logprobs import Prediction
-from nemo_style_aligner.models.packing import Sequences, pack_row
-from nemo_style_aligner.native.compilation import AMX, FMA, KERNELS, NativeUnavailable, usable_kernels
-from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.native.compilation import AMX, FMA, KERNELS, NativeUnavailable, usable_kernels
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.trainer.models import layer_kernels
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, LayerKernels, best_kernels, load
+from nemo_style_aligner.trainer.models.logprobs import Prediction
+from nemo_style_aligner.trainer.models.packing import Sequences, pack_row
 
 pytestmark = pytest.mark.skipif(
     not usable_kernels(torch.float32), reason="compiled kernels need an x86-64 processor with AVX2 and FMA"
@@ -296,7 +296,7 @@ def test_what_is_no_number_stays_that_when_rounded(kernels: LayerKernels) -> Non
 
 SHORT_OF_MEMORY = """
 import os, resource, torch
-from nemo_style_aligner.models.layer_kernels import AttentionRow, load
+from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, load
 
 kernels = load("avx2")
 t, heads, d = 512, 256, 128  # the backward pass wants 128 MiB
@@ -314,7 +314,7 @@ print(kernels.attention_backward(*arguments).shape)
 
 BOUND_THREADS = """
 import os, torch
-from nemo_style_aligner.models.layer_kernels import load
+from nemo_style_aligner.trainer.models.layer_kernels import load
 
 load("avx2").swiglu(torch.zeros(64, 96))
 print(len(os.sched_getaffinity(0)), max(len(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")))

@@ -17,20 +17,20 @@ from small_models import SHAPE, VOCAB, TensorSource
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained_models import ARCHITECTURES, OPTIM, Weighted, logprobs, score, tokens, weighted_sum
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.models import layers, linear, products
-from nemo_style_aligner.models import logprobs as logprobs_module
-from nemo_style_aligner.models.gpt import build_model, transformer_config
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.layer_kernels import best_kernels
-from nemo_style_aligner.models.linear import ColumnLinear, RowLinear
-from nemo_style_aligner.models.logprobs import Prediction, predict
-from nemo_style_aligner.models.packing import MicroBatching, Sequences, pack_row
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward, train_step
-from nemo_style_aligner.models.recompute import computed_again, not_keeping
-from nemo_style_aligner.models.whole_layer import whole_layer
-from nemo_style_aligner.parallel.groups import current_layout
-from nemo_style_aligner.weights.stream import export_weights, import_weights
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import current_layout
+from nemo_style_aligner.engine.weights.stream import export_weights, import_weights
+from nemo_style_aligner.trainer.models import layers, linear, products
+from nemo_style_aligner.trainer.models import logprobs as logprobs_module
+from nemo_style_aligner.trainer.models.gpt import build_model, transformer_config
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.layer_kernels import best_kernels
+from nemo_style_aligner.trainer.models.linear import ColumnLinear, RowLinear
+from nemo_style_aligner.trainer.models.logprobs import Prediction, predict
+from nemo_style_aligner.trainer.models.packing import MicroBatching, Sequences, pack_row
+from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, forward, train_step
+from nemo_style_aligner.trainer.models.recompute import computed_again, not_keeping
+from nemo_style_aligner.trainer.models.whole_layer import whole_layer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

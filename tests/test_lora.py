@@ -23,21 +23,26 @@ from safetensors.torch import save_file
 from small_models import TensorSource
 from trained_models import ARCHITECTURES, logprobs, make_actor, policy_batch, tokens
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer
-from nemo_style_aligner.models.adapter_files import adapter_kind, read_adapter
-from nemo_style_aligner.models.conversion import adapter_to_nemo, adapter_to_peft, checkpoint_to_nemo, nemo_to_hf
-from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
-from nemo_style_aligner.models.frozen import FrozenWeights
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.kept_passes import keep_passes
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.telemetry.metrics import read_metrics
-from nemo_style_aligner.weights.huggingface_config import hf_config
-from nemo_style_aligner.weights.stream import export_weights, import_weights, lendable_weights
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.weights.huggingface_config import hf_config
+from nemo_style_aligner.engine.weights.stream import export_weights, import_weights, lendable_weights
+from nemo_style_aligner.guard.file_source import DamagedCheckpointError
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer
+from nemo_style_aligner.trainer.models.adapter_files import adapter_kind, read_adapter
+from nemo_style_aligner.trainer.models.conversion import (
+    adapter_to_nemo,
+    adapter_to_peft,
+    checkpoint_to_nemo,
+    nemo_to_hf,
+)
+from nemo_style_aligner.trainer.models.critic import Critic, RewardModel, ValueBatch
+from nemo_style_aligner.trainer.models.frozen import FrozenWeights
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.kept_passes import keep_passes
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

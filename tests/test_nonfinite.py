@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_style_aligner.config.schema import ActorLoop, Updates
 from nemo_style_aligner.errors import NonFiniteError, UserError
-from nemo_style_aligner.models.nonfinite import STOP
-from nemo_style_aligner.models.ragged import after_prompts
-from nemo_style_aligner.rl.estimators import ESTIMATORS
-from nemo_style_aligner.rl.experience import (
+from nemo_style_aligner.trainer.config.schema import ActorLoop, Updates
+from nemo_style_aligner.trainer.models.nonfinite import STOP
+from nemo_style_aligner.trainer.models.ragged import after_prompts
+from nemo_style_aligner.trainer.rl.estimators import ESTIMATORS
+from nemo_style_aligner.trainer.rl.experience import (
     AdvantageSettings,
     Experience,
     leave_out_nonfinite,
@@ -22,8 +22,8 @@ from nemo_style_aligner.rl.experience import (
     report_missing_rewards,
     why_nothing_is_learnt,
 )
-from nemo_style_aligner.rl.sample import Rollouts
-from nemo_style_aligner.rl.scoring import Scores
+from nemo_style_aligner.trainer.rl.sample import Rollouts
+from nemo_style_aligner.trainer.rl.scoring import Scores
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -12,12 +12,12 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from small_models import TensorSource
 from trained_models import ARCHITECTURES, OPTIM, make_actor, policy_batch, reference_model, tokens
 
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.config.schema import Updates
+from nemo_style_aligner.engine.weights.stream import export_weights, import_weights
 from nemo_style_aligner.errors import NonFiniteError
-from nemo_style_aligner.models.gpt import build_model, parse_precision
-from nemo_style_aligner.models.optimizer import Schedule
-from nemo_style_aligner.weights.stream import export_weights, import_weights
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.config.schema import Updates
+from nemo_style_aligner.trainer.models.gpt import build_model, parse_precision
+from nemo_style_aligner.trainer.models.optimizer import Schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

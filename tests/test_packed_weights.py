@@ -7,15 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.models import packed_weights, products
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.layer_kernels import LayerKernels, load
-from nemo_style_aligner.models.packed_weights import PackedWeight, constant_weights, weight_product
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import LossResult, Scoring, Tokens, train_step
-from nemo_style_aligner.native.compilation import DOT, KERNELS, usable_kernels
-from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.native.compilation import DOT, KERNELS, usable_kernels
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.trainer.models import packed_weights, products
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.layer_kernels import LayerKernels, load
+from nemo_style_aligner.trainer.models.packed_weights import PackedWeight, constant_weights, weight_product
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import LossResult, Scoring, Tokens, train_step
 
 HERE = usable_kernels(torch.bfloat16)
 NAME = next(name for name, kernel in KERNELS.items() if kernel.number == DOT and (kernel.emulated or name in HERE))

@@ -15,13 +15,13 @@ from small_models import SHAPE, VOCAB
 from torch.utils.flop_counter import FlopCounterMode
 from trained_models import ARCHITECTURES, OPTIM, tokens
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.data.jsonl import DataError
-from nemo_style_aligner.models import layer_kernels, pipeline
-from nemo_style_aligner.models.activation_memory import activation_bytes
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.layers import uses_torch_attention
-from nemo_style_aligner.models.packing import (
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.text.jsonl import DataError
+from nemo_style_aligner.trainer.models import layer_kernels, pipeline
+from nemo_style_aligner.trainer.models.activation_memory import activation_bytes
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.layers import uses_torch_attention
+from nemo_style_aligner.trainer.models.packing import (
     MicroBatching,
     Padding,
     Sequences,
@@ -30,7 +30,7 @@ from nemo_style_aligner.models.packing import (
     shares,
     used_lengths,
 )
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
+from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, forward
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

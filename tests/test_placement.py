@@ -17,15 +17,15 @@ from omegaconf import OmegaConf
 from small_models import SHAPE
 from test_group_jobs import REWARDS, curves, kill_and_start_again, require_same_end
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.loading import check_config, load_defaults
-from nemo_style_aligner.config.schema import JOBS
-from nemo_style_aligner.jobs.config_checks import find_problems
-from nemo_style_aligner.jobs.placement_picture import Role, picture
-from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE
-from nemo_style_aligner.models.offload import WeightOffload
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.metrics import read_json_lines
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.trainer.config.loading import check_config, load_defaults
+from nemo_style_aligner.trainer.config.schema import JOBS
+from nemo_style_aligner.trainer.jobs.config_checks import find_problems
+from nemo_style_aligner.trainer.jobs.placement_picture import Role, picture
+from nemo_style_aligner.trainer.launch.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.trainer.models.offload import WeightOffload
+from nemo_style_aligner.trainer.telemetry.metrics import read_json_lines
 
 TIMEOUT = 240.0
 

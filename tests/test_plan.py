@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from job_processes import environment
 
-from nemo_style_aligner.config.command_line import config_with
-from nemo_style_aligner.placement.plan import Address, Plan, PlanError, check_configs, fill, plan_of, read_plan
-from nemo_style_aligner.placement.printers import mpirun_script, slurm_script
+from nemo_style_aligner.tools.placement.plan import Address, Plan, PlanError, check_configs, fill, plan_of, read_plan
+from nemo_style_aligner.tools.placement.printers import mpirun_script, slurm_script
+from nemo_style_aligner.trainer.config.command_line import config_with
 
 PAIR: dict[str, Any] = {
     "critic": {"script": "serve_ppo_critic.py", "serves": "actor", "devices": 2},
@@ -153,7 +153,7 @@ def test_files_are_read_as_they_are_written(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=reason):
             read_plan(path)
     done = subprocess.run(
-        [sys.executable, "-m", "nemo_style_aligner.cli", "launch", str(path)],
+        [sys.executable, "-m", "nemo_style_aligner", "launch", str(path)],
         env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.startswith(f"error: the plan {path} cannot be read")

@@ -15,19 +15,19 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.cli.main import nsa, run
-from nemo_style_aligner.config.loading import check_config, load_defaults
-from nemo_style_aligner.config.schema import PPOActor
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.jobs.placement import critic_config
-from nemo_style_aligner.models.sizes import Layout
-from nemo_style_aligner.placement.costs import Model, Sample, largest_share
-from nemo_style_aligner.placement.plan import read_plan
-from nemo_style_aligner.placement.rates import DEVICES, Device, measured_here
-from nemo_style_aligner.placement.run_rates import as_in_run
-from nemo_style_aligner.placement.simulator import Engines, SimulatedJob, StepCosts, simulate
-from nemo_style_aligner.placement.workload import MODELS, Lengths, draw_steps
+from nemo_style_aligner.tools.cli.main import nsa, run
+from nemo_style_aligner.tools.placement.costs import Model, Sample, largest_share
+from nemo_style_aligner.tools.placement.plan import read_plan
+from nemo_style_aligner.tools.placement.rates import DEVICES, Device, measured_here
+from nemo_style_aligner.tools.placement.run_rates import as_in_run
+from nemo_style_aligner.tools.placement.simulator import Engines, SimulatedJob, StepCosts, simulate
+from nemo_style_aligner.tools.placement.workload import MODELS, Lengths, draw_steps
+from nemo_style_aligner.trainer.config.loading import check_config, load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.jobs.placement import critic_config
+from nemo_style_aligner.trainer.models.sizes import Layout
 
 Main = Callable[..., None]
 
@@ -331,7 +331,7 @@ def test_it_starts_as_a_module_and_reads_a_model_of_a_folder(tmp_path: Path) -> 
               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "rms_norm_eps": 1e-5,
               "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "nemo_style_aligner.cli", "plan", "--model", str(tmp_path)]
+    command = [sys.executable, "-m", "nemo_style_aligner", "plan", "--model", str(tmp_path)]
     command += ["--cluster", "1x2xh100", "--rollouts", "128", "--steps", "1", "--strategy", "flatten"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

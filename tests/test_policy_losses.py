@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_style_aligner.models.functional import kl_penalty
-from nemo_style_aligner.models.policy_losses import LOSSES, LossInput, LossSettings, PolicyLossError, policy_objective
+from nemo_style_aligner.trainer.models.functional import kl_penalty
+from nemo_style_aligner.trainer.models.policy_losses import (
+    LOSSES,
+    LossInput,
+    LossSettings,
+    PolicyLossError,
+    policy_objective,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden_losses.json").read_text())
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")

@@ -14,24 +14,24 @@ from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE
 from test_nonfinite import SETTINGS, settings_with, step
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import PPOActor
-from nemo_style_aligner.data.datasets import PromptItem
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationStatistics
-from nemo_style_aligner.jobs.rl_setup import build_actor
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.optimizer import Schedule
-from nemo_style_aligner.rl.estimators import ESTIMATORS
-from nemo_style_aligner.rl.experience import kl_estimator, make_experience
-from nemo_style_aligner.rl.loop import RLTrainer
-from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.reward_config import LAYOUT
-from nemo_style_aligner.rl.rollouts.collector import RolloutCollector
-from nemo_style_aligner.rl.rollouts.generator import generation_metrics
-from nemo_style_aligner.rl.rollouts.prompts import PromptSource
-from nemo_style_aligner.rl.rollouts.setup import sampling_params
-from nemo_style_aligner.rl.settings import RLSettings
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.data.datasets import PromptItem
+from nemo_style_aligner.trainer.jobs.rl_setup import build_actor
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.optimizer import Schedule
+from nemo_style_aligner.trainer.rl.estimators import ESTIMATORS
+from nemo_style_aligner.trainer.rl.experience import kl_estimator, make_experience
+from nemo_style_aligner.trainer.rl.loop import RLTrainer
+from nemo_style_aligner.trainer.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.trainer.rl.reward_config import LAYOUT
+from nemo_style_aligner.trainer.rl.rollouts.collector import RolloutCollector
+from nemo_style_aligner.trainer.rl.rollouts.generator import generation_metrics
+from nemo_style_aligner.trainer.rl.rollouts.prompts import PromptSource
+from nemo_style_aligner.trainer.rl.rollouts.setup import sampling_params
+from nemo_style_aligner.trainer.rl.settings import RLSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

@@ -19,16 +19,16 @@ from job_processes import ROOT, run
 from multirank_preferences import LAYOUTS, make_files, report, trainer_for, weights_of
 from small_models import CHATML
 
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_tokenizer
-from nemo_style_aligner.config.schema import DPO
-from nemo_style_aligner.data.datasets import JudgedDataset, MismatchedDataset, PreferenceDataset, PreferenceItem
-from nemo_style_aligner.data.jsonl import DataError, write_jsonl
-from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.models.preference_losses import preference_loss
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.training.reference import ReferenceError
-from nemo_style_aligner.training.supervised import SupervisedTrainer
-from nemo_style_aligner.weights.huggingface import write_checkpoint
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.text.jsonl import DataError, write_jsonl
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer
+from nemo_style_aligner.engine.weights.huggingface import write_checkpoint
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_tokenizer
+from nemo_style_aligner.trainer.config.schema import DPO
+from nemo_style_aligner.trainer.data.datasets import JudgedDataset, MismatchedDataset, PreferenceDataset, PreferenceItem
+from nemo_style_aligner.trainer.models.preference_losses import preference_loss
+from nemo_style_aligner.trainer.training.reference import ReferenceError
+from nemo_style_aligner.trainer.training.supervised import SupervisedTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SETTINGS = {"add_bos": None, "append_eod": False, "seq_length": 64}

@@ -10,7 +10,7 @@ import pytest
 import threadpoolctl
 import torch
 
-from nemo_style_aligner.models import products
+from nemo_style_aligner.trainer.models import products
 
 LIBRARIES = pytest.mark.parametrize("openblas", [False, True], ids=["torch", "openblas"])
 
@@ -119,7 +119,7 @@ import os, torch
 os.sched_setaffinity(0, range(os.cpu_count()))  # those that this process may have, however few it was given
 cores = os.sched_getaffinity(0)
 os.sched_setaffinity(0, {min(cores)})
-from nemo_style_aligner.models import products
+from nemo_style_aligner.trainer.models import products
 print(len(cores), len(products._helpers(1).submit(os.sched_getaffinity, 0).result()))
 """
     binding = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")

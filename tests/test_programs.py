@@ -21,16 +21,16 @@ from small_models import chatml_tokenizer
 from test_episodes import Trial, told
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.data.tokenizer import Tokenizer
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.shard import EngineGroup
-from nemo_style_aligner.rl.episodes.journal import EpisodeJournal
-from nemo_style_aligner.rl.episodes.policy import Policy
-from nemo_style_aligner.rl.episodes.programs import ProgramError, program_of
-from nemo_style_aligner.rl.episodes.runner import Episode, build_environment
-from nemo_style_aligner.rl.sample import Prompt
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer
 from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.rl.episodes.journal import EpisodeJournal
+from nemo_style_aligner.trainer.rl.episodes.policy import Policy
+from nemo_style_aligner.trainer.rl.episodes.programs import ProgramError, program_of
+from nemo_style_aligner.trainer.rl.episodes.runner import Episode, build_environment
+from nemo_style_aligner.trainer.rl.sample import Prompt
 
 LIBRARY = """
 import json, os, sys, time, urllib.error, urllib.request

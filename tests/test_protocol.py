@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from nemo_style_aligner.services.protocol import (
+from nemo_style_aligner.guard.protocol import (
     HEADER_LENGTH_FIELD,
     ProtocolError,
     datatype_of,

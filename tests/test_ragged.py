@@ -15,17 +15,17 @@ from multirank_ragged import ADAM, LAYOUTS, LOSSES, LR, OPTIM, Layout, global_ba
 from small_models import SHAPE, VOCAB
 from torch.nn.utils.rnn import pad_sequence
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.kinds import KeepChoice
-from nemo_style_aligner.data.jsonl import DataError
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.kept_passes import keep_passes
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
-from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.text.jsonl import DataError
+from nemo_style_aligner.kinds import KeepChoice
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.kept_passes import keep_passes
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, forward
+from nemo_style_aligner.trainer.models.policy_losses import LossSettings
+from nemo_style_aligner.trainer.models.ragged import RaggedBatch, after_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 

@@ -26,20 +26,28 @@ import pytest
 import torch
 from served_critic import CountingBackend, client_config, outputs, post, reward_client, serve, train_body, wait_for
 
-from nemo_style_aligner.checkpoints import manifest
+from nemo_style_aligner import activity
+from nemo_style_aligner.engine.parallel import agreement
+from nemo_style_aligner.engine.parallel.machine import free_port
 from nemo_style_aligner.errors import NotWrittenError
-from nemo_style_aligner.parallel import agreement
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.values import Training, ValueBatch
-from nemo_style_aligner.services import http_client
-from nemo_style_aligner.services.client import CriticClient
-from nemo_style_aligner.services.critic_endpoints import critic_endpoints
-from nemo_style_aligner.services.critic_service import CriticService
-from nemo_style_aligner.services.exactly_once import journal
-from nemo_style_aligner.services.exactly_once import session as training_session
-from nemo_style_aligner.services.exactly_once.journal import CriticJournal, JournalError
-from nemo_style_aligner.services.exactly_once.ledger import (
+from nemo_style_aligner.guard import http_client
+from nemo_style_aligner.guard.http_client import (
+    ClientLimits,
+    HttpClient,
+    RequestRefusedError,
+    ServerUnavailableError,
+)
+from nemo_style_aligner.guard.protocol import ProtocolError
+from nemo_style_aligner.trainer.checkpoints import manifest
+from nemo_style_aligner.trainer.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.trainer.rl.values import Training, ValueBatch
+from nemo_style_aligner.trainer.services.client import CriticClient
+from nemo_style_aligner.trainer.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.trainer.services.critic_service import CriticService
+from nemo_style_aligner.trainer.services.exactly_once import journal
+from nemo_style_aligner.trainer.services.exactly_once import session as training_session
+from nemo_style_aligner.trainer.services.exactly_once.journal import CriticJournal, JournalError
+from nemo_style_aligner.trainer.services.exactly_once.ledger import (
     BATCH_ARRAYS,
     EXPECTED_SEQUENCE_HEADER,
     HISTORY_HEADER,
@@ -50,18 +58,10 @@ from nemo_style_aligner.services.exactly_once.ledger import (
     TrainingLedger,
     batch_digest,
 )
-from nemo_style_aligner.services.exactly_once.session import SequenceConflictError
-from nemo_style_aligner.services.http_client import (
-    ClientLimits,
-    HttpClient,
-    RequestRefusedError,
-    ServerUnavailableError,
-)
-from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
-from nemo_style_aligner.services.protocol import ProtocolError
-from nemo_style_aligner.services.routes import HttpSettings
-from nemo_style_aligner.services.scores import REWARDS, ScoreEndpoint
-from nemo_style_aligner.telemetry import activity
+from nemo_style_aligner.trainer.services.exactly_once.session import SequenceConflictError
+from nemo_style_aligner.trainer.services.model_server import DispatchSettings, ModelServer
+from nemo_style_aligner.trainer.services.routes import HttpSettings
+from nemo_style_aligner.trainer.services.scores import REWARDS, ScoreEndpoint
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_rank")]  # `RemoteCritic` is collective
 LIMITS = ClientLimits(total_s=20.0, read_s=20.0, away_s=20.0, internal_errors=3, max_backoff_s=0.2)

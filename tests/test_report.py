@@ -19,18 +19,19 @@ import pytest
 import requests
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.config.loading import for_log
+from nemo_style_aligner import activity
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.services.dashboard import Dashboard
-from nemo_style_aligner.telemetry import activity, timeline
-from nemo_style_aligner.telemetry.log_files import NoRunError
-from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
-from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.report import find_runs, write_report, write_sheet
-from nemo_style_aligner.telemetry.run_view import RunView
-from nemo_style_aligner.telemetry.samples import Answer, ComparisonError, Shown, find_samples
-from nemo_style_aligner.telemetry.timeline import write_trace
-from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.tools.reports.dashboard import Dashboard
+from nemo_style_aligner.tools.reports.report import find_runs, write_report, write_sheet
+from nemo_style_aligner.tools.reports.run_view import RunView
+from nemo_style_aligner.tools.reports.samples import Answer, ComparisonError, Shown, find_samples
+from nemo_style_aligner.trainer.config.loading import for_log
+from nemo_style_aligner.trainer.telemetry import timeline
+from nemo_style_aligner.trainer.telemetry.log_files import NoRunError
+from nemo_style_aligner.trainer.telemetry.metric_table import METRICS, find_metric
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.trainer.telemetry.timeline import write_trace
+from nemo_style_aligner.trainer.telemetry.timers import ScopedTimer
 
 ROOT = Path(__file__).parents[1]
 HOSTILE = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)> {{ 7*7 }} \u202e \ud800'

@@ -17,14 +17,14 @@ import torch
 from job_processes import SCRIPTS, Job, script, wait_until_ready
 from served_critic import infer_body, outputs, reward_client, tensor
 
-from nemo_style_aligner.data.datasets import lengths_of, pad_rows
-from nemo_style_aligner.data.tokenizer import Tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError
-from nemo_style_aligner.services.score_client import PromptsOfSequences, SequencesToScore
-from nemo_style_aligner.services.secret import find_secret
-from nemo_style_aligner.telemetry import log_lines
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.guard.http_client import ClientLimits, RequestRefusedError
+from nemo_style_aligner.guard.secret import find_secret
+from nemo_style_aligner.trainer.data.datasets import lengths_of, pad_rows
+from nemo_style_aligner.trainer.services.score_client import PromptsOfSequences, SequencesToScore
+from nemo_style_aligner.trainer.telemetry import log_lines
 
 pytestmark = pytest.mark.timeout(180)
 

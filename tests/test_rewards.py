@@ -22,17 +22,17 @@ import pytest
 import torch
 from served_critic import CountingBackend, serve
 
-from nemo_style_aligner.config.schema import ListedReward
-from nemo_style_aligner.data.jsonl import DataError
+from nemo_style_aligner.engine.text.jsonl import DataError
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.rl.remote_critic import RemoteCritic
-from nemo_style_aligner.rl.reward_config import build_reward_source, reward_problems
-from nemo_style_aligner.rl.rewards import Reward, RewardSource, RewardSum, WeightedSource
-from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.services.http_client import ClientLimits, ServerUnavailableError
-from nemo_style_aligner.services.score_client import Scores, SequencesToScore
-from nemo_style_aligner.services.scores import REWARDS, ScoreEndpoint
+from nemo_style_aligner.guard.http_client import ClientLimits, ServerUnavailableError
+from nemo_style_aligner.trainer.config.schema import ListedReward
+from nemo_style_aligner.trainer.rl.remote_critic import RemoteCritic
+from nemo_style_aligner.trainer.rl.reward_config import build_reward_source, reward_problems
+from nemo_style_aligner.trainer.rl.rewards import Reward, RewardSource, RewardSum, WeightedSource
+from nemo_style_aligner.trainer.rl.sample import Sample
+from nemo_style_aligner.trainer.rl.scoring import Scorer
+from nemo_style_aligner.trainer.services.score_client import Scores, SequencesToScore
+from nemo_style_aligner.trainer.services.scores import REWARDS, ScoreEndpoint
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -262,8 +262,8 @@ def test_a_mistake_is_shown_once_and_counted(build: Any, functions: str, caplog:
 def test_a_call_that_hangs_does_not_keep_the_process(functions: str) -> None:
     program = """
         import time
-        from nemo_style_aligner.rl.reward_functions import FunctionRewards
-        from nemo_style_aligner.rl.sample import Sample
+        from nemo_style_aligner.trainer.rl.reward_functions import FunctionRewards
+        from nemo_style_aligner.trainer.rl.sample import Sample
         source = FunctionRewards(lambda *_: time.sleep(1000), "sleep")
         future = source.score([Sample(0, 0, {"text": "a"}, [1, 2], 1, True, str)])
         source.close()

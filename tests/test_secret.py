@@ -17,21 +17,21 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.config.loading import for_log, load_defaults
-from nemo_style_aligner.config.schema import Service
-from nemo_style_aligner.jobs import service_setup
-from nemo_style_aligner.jobs.path_checks import secret_problems
-from nemo_style_aligner.jobs.run_settings import changed_settings, settings_of_run
-from nemo_style_aligner.masking import masked, masked_text
-from nemo_style_aligner.services import secret
-from nemo_style_aligner.services.http_server import token_check
-from nemo_style_aligner.services.secret import SecretError, find_secret, make_secret, read_secret, resolve_token
-from nemo_style_aligner.telemetry.log_lines import JsonFormatter, TextFormatter
-from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.report import write_report
+from nemo_style_aligner.guard import secret
+from nemo_style_aligner.guard.http_server import token_check
+from nemo_style_aligner.guard.masking import masked, masked_text
+from nemo_style_aligner.guard.secret import SecretError, find_secret, make_secret, read_secret, resolve_token
+from nemo_style_aligner.tools.reports.report import write_report
+from nemo_style_aligner.trainer.config.loading import for_log, load_defaults
+from nemo_style_aligner.trainer.config.schema import Service
+from nemo_style_aligner.trainer.jobs import service_setup
+from nemo_style_aligner.trainer.jobs.path_checks import secret_problems
+from nemo_style_aligner.trainer.jobs.run_settings import changed_settings, settings_of_run
+from nemo_style_aligner.trainer.telemetry.log_lines import JsonFormatter, TextFormatter
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = [sys.executable, "-m", "nemo_style_aligner.services.secret"]
+COMMAND = [sys.executable, "-m", "nemo_style_aligner.guard.secret"]
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -98,7 +98,7 @@ def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
     """The window between two jobs is widened: every process waits until all are about to make the file."""
     program = (
         "import os, sys, time\n"
-        "from nemo_style_aligner.services import secret\n"
+        "from nemo_style_aligner.guard import secret\n"
         "link = os.link\n"
         "def late(source, target):\n"
         "    open(sys.argv[2], 'x').close()\n"

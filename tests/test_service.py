@@ -42,25 +42,25 @@ from served_critic import (
     wait_for,
 )
 
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.rl.remote_scores import RemoteScores
-from nemo_style_aligner.rl.rewards import RewardSum
-from nemo_style_aligner.rl.sample import Sample
-from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.services.client import CriticClient
-from nemo_style_aligner.services.critic_endpoints import critic_endpoints
-from nemo_style_aligner.services.endpoints import Endpoint, ModelLimits, QueuedRequest, Service, TensorSpec
-from nemo_style_aligner.services.exactly_once.ledger import CriticPosition, TrainingLedger
-from nemo_style_aligner.services.exactly_once.session import SequenceConflictError
-from nemo_style_aligner.services.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
-from nemo_style_aligner.services.http_server import PlaceTakenError
-from nemo_style_aligner.services.jobs import QueueState, RequestQueue
-from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
-from nemo_style_aligner.services.protocol import InferRequest, ProtocolError
-from nemo_style_aligner.services.routes import HttpSettings, create_app
-from nemo_style_aligner.services.score_client import ScoreClient, SequencesToScore
-from nemo_style_aligner.services.scores import REWARDS, Score, ScoreEndpoint
-from nemo_style_aligner.services.service_metrics import ServiceMetrics
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.guard.http_client import ClientLimits, RequestRefusedError, ServerUnavailableError
+from nemo_style_aligner.guard.http_server import PlaceTakenError
+from nemo_style_aligner.guard.protocol import InferRequest, ProtocolError
+from nemo_style_aligner.trainer.rl.remote_scores import RemoteScores
+from nemo_style_aligner.trainer.rl.rewards import RewardSum
+from nemo_style_aligner.trainer.rl.sample import Sample
+from nemo_style_aligner.trainer.rl.scoring import Scorer
+from nemo_style_aligner.trainer.services.client import CriticClient
+from nemo_style_aligner.trainer.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.trainer.services.endpoints import Endpoint, ModelLimits, QueuedRequest, Service, TensorSpec
+from nemo_style_aligner.trainer.services.exactly_once.ledger import CriticPosition, TrainingLedger
+from nemo_style_aligner.trainer.services.exactly_once.session import SequenceConflictError
+from nemo_style_aligner.trainer.services.jobs import QueueState, RequestQueue
+from nemo_style_aligner.trainer.services.model_server import DispatchSettings, ModelServer
+from nemo_style_aligner.trainer.services.routes import HttpSettings, create_app
+from nemo_style_aligner.trainer.services.score_client import ScoreClient, SequencesToScore
+from nemo_style_aligner.trainer.services.scores import REWARDS, Score, ScoreEndpoint
+from nemo_style_aligner.trainer.services.service_metrics import ServiceMetrics
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -247,7 +247,7 @@ def test_errors_have_the_protocols_form() -> None:
 
 
 def test_a_full_queue_answers_429_and_health_stays_open(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "nemo_style_aligner.services.request_log")
+    caplog.set_level(logging.INFO, "nemo_style_aligner.guard.request_log")
     backend = CountingBackend()
     body = infer_body([[1, 2]], [2])
     with (
@@ -529,7 +529,7 @@ def test_client_trains_in_order_saves_and_notices_a_conflict() -> None:
 
 def test_lost_answers_are_retried_without_training_twice(caplog: pytest.LogCaptureFixture) -> None:
     """A proxy that cuts the connection after the server has worked, on every second request; tries share an id."""
-    caplog.set_level(logging.DEBUG, "nemo_style_aligner.services.request_log")
+    caplog.set_level(logging.DEBUG, "nemo_style_aligner.guard.request_log")
     backend = CountingBackend()
     tokens, ones = torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 3)
     with serve(backend) as server, cutting_proxy(server.number) as (port, cuts), critic_client(port) as client:
@@ -787,7 +787,7 @@ def test_several_attributes() -> None:
 
 
 def test_listens_before_the_model_is_there_and_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "nemo_style_aligner.services.request_log")
+    caplog.set_level(logging.DEBUG, "nemo_style_aligner.guard.request_log")
     server = ModelServer(critic_endpoints(combined=True), HttpSettings(port=0), DispatchSettings(8))
     server.url = f"http://127.0.0.1:{server.port}"
     try:
@@ -804,7 +804,7 @@ def test_listens_before_the_model_is_there_and_is_not_ready(caplog: pytest.LogCa
 
 
 def test_the_log_says_when_the_service_listens_and_when_it_is_ready(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "nemo_style_aligner.services")
+    caplog.set_level(logging.INFO, "nemo_style_aligner.trainer.services")
     with serve(CountingBackend()) as server:
         lines = [record.getMessage() for record in caplog.records if "ready" in record.message]
         assert lines == [
@@ -957,10 +957,10 @@ def test_a_checkpoint_that_is_not_written_ends_the_service_with_the_reason() -> 
 RANK_SCRIPT = """
     import concurrent.futures, datetime, os, sys, threading, time
     import torch, torch.distributed as dist
-    from nemo_style_aligner.services.critic_endpoints import critic_endpoints
-    from nemo_style_aligner.services.endpoints import ModelLimits
-    from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
-    from nemo_style_aligner.services.routes import HttpSettings
+    from nemo_style_aligner.trainer.services.critic_endpoints import critic_endpoints
+    from nemo_style_aligner.trainer.services.endpoints import ModelLimits
+    from nemo_style_aligner.trainer.services.model_server import DispatchSettings, ModelServer
+    from nemo_style_aligner.trainer.services.routes import HttpSettings
 
     rank, fault, patience = int(os.environ["RANK"]), os.environ.get("FAULT", ""), datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, patience)  # waits for both ranks

@@ -36,16 +36,16 @@ from served_critic import (
     wait_for,
 )
 
-from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueServer
-from nemo_style_aligner.services import http_client, request_log
-from nemo_style_aligner.services.http_client import (
+from nemo_style_aligner.guard import http_client, request_log
+from nemo_style_aligner.guard.http_client import (
     ClientLimits,
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
     server_url,
 )
-from nemo_style_aligner.telemetry.log_lines import JsonFormatter
+from nemo_style_aligner.trainer.rl.rollouts.work_queue import WorkQueueServer
+from nemo_style_aligner.trainer.telemetry.log_lines import JsonFormatter
 
 TOKENS, LENGTHS = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[3], [2]])
 VALUES, REWARDS = [[1.0, 3.0], [4.0, 0.0]], [[6.0], [9.0]]
@@ -137,7 +137,7 @@ def test_pytriton_clients(token: str, tmp_path: Path) -> None:
 
 
 def test_every_request_has_an_id_in_answer_and_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "nemo_style_aligner.services.request_log")
+    caplog.set_level(logging.DEBUG, "nemo_style_aligner.guard.request_log")
     with serve(CountingBackend(), delay_us=0, http={"token": "s3cret"}) as server:
         token = {"Authorization": "Bearer s3cret"}
 
@@ -170,7 +170,7 @@ def test_every_request_has_an_id_in_answer_and_log(caplog: pytest.LogCaptureFixt
 
 def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with refusals for want of the token nor with those of routes that need none."""
-    caplog.set_level(logging.INFO, "nemo_style_aligner.services.request_log")
+    caplog.set_level(logging.INFO, "nemo_style_aligner.guard.request_log")
     clock = types.SimpleNamespace(monotonic=lambda: 0.0)
     monkeypatch.setattr(request_log, "time", clock)
     with serve(CountingBackend(), http={"token": "s3cret"}) as server:

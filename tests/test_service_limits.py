@@ -23,10 +23,10 @@ import requests
 import torch
 from served_critic import VOCAB, CountingBackend, critic_client, get, infer_body, outputs, post, serve, wait_for
 
-from nemo_style_aligner.services import http_server
-from nemo_style_aligner.services.critic_endpoints import critic_endpoints
-from nemo_style_aligner.services.endpoints import ModelLimits
-from nemo_style_aligner.services.http_server import ConnectionLimits
+from nemo_style_aligner.guard import http_server
+from nemo_style_aligner.guard.http_server import ConnectionLimits
+from nemo_style_aligner.trainer.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.trainer.services.endpoints import ModelLimits
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE = infer_body([[1, 2]], [2])
@@ -291,7 +291,7 @@ SERVICE = """
     import sys, time
     sys.path.insert(0, sys.argv[1])
     from served_critic import CountingBackend, DispatchSettings, HttpSettings, ModelLimits, ModelServer
-    from nemo_style_aligner.services.critic_endpoints import critic_endpoints
+    from nemo_style_aligner.trainer.services.critic_endpoints import critic_endpoints
 
     class Slow(CountingBackend):
         def infer(self, tokens, lengths):

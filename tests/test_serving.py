@@ -34,17 +34,17 @@ from safetensors.torch import load_file, save_file
 from small_models import CHATML, SHAPE
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-from nemo_style_aligner.cli.main import nsa
-from nemo_style_aligner.data.tokenizer import load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.engine.text.tokenizer import load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
-from nemo_style_aligner.serving.checkpoint import load_model
+from nemo_style_aligner.guard.secret import TOKEN_FILE_VARIABLE
+from nemo_style_aligner.tools.cli.main import nsa
+from nemo_style_aligner.tools.serving.checkpoint import load_model
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import save_nemo
+from nemo_style_aligner.trainer.models.gpt import build_model
 
 KEY = "sk-of-a-test"
 PROMPT = "What is 12 times 3?"
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def serving(folder: Path, log: Path, *options: str) -> Iterator[tuple[Job, str]]:
     """`nsa serve` as a process; its URL."""
-    command = [sys.executable, "-m", "nemo_style_aligner.cli", "serve", str(folder), "--port", "0", "--precision", "32"]
+    command = [sys.executable, "-m", "nemo_style_aligner", "serve", str(folder), "--port", "0", "--precision", "32"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEMO_STYLE_ALIGNER_TOKEN", KEY)
         job = Job([*command, "--num-slots", "8", *options], log)
@@ -750,7 +750,7 @@ def test_checkpoints_that_cannot_be_served(folder: Path, tmp_path: Path) -> None
         port = taken.getsockname()[1]
         for given, message in ((0, "lacks model.safetensors"), (port, f"cannot listen on 127.0.0.1:{port}")):
             done = subprocess.run(
-                [sys.executable, "-m", "nemo_style_aligner.cli", "serve", str(tmp_path), "--port", str(given)],
+                [sys.executable, "-m", "nemo_style_aligner", "serve", str(tmp_path), "--port", str(given)],
                 env=environment(),
                 capture_output=True,
                 text=True,
@@ -761,7 +761,7 @@ def test_checkpoints_that_cannot_be_served(folder: Path, tmp_path: Path) -> None
 
 def chat(model: str, *options: str) -> subprocess.CompletedProcess[str]:
     """`nsa chat` with lines from a pipe."""
-    command = [sys.executable, "-m", "nemo_style_aligner.cli", "chat", model, *GREEDY, *options]
+    command = [sys.executable, "-m", "nemo_style_aligner", "chat", model, *GREEDY, *options]
     lines = "hello\n/system Be short.\nhello\n/reset\n/what\nhello\n"
     return subprocess.run(command, input=lines, env=environment(), capture_output=True, text=True, timeout=120)
 

@@ -18,7 +18,7 @@ from conftest import Artefacts
 from job_processes import ROOT, run, script
 from test_jobs import check_exact_log, ppo_jobs
 
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 TIMEOUT = 240.0
 # Every operation takes its time here: few graphs, few samples.

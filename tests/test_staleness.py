@@ -19,14 +19,14 @@ from multirank_staleness import STEPS, UPDATES_PER_STEP
 from safetensors.torch import load_file
 
 from nemo_style_aligner.engine.contract import GenerationResult
-from nemo_style_aligner.launch import roles
-from nemo_style_aligner.launch.roles import Channel, Wait
-from nemo_style_aligner.launch.stop_signals import StopEarlyError
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.rl.episodes.runner import Episode
-from nemo_style_aligner.rl.rollouts import disaggregated
-from nemo_style_aligner.rl.rollouts.collector import GenerationSchedule
-from nemo_style_aligner.rl.rollouts.disaggregated import (
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.trainer.launch import roles
+from nemo_style_aligner.trainer.launch.roles import Channel, Wait
+from nemo_style_aligner.trainer.launch.stop_signals import StopEarlyError
+from nemo_style_aligner.trainer.rl.episodes.runner import Episode
+from nemo_style_aligner.trainer.rl.rollouts import disaggregated
+from nemo_style_aligner.trainer.rl.rollouts.collector import GenerationSchedule
+from nemo_style_aligner.trainer.rl.rollouts.disaggregated import (
     KeptRound,
     RemoteGenerator,
     RemoteRound,
@@ -35,9 +35,9 @@ from nemo_style_aligner.rl.rollouts.disaggregated import (
     unpack_request,
     unpack_results,
 )
-from nemo_style_aligner.rl.sample import Prompt
-from nemo_style_aligner.telemetry.metrics import read_metrics
-from nemo_style_aligner.telemetry.timers import ScopedTimer
+from nemo_style_aligner.trainer.rl.sample import Prompt
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
+from nemo_style_aligner.trainer.telemetry.timers import ScopedTimer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -24,39 +24,39 @@ from job_processes import Job, mpirun, run, script, stored_weights, wait_until_r
 from omegaconf import DictConfig, OmegaConf
 from small_models import SHAPE, VOCAB
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, load_nemo_weights
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.training import CheckpointManager, NemoExport
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import JOBS, SFT, RewardTraining, SupervisedLoop
-from nemo_style_aligner.data.jsonl import write_jsonl
-from nemo_style_aligner.data.samplers import EpochSampler
-from nemo_style_aligner.jobs.job_setup import Run
-from nemo_style_aligner.jobs.log_lock import LOCK_FILE
-from nemo_style_aligner.jobs.supervised_setup import (
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import ParallelLayout, single_process
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.engine.text.jsonl import write_jsonl
+from nemo_style_aligner.engine.weights.stream import export_weights
+from nemo_style_aligner.guard.secret import find_secret
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer, load_nemo_weights
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager, NemoExport
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import JOBS, SFT, RewardTraining, SupervisedLoop
+from nemo_style_aligner.trainer.data.samplers import EpochSampler
+from nemo_style_aligner.trainer.jobs.job_setup import Run
+from nemo_style_aligner.trainer.jobs.log_lock import LOCK_FILE
+from nemo_style_aligner.trainer.jobs.supervised_setup import (
     SupervisedTask,
     build_supervised_trainer,
     reward_objective,
     reward_task,
     sft_task,
 )
-from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.models.supervised_losses import LanguageModelBatch, language_model_objective
-from nemo_style_aligner.parallel.groups import ParallelLayout, single_process
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.services.secret import find_secret
-from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
-from nemo_style_aligner.training import run_control
-from nemo_style_aligner.training.run_control import RunControl, parse_duration
-from nemo_style_aligner.training.supervised import SupervisedSettings, SupervisedTrainer
-from nemo_style_aligner.weights.stream import export_weights
+from nemo_style_aligner.trainer.launch.stop_signals import StopEarlyError, stops
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.restore import open_base_model
+from nemo_style_aligner.trainer.models.supervised_losses import LanguageModelBatch, language_model_objective
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger, read_metrics
+from nemo_style_aligner.trainer.training import run_control
+from nemo_style_aligner.trainer.training.run_control import RunControl, parse_duration
+from nemo_style_aligner.trainer.training.supervised import SupervisedSettings, SupervisedTrainer
 
 TIMEOUT = 240.0
 OPTIM = {"name": "distributed_fused_adam", "weight_decay": 0.0}

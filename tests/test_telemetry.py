@@ -25,23 +25,23 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_style_aligner.cli.main import run
-from nemo_style_aligner.config.loading import for_log, load_defaults
-from nemo_style_aligner.config.schema import ExpManager
+from nemo_style_aligner import activity
+from nemo_style_aligner.engine.parallel.groups import single_process
 from nemo_style_aligner.errors import NotWrittenError, UserError
-from nemo_style_aligner.jobs import job_setup
-from nemo_style_aligner.jobs.job_setup import Run
-from nemo_style_aligner.launch.stop_signals import EXIT_REQUEUE
 from nemo_style_aligner.log_fields import warn_for_all_ranks, with_fields
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.telemetry.log_lines import configure_logging, warn_plainly
-from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics, read_tables
-from nemo_style_aligner.telemetry.profiler import profiled
-from nemo_style_aligner.telemetry.progress import Progress, how_far
-from nemo_style_aligner.telemetry.timers import ScopedTimer, peak_meter
-from nemo_style_aligner.telemetry.trackers import Tracker, Wandb, start_trackers
-from nemo_style_aligner.training.run_control import RunControl
+from nemo_style_aligner.tools.cli.main import run
+from nemo_style_aligner.trainer.config.loading import for_log, load_defaults
+from nemo_style_aligner.trainer.config.schema import ExpManager
+from nemo_style_aligner.trainer.jobs import job_setup
+from nemo_style_aligner.trainer.jobs.job_setup import Run
+from nemo_style_aligner.trainer.launch.stop_signals import EXIT_REQUEUE
+from nemo_style_aligner.trainer.telemetry.log_lines import configure_logging, warn_plainly
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger, read_metrics, read_tables
+from nemo_style_aligner.trainer.telemetry.profiler import profiled
+from nemo_style_aligner.trainer.telemetry.progress import Progress, how_far
+from nemo_style_aligner.trainer.telemetry.timers import ScopedTimer, peak_meter
+from nemo_style_aligner.trainer.telemetry.trackers import Tracker, Wandb, start_trackers
+from nemo_style_aligner.trainer.training.run_control import RunControl
 
 
 class FakeClock:
@@ -528,7 +528,7 @@ def test_no_terminal_obeys_what_lines_quote(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.usefixtures("logging_set_up")
 def test_debug_lines_are_the_projects_own(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(level=logging.DEBUG)
-    logging.getLogger("nemo_style_aligner.services.request_log").debug("a request")
+    logging.getLogger("nemo_style_aligner.guard.request_log").debug("a request")
     logging.getLogger("another_package").debug("not shown")
     configure_logging(rank=1, level=logging.DEBUG)
     logging.getLogger("nemo_style_aligner").info("not shown")

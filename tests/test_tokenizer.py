@@ -15,8 +15,8 @@ import tokenizers
 import transformers
 from small_models import CHATML
 
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, save_made
-from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer, save_made
+from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 
 TEXT = "User: What is 6+10?\nAssistant: 16\n\n  two  spaces\tand a tab "
 

@@ -14,12 +14,12 @@ import torch
 from small_models import chatml_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from nemo_style_aligner.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.serving.app import ServedModel
-from nemo_style_aligner.serving.checkpoint import load_model
-from nemo_style_aligner.serving.tool_calls import Call, CallReader, find_form
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.serving.app import ServedModel
+from nemo_style_aligner.engine.serving.tool_calls import Call, CallReader, find_form
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer
+from nemo_style_aligner.tools.serving.checkpoint import load_model
 
 KEY = "sk-of-a-test"
 QWEN = """{%- if tools %}<|im_start|>system

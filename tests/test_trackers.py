@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_style_aligner.config.loading import for_log, load_defaults
-from nemo_style_aligner.config.schema import PPOActor
-from nemo_style_aligner.telemetry.metric_table import METRICS, find_metric
-from nemo_style_aligner.telemetry.metrics import MetricsLogger, read_metrics
-from nemo_style_aligner.telemetry.trackers import start_trackers
+from nemo_style_aligner.trainer.config.loading import for_log, load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.telemetry.metric_table import METRICS, find_metric
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger, read_metrics
+from nemo_style_aligner.trainer.telemetry.trackers import start_trackers
 
 NAMES = [metric.name.replace("*", "train") for metric in METRICS]
 
@@ -98,7 +98,7 @@ def test_a_server_that_is_down_ends_the_first_start_of_a_run_and_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one line and at once; later it costs a warning, and the run keeps its files."""
-    from nemo_style_aligner.telemetry.trackers import TrackerError
+    from nemo_style_aligner.trainer.telemetry.trackers import TrackerError
 
     nobody = {"create_mlflow_logger": True, "mlflow_logger_kwargs": {"tracking_uri": "http://me:PASSWORD@127.0.0.1:9"}}
     importlib.import_module("mlflow")
@@ -118,7 +118,7 @@ def test_a_server_that_is_down_ends_the_first_start_of_a_run_and_no_other(
 def test_a_tracker_that_never_answers_holds_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_begun: bool
 ) -> None:
-    from nemo_style_aligner.telemetry import trackers
+    from nemo_style_aligner.trainer.telemetry import trackers
 
     released = threading.Event()
     answers = types.SimpleNamespace(init=lambda **_: released.wait(60))

@@ -17,8 +17,8 @@ import pytest
 import torch
 from triton_without_gpu import check_machine_code, compiled_kernels
 
-from nemo_style_aligner.models import gpu_kernels
-from nemo_style_aligner.native import with_triton
+from nemo_style_aligner.engine.native import with_triton
+from nemo_style_aligner.trainer.models import gpu_kernels
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="NOT TESTED: kernels for GPUs need Triton (pip install triton)"
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 
 INTERPRETED = """
 import os, pytest, torch
-from nemo_style_aligner.models.gpu_kernels import check
-from nemo_style_aligner.models.triton_kernels import TritonKernels
+from nemo_style_aligner.trainer.models.gpu_kernels import check
+from nemo_style_aligner.trainer.models.triton_kernels import TritonKernels
 
 cpu = torch.device("cpu")
 is_long = bool(os.environ.get("TEST_LONG"))
@@ -77,7 +77,7 @@ def test_interpreted_kernels_equal_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_compile(capability: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Down to machine code; once for a model and no more, whatever the number of tokens."""
-    from nemo_style_aligner.models import triton_kernels
+    from nemo_style_aligner.trainer.models import triton_kernels
 
     names = ("swiglu", "swiglu_backward", "rotate", "measure_logits", "logits_gradient")
     kernels = compiled_kernels(monkeypatch, capability, tmp_path, {triton_kernels: names})

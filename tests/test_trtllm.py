@@ -22,23 +22,24 @@ from transformers import AutoModelForCausalLM
 from trtllm_standins import Standins, differences, signature_of
 
 import nemo_style_aligner
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import PPOActor
+from nemo_style_aligner.engine.parallel.groups import single_process
 from nemo_style_aligner.engine.shard import EngineGroup
-from nemo_style_aligner.engine.trtllm import construct, sidecar_engine
-from nemo_style_aligner.engine.trtllm.construct import (
+from nemo_style_aligner.engine.trtllm import sidecar_engine
+from nemo_style_aligner.engine.trtllm.sidecar_engine import buckets
+from nemo_style_aligner.engine.weights.huggingface import write_checkpoint
+from nemo_style_aligner.engine.weights.layout import checked_stream, hf_tensors, weight_layout
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.rl.rollouts import trtllm as construct
+from nemo_style_aligner.trainer.rl.rollouts.setup import choose_engine
+from nemo_style_aligner.trainer.rl.rollouts.trtllm import (
     PIN,
     Installation,
     TensorRTLLMMismatch,
     TensorRTLLMUnavailable,
     find_trtllm,
 )
-from nemo_style_aligner.engine.trtllm.sidecar_engine import buckets
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.rl.rollouts.setup import choose_engine
-from nemo_style_aligner.weights.huggingface import write_checkpoint
-from nemo_style_aligner.weights.layout import checked_stream, hf_tensors, weight_layout
 
 # ---- which TensorRT-LLM ---------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ import torch
 from generation_models import EOS, architecture, hf_logits, hf_model, ragged_requests, weights_of
 
 from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams
-from nemo_style_aligner.engine.trtllm.construct import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 from nemo_style_aligner.engine.trtllm.sidecar.process import sidecar_environment
 from nemo_style_aligner.engine.trtllm.sidecar_engine import SidecarEngine, SidecarSettings, ipc_handles
+from nemo_style_aligner.trainer.rl.rollouts.trtllm import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 
 pytestmark = pytest.mark.gpu
 

@@ -29,16 +29,16 @@ from trtllm_fake_sidecar import (
     make_package,
 )
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner import activity
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams, WeightStream
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.rope import RopeScaling
 from nemo_style_aligner.engine.shard import EngineGroup, TensorParallel
 from nemo_style_aligner.engine.trtllm import sidecar_engine
 from nemo_style_aligner.engine.trtllm.sidecar.process import Sidecar, SidecarError, sidecar_environment
 from nemo_style_aligner.engine.trtllm.sidecar_engine import SidecarEngine, SidecarSettings
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.rope import RopeScaling
-from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
 
 TESTS = Path(__file__).parent
 GREEDY = SamplingParams(max_new_tokens=5, use_greedy=True)

@@ -13,7 +13,7 @@ import pytest
 from job_processes import ROOT
 from transformers import AutoModelForCausalLM
 
-from nemo_style_aligner.services.secret import TOKEN_FILE_VARIABLE
+from nemo_style_aligner.guard.secret import TOKEN_FILE_VARIABLE
 
 PAGE = ROOT / "docs" / "tutorial.md"
 LIMIT_SECONDS = 3000

@@ -13,29 +13,30 @@ from pathlib import Path
 import pytest
 from job_processes import Job, ranks_of
 
-from nemo_style_aligner.launch.ending import Failures
-from nemo_style_aligner.telemetry import activity, watchdog
-from nemo_style_aligner.telemetry.watchdog import EXIT_STUCK, Watchdog, describe
+from nemo_style_aligner import activity
+from nemo_style_aligner.trainer.launch.ending import Failures
+from nemo_style_aligner.trainer.telemetry import watchdog
+from nemo_style_aligner.trainer.telemetry.watchdog import EXIT_STUCK, Watchdog, describe
 
 SCRIPT = """
 import ctypes, sys, time
-from nemo_style_aligner.config.loading import log_directory
-from nemo_style_aligner.launch.start import job
+from nemo_style_aligner.trainer.config.loading import log_directory
+from nemo_style_aligner.trainer.launch.start import job
 
 @job("gpt_ppo_critic", check=None)
 def main(cfg) -> int:
     import torch
     import torch.distributed as dist
-    from nemo_style_aligner.telemetry.timers import ScopedTimer
+    from nemo_style_aligner.trainer.telemetry.timers import ScopedTimer
 
     timer, mode = ScopedTimer(), cfg.exp_manager.name
     if mode == "sleeping":
-        from nemo_style_aligner.jobs.job_setup import start_run
+        from nemo_style_aligner.trainer.jobs.job_setup import start_run
 
         run = start_run(cfg)
     else:  # the same without what takes seconds to import
-        from nemo_style_aligner.launch.ending import abort_job, failures
-        from nemo_style_aligner.telemetry.watchdog import Watchdog
+        from nemo_style_aligner.trainer.launch.ending import abort_job, failures
+        from nemo_style_aligner.trainer.telemetry.watchdog import Watchdog
 
         rank, size, limit = dist.get_rank(), dist.get_world_size(), 60.0 * cfg.exp_manager.watchdog_minutes
         Watchdog(log_directory(cfg.exp_manager), rank, size, limit, failures.run, abort_job, failures.first).start()
@@ -59,7 +60,7 @@ LIMIT_SECONDS = 3.0
 # Collections that end a thread's state become due while frames of new threads are listed, wherever in it that is.
 COLLECTED_MEANWHILE = """
 import faulthandler, gc, threading
-from nemo_style_aligner.telemetry.watchdog import main_thread_location
+from nemo_style_aligner.trainer.telemetry.watchdog import main_thread_location
 
 def leave_garbage():
     local = threading.local()

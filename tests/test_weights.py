@@ -21,30 +21,30 @@ import yaml
 from safetensors.torch import save_file
 from small_models import TensorSource
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.nemo_archive import (
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
+from nemo_style_aligner.engine.weights import stream
+from nemo_style_aligner.engine.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
+from nemo_style_aligner.engine.weights.huggingface_config import architecture_from_config, read_architecture
+from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.engine.weights.stream import export_weights, import_weights
+from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.kinds import StepChoice
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import (
     load_nemo_config,
     load_nemo_tokenizer,
     load_nemo_weights,
     save_nemo,
 )
-from nemo_style_aligner.config.kinds import StepChoice
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
-from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
-from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.models.conversion import hf_to_nemo, nemo_to_hf
-from nemo_style_aligner.models.files import kind_of
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, train_step
-from nemo_style_aligner.weights import stream
-from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
-from nemo_style_aligner.weights.huggingface_config import architecture_from_config, read_architecture
-from nemo_style_aligner.weights.layout import hf_tensors, weight_layout
-from nemo_style_aligner.weights.stream import export_weights, import_weights
+from nemo_style_aligner.trainer.models.conversion import hf_to_nemo, nemo_to_hf
+from nemo_style_aligner.trainer.models.files import kind_of
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, train_step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -669,7 +669,7 @@ def test_a_place_where_no_archive_can_be_is_told_before_weights_are_read(
 ) -> None:
     random_hf_model(FAMILIES["llama"]()).save_pretrained(tmp_path / "in")
     tiny_tokenizer(tmp_path / "in")
-    monkeypatch.setattr("nemo_style_aligner.models.conversion.import_weights", None)
+    monkeypatch.setattr("nemo_style_aligner.trainer.models.conversion.import_weights", None)
     with pytest.raises(ValueError, match=r"in is a directory, .* give a path that ends in \.nemo"):
         hf_to_nemo(tmp_path / "in", tmp_path / "in", torch.bfloat16)
     with pytest.raises(FileExistsError):

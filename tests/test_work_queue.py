@@ -22,31 +22,36 @@ import torch
 from listeners import listeners
 from served_critic import TEST_LIMITS, client_config
 
-from nemo_style_aligner.config.loading import load_defaults
-from nemo_style_aligner.config.schema import PPOActor
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, GenerationStatistics
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.parallel.machine import outgoing_address, own_address
 from nemo_style_aligner.engine.shard import EngineGroup, TensorParallel
-from nemo_style_aligner.launch.stop_signals import StopEarlyError, stops
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.parallel.machine import outgoing_address, own_address
-from nemo_style_aligner.rl.rewards import Reward
-from nemo_style_aligner.rl.rollouts import collector, generator, setup
-from nemo_style_aligner.rl.rollouts.collector import ScoredResponses
-from nemo_style_aligner.rl.rollouts.disaggregated import RemoteRound
-from nemo_style_aligner.rl.rollouts.generator import LocalGenerator, RequestSupply
-from nemo_style_aligner.rl.rollouts.prompts import ResponseLengths
-from nemo_style_aligner.rl.rollouts.setup import build_work_source, open_work_queue
-from nemo_style_aligner.rl.rollouts.work_queue import StaticPartition, WorkQueue, WorkQueueClient, WorkQueueServer
-from nemo_style_aligner.rl.sample import Prompt, Sample
-from nemo_style_aligner.rl.scoring import Scorer
-from nemo_style_aligner.seeds import derive_seed
-from nemo_style_aligner.services.client import CriticClient
-from nemo_style_aligner.services.http_client import (
+from nemo_style_aligner.guard.http_client import (
     ClientLimits,
     RequestRefusedError,
     ServerUnavailableError,
     server_url,
 )
+from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.launch.stop_signals import StopEarlyError, stops
+from nemo_style_aligner.trainer.rl.rewards import Reward
+from nemo_style_aligner.trainer.rl.rollouts import collector, generator, setup
+from nemo_style_aligner.trainer.rl.rollouts.collector import ScoredResponses
+from nemo_style_aligner.trainer.rl.rollouts.disaggregated import RemoteRound
+from nemo_style_aligner.trainer.rl.rollouts.generator import LocalGenerator, RequestSupply
+from nemo_style_aligner.trainer.rl.rollouts.prompts import ResponseLengths
+from nemo_style_aligner.trainer.rl.rollouts.setup import build_work_source, open_work_queue
+from nemo_style_aligner.trainer.rl.rollouts.work_queue import (
+    StaticPartition,
+    WorkQueue,
+    WorkQueueClient,
+    WorkQueueServer,
+)
+from nemo_style_aligner.trainer.rl.sample import Prompt, Sample
+from nemo_style_aligner.trainer.rl.scoring import Scorer
+from nemo_style_aligner.trainer.services.client import CriticClient
 
 pytestmark = pytest.mark.timeout(240)
 

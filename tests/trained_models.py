@@ -8,20 +8,20 @@ from pathlib import Path
 import torch
 from small_models import SHAPE, VOCAB
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.config.schema import Updates
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.frozen import FrozenWeights
-from nemo_style_aligner.models.gpt import MegatronModel, build_model
-from nemo_style_aligner.models.nonfinite import STOP
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.pipeline import Scoring, Tokens, forward
-from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch
-from nemo_style_aligner.rope import RopeScaling
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.rope import RopeScaling
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.config.schema import Updates
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.frozen import FrozenWeights
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.nonfinite import STOP
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, forward
+from nemo_style_aligner.trainer.models.policy_losses import LossSettings
+from nemo_style_aligner.trainer.models.ragged import RaggedBatch
 
 EOS = 1
 ARCHITECTURES = {

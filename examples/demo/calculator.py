@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from nemo_style_aligner.data.answers import is_right
-from nemo_style_aligner.rl.episodes.policy import Policy
+from nemo_style_aligner.trainer.data.answers import is_right
+from nemo_style_aligner.trainer.rl.episodes.policy import Policy
 
 CALL = re.compile(r"calc\((\d+)\+(\d+)\)")
 MAX_CALLS = 3

@@ -23,11 +23,11 @@ from pathlib import Path
 from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, python, require_at_least, write_results
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
-from nemo_style_aligner.data.jsonl import read_jsonl
-from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.engine.text.jsonl import read_jsonl
+from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 MODEL = ["--num-layers", 2, "--hidden-size", 256, "--num-heads", 8, "--max-length", 48, "--tied-embeddings"]
 UNDERSTOOD = 0.1

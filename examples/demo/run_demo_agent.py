@@ -27,9 +27,9 @@ from run_demo import COMMON, gain, supervised
 from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, python, require_at_least, write_results
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
-from nemo_style_aligner.data.jsonl import read_jsonl, write_jsonl
-from nemo_style_aligner.data.tokenizer_training import train_bpe_tokenizer
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.engine.text.jsonl import read_jsonl, write_jsonl
+from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
 
 MODEL = ["--num-layers", 2, "--hidden-size", 128, "--num-heads", 4, "--max-length", 64, "--tied-embeddings"]
 TEMPLATE = (

@@ -21,7 +21,7 @@ from run_demo import COMMON, begin, evaluate
 from stages import REPOSITORY, Demo, data_prefix, last, mpirun, python, write_results
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 STORE_LOGITS = REPOSITORY / "examples" / "nlp" / "synthetic_data_gen" / "compute_topk_logits.py"
 

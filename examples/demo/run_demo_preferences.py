@@ -21,7 +21,7 @@ from run_demo import COMMON, begin, evaluate, gain
 from stages import Demo, data_prefix, last, mpirun, python, write_results
 
 from nemo_style_aligner.arguments import HelpFormatter
-from nemo_style_aligner.data.jsonl import read_jsonl, write_jsonl
+from nemo_style_aligner.engine.text.jsonl import read_jsonl, write_jsonl
 
 
 def main() -> None:

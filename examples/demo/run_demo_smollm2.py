@@ -27,11 +27,11 @@ from smollm2 import INSTALL_SMOLLM2, find_smollm2
 from stages import DATA_SCRIPTS, REPOSITORY, Demo, data_prefix, last, mpirun, print_table, python, require_at_least
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
-from nemo_style_aligner.checkpoints.nemo_archive import nemo_tokenizer_dir
-from nemo_style_aligner.launch.stop_signals import exit_on_sigterm
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.telemetry.metrics import read_metrics
-from nemo_style_aligner.telemetry.report import write_report
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.tools.reports.report import write_report
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import nemo_tokenizer_dir
+from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 from nemo_style_aligner.wording import counted
 
 DATA_FOLDERS = (REPOSITORY / "data" / "gsm8k",)

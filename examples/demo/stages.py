@@ -14,8 +14,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nemo_style_aligner.telemetry.metrics import read_metrics
-from nemo_style_aligner.telemetry.report import write_report
+from nemo_style_aligner.tools.reports.report import write_report
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.parallel.groups import broadcast_object
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import broadcast_object
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError
 
 
 def vocabulary_options(architecture: ModelArchitecture, tokenizer: Tokenizer) -> dict[str, Any]:

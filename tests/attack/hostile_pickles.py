@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from nemo_style_aligner.checkpoints.manifest import MANIFEST, Manifest, describe_files
+from nemo_style_aligner.trainer.checkpoints.manifest import MANIFEST, Manifest, describe_files
 
 
 def text(value: str) -> bytes:

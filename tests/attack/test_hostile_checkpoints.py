@@ -28,19 +28,23 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from attack.conftest import ROUNDS
 from attack.hostile_pickles import enumeration_attack, hostile_pickles, sign, torch_file
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints import sharded_writing
-from nemo_style_aligner.checkpoints.file_source import DamagedCheckpointError, open_source
-from nemo_style_aligner.checkpoints.nemo_archive import require_weights, save_nemo
-from nemo_style_aligner.checkpoints.random_states import encoded_random_states, load_random_states, random_states
-from nemo_style_aligner.checkpoints.settings import CheckpointSettings
-from nemo_style_aligner.checkpoints.sharded_index import UnsafeCheckpointError
-from nemo_style_aligner.checkpoints.sharded_tensors import Part, load_sharded_tensors, part_of, stored_shapes
-from nemo_style_aligner.checkpoints.training import CheckpointManager
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.telemetry.metrics import HYPERPARAMETERS_FILE
+from nemo_style_aligner.guard.file_source import DamagedCheckpointError, open_source
+from nemo_style_aligner.trainer.checkpoints import sharded_writing
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import require_weights, save_nemo
+from nemo_style_aligner.trainer.checkpoints.random_states import (
+    encoded_random_states,
+    load_random_states,
+    random_states,
+)
+from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
+from nemo_style_aligner.trainer.checkpoints.sharded_index import UnsafeCheckpointError
+from nemo_style_aligner.trainer.checkpoints.sharded_tensors import Part, load_sharded_tensors, part_of, stored_shapes
+from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.telemetry.metrics import HYPERPARAMETERS_FILE
 
 pytestmark = pytest.mark.usefixtures("one_rank", "one_thread")
 

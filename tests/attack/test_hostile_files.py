@@ -30,27 +30,27 @@ from job_processes import Job, environment, script
 from omegaconf import OmegaConf
 from small_models import SHAPE
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.checkpoints.file_source import open_source
-from nemo_style_aligner.checkpoints.manifest import MANIFEST, DamagedCheckpointError, Manifest
-from nemo_style_aligner.checkpoints.nemo_archive import (
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.engine.text.jsonl import DataError, read_jsonl
+from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from nemo_style_aligner.engine.text.tokenizer_training import train_character_tokenizer
+from nemo_style_aligner.engine.weights.huggingface import HuggingFaceCheckpoint, write_checkpoint
+from nemo_style_aligner.engine.weights.huggingface_config import read_architecture
+from nemo_style_aligner.engine.weights.stream import export_weights
+from nemo_style_aligner.guard.file_source import open_source
+from nemo_style_aligner.trainer.checkpoints.manifest import MANIFEST, DamagedCheckpointError, Manifest
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import (
     archive_identity,
     load_nemo_config,
     load_nemo_tokenizer,
     save_nemo,
 )
-from nemo_style_aligner.config.job_config import plain_config
-from nemo_style_aligner.config.schema import Critic
-from nemo_style_aligner.data.jsonl import DataError, read_jsonl
-from nemo_style_aligner.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from nemo_style_aligner.data.tokenizer_training import train_character_tokenizer
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.restore import open_base_model
-from nemo_style_aligner.parallel.groups import single_process
-from nemo_style_aligner.weights.huggingface import HuggingFaceCheckpoint, write_checkpoint
-from nemo_style_aligner.weights.huggingface_config import read_architecture
-from nemo_style_aligner.weights.stream import export_weights
+from nemo_style_aligner.trainer.config.job_config import plain_config
+from nemo_style_aligner.trainer.config.schema import Critic
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.restore import open_base_model
 
 SECRET = "only-the-environment-knows-this"
 VARIABLE = "SECRET_OF_A_HOSTILE_FILES_VICTIM"
@@ -561,7 +561,7 @@ def test_a_template_does_not_see_the_environment_and_does_not_outlive_the_job(
 ) -> None:
     copy_of(model[1], tmp_path / "hf", chat_template__jinja="{{ messages[0].content }}")
     code = (
-        "import os, subprocess, sys; from nemo_style_aligner.data.tokenizer import load_tokenizer\n"
+        "import os, subprocess, sys; from nemo_style_aligner.engine.text.tokenizer import load_tokenizer\n"
         "t = load_tokenizer(sys.argv[1]); t.apply_chat_template([{'role': 'user', 'content': 'a'}])\n"
         "print(subprocess.check_output(['pgrep', '-P', str(os.getpid()), '-f', '_serve'], text=True).split()[0])\n"
         "sys.stdout.flush(); os.kill(os.getpid(), 9)"

@@ -28,19 +28,19 @@ import requests
 import torch
 from served_critic import CountingBackend, client_config, critic_client, infer_body, outputs, post, serve, train_body
 
-from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueClient, WorkQueueServer
-from nemo_style_aligner.services import http_client
-from nemo_style_aligner.services.client import CriticClient
-from nemo_style_aligner.services.critic_endpoints import critic_endpoints
-from nemo_style_aligner.services.endpoints import ModelLimits
-from nemo_style_aligner.services.http_client import (
+from nemo_style_aligner.guard import http_client
+from nemo_style_aligner.guard.http_client import (
     ClientLimits,
     HttpClient,
     RequestRefusedError,
     ServerUnavailableError,
 )
-from nemo_style_aligner.services.http_server import ConnectionLimits
-from nemo_style_aligner.services.signing import Signatures, body_digest, prove
+from nemo_style_aligner.guard.http_server import ConnectionLimits
+from nemo_style_aligner.guard.signing import Signatures, body_digest, prove
+from nemo_style_aligner.trainer.rl.rollouts.work_queue import WorkQueueClient, WorkQueueServer
+from nemo_style_aligner.trainer.services.client import CriticClient
+from nemo_style_aligner.trainer.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.trainer.services.endpoints import ModelLimits
 
 SECRET = "open-sesame"
 BEARER = {"Authorization": f"Bearer {SECRET}"}

@@ -25,20 +25,25 @@ import pytest
 import torch.utils.tensorboard  # noqa: F401  # here, as the users may not read where Python's packages are
 
 from attack.conftest import ROUNDS
-from nemo_style_aligner import trusted_paths
-from nemo_style_aligner.config.loading import ConfigError
-from nemo_style_aligner.config.schema import ExpManager
-from nemo_style_aligner.jobs.log_lock import LOCK_FILE, hold_log_directory
-from nemo_style_aligner.jobs.path_checks import log_directory_problems
-from nemo_style_aligner.launch.stop_signals import REQUEUE_FILE, write_requeue_file
-from nemo_style_aligner.native.compilation import NativeUnavailable, compilation_key, find_compiler, find_or_compile
-from nemo_style_aligner.services.exactly_once.journal import CriticJournal
-from nemo_style_aligner.services.exactly_once.ledger import CriticPosition
-from nemo_style_aligner.services.secret import SecretError, make_secret, read_secret
-from nemo_style_aligner.telemetry.metrics import MetricsLogger
-from nemo_style_aligner.telemetry.watchdog import WATCHDOG_FOLDER, Watchdog
-from nemo_style_aligner.trusted_paths import UntrustedPathError, own_folder, temporary_base
-from nemo_style_aligner.user_code import UserCodeError, load_function
+from nemo_style_aligner.engine.native.compilation import (
+    NativeUnavailable,
+    compilation_key,
+    find_compiler,
+    find_or_compile,
+)
+from nemo_style_aligner.guard import trusted_paths
+from nemo_style_aligner.guard.secret import SecretError, make_secret, read_secret
+from nemo_style_aligner.guard.trusted_paths import UntrustedPathError, own_folder, temporary_base
+from nemo_style_aligner.guard.user_code import UserCodeError, load_function
+from nemo_style_aligner.trainer.config.loading import ConfigError
+from nemo_style_aligner.trainer.config.schema import ExpManager
+from nemo_style_aligner.trainer.jobs.log_lock import LOCK_FILE, hold_log_directory
+from nemo_style_aligner.trainer.jobs.path_checks import log_directory_problems
+from nemo_style_aligner.trainer.launch.stop_signals import REQUEUE_FILE, write_requeue_file
+from nemo_style_aligner.trainer.services.exactly_once.journal import CriticJournal
+from nemo_style_aligner.trainer.services.exactly_once.ledger import CriticPosition
+from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger
+from nemo_style_aligner.trainer.telemetry.watchdog import WATCHDOG_FOLDER, Watchdog
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0, reason="NOT TESTED: what other users of this machine can plant; only root can become two of them"

@@ -14,10 +14,10 @@ from served_critic import VOCAB, CountingBackend, get, infer_body, outputs, post
 
 from attack.conftest import ROUNDS
 from attack.fuzz_requests import LENGTH_FIELD, fuzzed_requests, good_request
-from nemo_style_aligner.services.critic_endpoints import critic_endpoints
-from nemo_style_aligner.services.endpoints import ModelLimits
-from nemo_style_aligner.services.protocol import ProtocolError, decode_infer_request, decode_infer_response
-from nemo_style_aligner.services.routes import HttpSettings, create_app
+from nemo_style_aligner.guard.protocol import ProtocolError, decode_infer_request, decode_infer_response
+from nemo_style_aligner.trainer.services.critic_endpoints import critic_endpoints
+from nemo_style_aligner.trainer.services.endpoints import ModelLimits
+from nemo_style_aligner.trainer.services.routes import HttpSettings, create_app
 
 SECONDS_PER_REQUEST = 20.0  # a request that takes longer hangs
 

@@ -15,11 +15,11 @@ import pytest
 from conftest import Artefacts
 from served_critic import CountingBackend, critic_client, infer_body, serve, train_body
 
-from nemo_style_aligner.parallel.machine import free_port
-from nemo_style_aligner.rl.rollouts.work_queue import WorkQueueClient, WorkQueueServer
-from nemo_style_aligner.services.exactly_once.journal import CriticJournal
-from nemo_style_aligner.services.exactly_once.ledger import CriticPosition, batch_digest
-from nemo_style_aligner.services.secret import make_secret
+from nemo_style_aligner.engine.parallel.machine import free_port
+from nemo_style_aligner.guard.secret import make_secret
+from nemo_style_aligner.trainer.rl.rollouts.work_queue import WorkQueueClient, WorkQueueServer
+from nemo_style_aligner.trainer.services.exactly_once.journal import CriticJournal
+from nemo_style_aligner.trainer.services.exactly_once.ledger import CriticPosition, batch_digest
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0, reason="NOT TESTED: what another user of this machine can do; only root can become one"

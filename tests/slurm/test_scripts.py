@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from job_processes import ROOT
 
-from nemo_style_aligner.services.secret import read_secret
+from nemo_style_aligner.guard.secret import read_secret
 
 SCRIPTS = sorted(path.relative_to(ROOT) for path in (ROOT / "slurm").iterdir())
 TESTBED = Path("tests/slurm/testbed.sh")

@@ -24,7 +24,7 @@ from conftest import Artefacts
 from job_processes import ROOT, stored_weights
 from listeners import Listener, listeners
 
-from nemo_style_aligner.telemetry.metrics import read_metrics
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 TIMEOUT = 600.0
 
@@ -298,7 +298,7 @@ def test_a_plan(cluster: Cluster, undisturbed: SlurmJob, artefacts: Artefacts, t
     }
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump({"results_dir": str(tmp_path / "ppo"), "jobs": jobs}))
-    command = ["-m", "nemo_style_aligner.cli", "launch", str(plan), "--with", "slurm", "--sbatch=--time=60"]
+    command = ["-m", "nemo_style_aligner", "launch", str(plan), "--with", "slurm", "--sbatch=--time=60"]
     number = int(cluster.call(sys.executable, *command).split()[-1])
     job = SlurmJob(cluster, number, tmp_path / "ppo", tmp_path / "ppo" / f"slurm-{number}.log")
     assert job.wait(TIMEOUT).name == "COMPLETED", job.describe()

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_style_aligner.models import varlen_attention
-from nemo_style_aligner.models.attention import CausalAttention
-from nemo_style_aligner.models.packing import PackedSequences, Sequences, pack_row
-from nemo_style_aligner.models.pipeline import to_device
+from nemo_style_aligner.trainer.models import varlen_attention
+from nemo_style_aligner.trainer.models.attention import CausalAttention
+from nemo_style_aligner.trainer.models.packing import PackedSequences, Sequences, pack_row
+from nemo_style_aligner.trainer.models.pipeline import to_device
 
 config = TransformerConfig(
     num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, attention_dropout=0.0
@@ -78,7 +78,7 @@ def wrong_row(query: torch.Tensor, *others: Any) -> torch.Tensor:
 
 
 with pytest.MonkeyPatch.context() as patch:
-    patch.setattr("nemo_style_aligner.models.attention.varlen_attention", noted_row)
+    patch.setattr("nemo_style_aligner.trainer.models.attention.varlen_attention", noted_row)
     rounded = packed_outputs("cpu", torch.bfloat16)
     for computed, expected in zip(packed_outputs("cuda", torch.bfloat16), rounded, strict=True):
         torch.testing.assert_close(computed, expected, atol=0.03, rtol=0.03)

@@ -10,7 +10,7 @@ import software_tensors
 import torch
 from software_tensors import aten
 
-from nemo_style_aligner.models import products
+from nemo_style_aligner.trainer.models import products
 
 
 def add() -> tuple[torch.Tensor, torch.Tensor]:

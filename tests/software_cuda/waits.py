@@ -7,18 +7,18 @@ would run out of work.
 import torch
 from software_tensors import Transfers
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config import schema
-from nemo_style_aligner.models import pipeline
-from nemo_style_aligner.models.actor import Actor
-from nemo_style_aligner.models.critic import Critic, RewardModel, ValueBatch
-from nemo_style_aligner.models.gpt import build_model
-from nemo_style_aligner.models.heads import RewardHeadConfig
-from nemo_style_aligner.models.optimizer import Optimizer, Schedule
-from nemo_style_aligner.models.packing import MicroBatching
-from nemo_style_aligner.models.policy_losses import LossSettings
-from nemo_style_aligner.models.ragged import RaggedBatch, after_prompts
-from nemo_style_aligner.parallel.groups import single_process
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.models import pipeline
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.critic import Critic, RewardModel, ValueBatch
+from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.policy_losses import LossSettings
+from nemo_style_aligner.trainer.models.ragged import RaggedBatch, after_prompts
 
 SHAPE = ModelArchitecture(
     num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2, vocab_size=53,

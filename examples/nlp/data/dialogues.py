@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_style_aligner.data.tokenizer import Message, Tokenizer
+from nemo_style_aligner.engine.text.tokenizer import Message, Tokenizer
 
 
 class DialogueStyle:

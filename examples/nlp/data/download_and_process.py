@@ -30,8 +30,8 @@ from typing import Any
 from dialogues import DialogueStyle
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
-from nemo_style_aligner.data.jsonl import DataError, read_jsonl, write_jsonl
-from nemo_style_aligner.data.tokenizer import TokenizerError, tokenizer_argument
+from nemo_style_aligner.engine.text.jsonl import DataError, read_jsonl, write_jsonl
+from nemo_style_aligner.engine.text.tokenizer import TokenizerError, tokenizer_argument
 
 REPOSITORY = "Anthropic/hh-rlhf"
 SUBSETS = ("harmless-base", "helpful-base", "helpful-online", "helpful-rejection-sampled")

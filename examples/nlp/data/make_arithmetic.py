@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
-from nemo_style_aligner.data.jsonl import write_jsonl
+from nemo_style_aligner.engine.text.jsonl import write_jsonl
 
 OPERATIONS = {"add": ("+", operator.add), "subtract": ("-", operator.sub), "multiply": ("*", operator.mul)}
 Question = tuple[int, int]

@@ -35,8 +35,8 @@ from pathlib import Path
 from dialogues import DialogueStyle
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument, seed_argument
-from nemo_style_aligner.data.jsonl import DataError, Record, read_jsonl, write_jsonl
-from nemo_style_aligner.data.tokenizer import TokenizerError, tokenizer_argument
+from nemo_style_aligner.engine.text.jsonl import DataError, Record, read_jsonl, write_jsonl
+from nemo_style_aligner.engine.text.tokenizer import TokenizerError, tokenizer_argument
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")  # "3+4 = <<3+4=7>>7"
 FINAL_ANSWER = re.compile(r"\n(?:####|A:) *([^\n]*)\s*$")

@@ -10,7 +10,7 @@ An adapter is a PEFT directory, an archive that a job wrote with model.peft.arch
 from __future__ import annotations
 
 try:
-    from nemo_style_aligner.cli.convert import script
+    from nemo_style_aligner.tools.cli.convert import script
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 try:
-    from nemo_style_aligner.cli.convert import script
+    from nemo_style_aligner.tools.cli.convert import script
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 

@@ -9,7 +9,7 @@ says what the results mean.
 """
 
 try:
-    from nemo_style_aligner.cli.eval import script
+    from nemo_style_aligner.tools.cli.eval import script
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 

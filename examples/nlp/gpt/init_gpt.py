@@ -4,7 +4,7 @@
 
 The tokenizer may be that of any Hugging Face model (give the model's folder), or a new one, trained on your texts:
 
-    python -c "from nemo_style_aligner.data import tokenizer_training; \\
+    python -c "from nemo_style_aligner.engine.text import tokenizer_training; \\
         tokenizer_training.train_bpe_tokenizer(open('texts.txt'), vocab_size=8000, directory='DIR')"
 """
 
@@ -15,16 +15,16 @@ except ModuleNotFoundError as error:
 
 import argparse
 
-from nemo_style_aligner.architecture import ModelArchitecture
 from nemo_style_aligner.arguments import HelpFormatter, output_argument, seed_argument
-from nemo_style_aligner.launch.ending import install_excepthook
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.trainer.launch.ending import install_excepthook
 
 
 def main() -> None:
     install_excepthook()
 
     # Imported here and below: it takes seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.data.tokenizer import tokenizer_argument
+    from nemo_style_aligner.engine.text.tokenizer import tokenizer_argument
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
@@ -68,9 +68,9 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
 
-    from nemo_style_aligner.checkpoints.nemo_archive import save_nemo
-    from nemo_style_aligner.models.gpt import build_model, parse_precision
-    from nemo_style_aligner.parallel.groups import single_process
+    from nemo_style_aligner.engine.parallel.groups import single_process
+    from nemo_style_aligner.trainer.checkpoints.nemo_archive import save_nemo
+    from nemo_style_aligner.trainer.models.gpt import build_model, parse_precision
 
     args.output.parent.mkdir(parents=True, exist_ok=True)
     config = {**architecture.to_nemo_config(), "encoder_seq_length": args.max_length}

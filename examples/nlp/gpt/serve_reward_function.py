@@ -5,7 +5,7 @@
 The function gets the texts of prompt and response and the prompt's line with all its keys, and returns a number:
 
     def reward(prompt: str, response: str, line: dict) -> float:
-        return float(is_right(response, line))  # nemo_style_aligner.data.answers
+        return float(is_right(response, line))  # nemo_style_aligner.trainer.data.answers
 
 docs/service.md says how to start the actor and the critic with it.
 """
@@ -21,11 +21,11 @@ from pathlib import Path
 
 from nemo_style_aligner.arguments import HelpFormatter
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.launch.ending import install_excepthook
-from nemo_style_aligner.launch.initialization import bind_address
-from nemo_style_aligner.launch.supervisor import end_with_supervisor
-from nemo_style_aligner.services.secret import resolve_token
-from nemo_style_aligner.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, configure_logging
+from nemo_style_aligner.guard.secret import resolve_token
+from nemo_style_aligner.trainer.launch.ending import install_excepthook
+from nemo_style_aligner.trainer.launch.initialization import bind_address
+from nemo_style_aligner.trainer.launch.supervisor import end_with_supervisor
+from nemo_style_aligner.trainer.telemetry.log_lines import LOG_FORMATS, LOG_LEVELS, configure_logging
 from nemo_style_aligner.wording import unescaped
 
 CALL_SECONDS = 600.0  # of one call of the function, as long as a request may wait
@@ -64,11 +64,11 @@ def main() -> None:
         parser.error(f"--threads {args.threads}: give at least 1")
 
     # Imported here: they take seconds, in which Ctrl-C should end the script as later on.
-    from nemo_style_aligner.jobs.reward_function import FunctionEndpoint
-    from nemo_style_aligner.models.files import tokenizer_of
-    from nemo_style_aligner.rl.reward_functions import FunctionRewards, load_reward_function
-    from nemo_style_aligner.services.model_server import DispatchSettings, ModelServer
-    from nemo_style_aligner.services.routes import HttpSettings
+    from nemo_style_aligner.trainer.jobs.reward_function import FunctionEndpoint
+    from nemo_style_aligner.trainer.models.files import tokenizer_of
+    from nemo_style_aligner.trainer.rl.reward_functions import FunctionRewards, load_reward_function
+    from nemo_style_aligner.trainer.services.model_server import DispatchSettings, ModelServer
+    from nemo_style_aligner.trainer.services.routes import HttpSettings
 
     configure_logging(level=getattr(logging, args.log_level.upper()), log_format=args.log_format)
     try:

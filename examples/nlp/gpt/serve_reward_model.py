@@ -5,14 +5,14 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
-from nemo_style_aligner.config.schema import RewardService
-from nemo_style_aligner.launch.start import job
+from nemo_style_aligner.trainer.config.schema import RewardService
+from nemo_style_aligner.trainer.launch.start import job
 
 
-@job("inference_rm", check="nemo_style_aligner.jobs.config_checks.check_job", is_service=True)
+@job("inference_rm", check="nemo_style_aligner.trainer.jobs.config_checks.check_job", is_service=True)
 def main(config: RewardService) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.jobs.service_setup import run_frozen_model
+    from nemo_style_aligner.trainer.jobs.service_setup import run_frozen_model
 
     return run_frozen_model(config)
 

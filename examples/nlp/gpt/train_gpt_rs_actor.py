@@ -9,14 +9,14 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
-from nemo_style_aligner.config.schema import PPOActor
-from nemo_style_aligner.launch.start import job
+from nemo_style_aligner.trainer.config.schema import PPOActor
+from nemo_style_aligner.trainer.launch.start import job
 
 
-@job("gpt_rs_actor", check="nemo_style_aligner.jobs.config_checks.check_job")
+@job("gpt_rs_actor", check="nemo_style_aligner.trainer.jobs.config_checks.check_job")
 def main(config: PPOActor) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.jobs.rl_setup import run_actor
+    from nemo_style_aligner.trainer.jobs.rl_setup import run_actor
 
     return run_actor(config)
 

@@ -5,14 +5,14 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
-from nemo_style_aligner.config.schema import SFT
-from nemo_style_aligner.launch.start import job
+from nemo_style_aligner.trainer.config.schema import SFT
+from nemo_style_aligner.trainer.launch.start import job
 
 
-@job("gpt_sft", check="nemo_style_aligner.jobs.config_checks.check_job")
+@job("gpt_sft", check="nemo_style_aligner.trainer.jobs.config_checks.check_job")
 def main(config: SFT) -> int:
     # Imported here: the process that only starts and watches the ranks does without these, which take seconds.
-    from nemo_style_aligner.jobs.supervised_setup import build_sft_trainer, run_supervised
+    from nemo_style_aligner.trainer.jobs.supervised_setup import build_sft_trainer, run_supervised
 
     return run_supervised(config, build_sft_trainer, "model.restore_from_path")
 

@@ -8,10 +8,10 @@ import logging
 import numpy as np
 import torch
 
-from nemo_style_aligner.architecture import ENDS, EVERY_FEATURE
+from nemo_style_aligner.engine.architecture import ENDS, EVERY_FEATURE
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
 from nemo_style_aligner.engine.embedded.torch_operations import Batch, ChunkSegment, TorchOperations
-from nemo_style_aligner.native.with_triton import with_triton
+from nemo_style_aligner.engine.native.with_triton import with_triton
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_style_aligner.architecture import ModelArchitecture
-from nemo_style_aligner.config.kinds import StepChoice
+from nemo_style_aligner import activity
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import (
     GenerationEngine,
     GenerationRequest,
@@ -36,11 +36,11 @@ from nemo_style_aligner.engine.embedded.scheduler import (
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep
 from nemo_style_aligner.engine.embedded.torch_step import TorchStep
 from nemo_style_aligner.engine.embedded.trainer_weights import Offer, TrainerWeights
+from nemo_style_aligner.engine.native.compilation import NativeUnavailable
 from nemo_style_aligner.engine.sampling import SamplingRows, request_key
 from nemo_style_aligner.engine.shard import TensorParallel
-from nemo_style_aligner.native.compilation import NativeUnavailable
-from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.transfers import moved
+from nemo_style_aligner.engine.transfers import moved
+from nemo_style_aligner.kinds import StepChoice
 
 logger = logging.getLogger(__name__)
 

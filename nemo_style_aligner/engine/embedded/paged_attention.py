@@ -21,7 +21,7 @@ import triton.language as tl
 
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS
 from nemo_style_aligner.engine.embedded.torch_operations import Batch
-from nemo_style_aligner.transfers import moved
+from nemo_style_aligner.engine.transfers import moved
 
 _LEAST_ROWS = 16  # of a product on tensor cores: the heads of one decoding token are padded to it
 _LEAST_WIDTH = 16  # the same for channels

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.engine.embedded.weight_table import WeightTable
 from nemo_style_aligner.engine.sampling import SamplingRows, sample

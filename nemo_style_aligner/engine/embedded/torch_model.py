@@ -16,8 +16,8 @@ from nemo_style_aligner.engine.embedded.step import EngineShape
 from nemo_style_aligner.engine.embedded.torch_operations import Batch, HeadNorms, Norm, TorchOperations
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.embedded.weight_table import Rows, Write, layer_rows
-from nemo_style_aligner.softcaps import capped
-from nemo_style_aligner.weights.layout import LAYER_NORMS
+from nemo_style_aligner.engine.softcaps import capped
+from nemo_style_aligner.engine.weights.layout import LAYER_NORMS
 
 
 class TorchWeights:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nemo_style_aligner.architecture import Layer
+from nemo_style_aligner.engine.architecture import Layer
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
-from nemo_style_aligner.softcaps import capped_attention
-from nemo_style_aligner.transfers import moved
+from nemo_style_aligner.engine.softcaps import capped_attention
+from nemo_style_aligner.engine.transfers import moved
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from nemo_style_aligner.engine.embedded.torch_model import TorchModel, TorchWeig
 from nemo_style_aligner.engine.embedded.torch_operations import Batch, ChunkSegment, TorchOperations
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.embedded.weight_table import WeightTable
-from nemo_style_aligner.transfers import moved
+from nemo_style_aligner.engine.transfers import moved
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nemo_style_aligner.architecture import Layer
+from nemo_style_aligner.engine.architecture import Layer
 from nemo_style_aligner.engine.embedded.paged_attention import PagedAttention
 from nemo_style_aligner.engine.embedded.step import EngineShape
 from nemo_style_aligner.engine.embedded.torch_operations import Attention, Batch, HeadNorms, Norm, TorchOperations

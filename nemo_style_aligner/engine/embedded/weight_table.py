@@ -13,7 +13,7 @@ import torch
 
 from nemo_style_aligner.engine.contract import WeightStream
 from nemo_style_aligner.engine.shard import ModelShard
-from nemo_style_aligner.weights.layout import checked_stream, hf_tensors, weight_layout
+from nemo_style_aligner.engine.weights.layout import checked_stream, hf_tensors, weight_layout
 
 Write = Callable[[torch.Tensor], object]
 """Stores this rank's part of one tensor, of any float dtype and any strides, in the layout of the step."""

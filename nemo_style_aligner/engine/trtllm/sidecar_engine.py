@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from nemo_style_aligner.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import (
     FinishReason,
     GenerationEngine,
@@ -27,9 +27,9 @@ from nemo_style_aligner.engine.contract import (
 from nemo_style_aligner.engine.sampling import request_key
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.engine.trtllm.sidecar.process import Sidecar, SidecarError
+from nemo_style_aligner.engine.weights.huggingface_config import FAMILIES, hf_config, hf_family
+from nemo_style_aligner.engine.weights.layout import checked_stream, hf_tensors, weight_layout
 from nemo_style_aligner.errors import NonFiniteError
-from nemo_style_aligner.weights.huggingface_config import FAMILIES, hf_config, hf_family
-from nemo_style_aligner.weights.layout import checked_stream, hf_tensors, weight_layout
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
-from nemo_style_aligner.architecture import ENDS, LayerFeatures, ModelArchitecture
+from nemo_style_aligner.engine.architecture import ENDS, LayerFeatures, ModelArchitecture
 from nemo_style_aligner.engine.embedded.step import EngineShape
-from nemo_style_aligner.engine.shard import TensorParallel
-from nemo_style_aligner.native.compilation import (
+from nemo_style_aligner.engine.native.compilation import (
     INCLUDES,
     KERNELS,
     NativeUnavailable,
@@ -26,6 +25,7 @@ from nemo_style_aligner.native.compilation import (
     find_or_compile,
     prepare,
 )
+from nemo_style_aligner.engine.shard import TensorParallel
 
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / name for name in ("step.cpp", "check.cpp", "attention.h", "panels.h", "pairs.h", "sample.h")]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.architecture import ENDS, EVERY_FEATURE, ModelArchitecture
+from nemo_style_aligner.engine.architecture import ENDS, EVERY_FEATURE, ModelArchitecture
 from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.engine.embedded.arena import Arena
 from nemo_style_aligner.engine.embedded.native.library import load_library
@@ -25,9 +25,9 @@ from nemo_style_aligner.engine.embedded.native.structures import (
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, SCORED_ROWS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.embedded.weight_table import Rows, WeightTable, Write, layer_rows
+from nemo_style_aligner.engine.native.compilation import KERNELS, NativeUnavailable, NothingCompiles, usable_kernels
 from nemo_style_aligner.engine.sampling import SamplingRows
-from nemo_style_aligner.native.compilation import KERNELS, NativeUnavailable, NothingCompiles, usable_kernels
-from nemo_style_aligner.weights.layout import LAYER_NORMS
+from nemo_style_aligner.engine.weights.layout import LAYER_NORMS
 from nemo_style_aligner.wording import counted
 
 logger = logging.getLogger(__name__)

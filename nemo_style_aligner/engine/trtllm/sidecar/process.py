@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_style_aligner import activity
 from nemo_style_aligner.engine.trtllm.sidecar import trtllm_sidecar
 from nemo_style_aligner.engine.trtllm.sidecar.trtllm_sidecar import LENGTH, encode, frame_length
-from nemo_style_aligner.telemetry import activity
-from nemo_style_aligner.trusted_paths import temporary_base
+from nemo_style_aligner.guard.trusted_paths import temporary_base
 
 PROGRAM = Path(trtllm_sidecar.__file__)
 

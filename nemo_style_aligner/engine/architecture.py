@@ -1,0 +1,514 @@
+"""The shape of a model: one dataclass that every part of the project reads.
+
+`ModelArchitecture` is what NeMo's ``model_config.yaml``, a Hugging Face ``config.json`` and
+megatron-core's ``TransformerConfig`` have in common. Training models, the weight layout table,
+checkpoints and the generation engine are all built from it, so a fact about a model's shape is
+written down once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from nemo_style_aligner.engine.rope import RopeScaling, inverse_frequencies
+
+if TYPE_CHECKING:
+    import torch
+
+# Those with 1p store their weights less one.
+Normalization = Literal["rmsnorm", "rmsnorm1p", "layernorm", "layernorm1p"]
+NormPlaces = Literal["before", "after", "both"]
+Activation = Literal["silu", "gelu", "gelu-tanh", "squared-relu"]  # gelu-tanh: its approximation by tanh
+
+# NeMo's `activation` strings -> (activation, gated). "fast-" variants name fused kernels of old
+# NeMo versions; the function is the same.
+_NEMO_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
+    "swiglu": ("silu", True),
+    "fast-swiglu": ("silu", True),
+    "geglu": ("gelu", True),
+    "fast-geglu": ("gelu", True),
+    "gelu": ("gelu", False),
+    "squared-relu": ("squared-relu", False),
+}
+
+LARGEST_LENGTH = 1 << 24
+"""Positions that a model may have at most; the most of any that is known are 10 million."""
+
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads", "num_query_groups")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # 1: none
+_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_POSITIVE = (
+    *("layernorm_epsilon", "rotary_base", "rotary_percentage", "init_method_std", "softmax_scale"),
+    *(*MULTIPLIERS, *_SOFTCAPS),
+)
+
+# Fields that are keys of NeMo's config; and its names of others.
+_OF_NEMO = (
+    *(*_SIZES, "kv_channels", "max_position_embeddings", "normalization", "bias", "qkv_bias", "qk_layernorm"),
+    *("layernorm_epsilon", "rotary_base", "rotary_percentage", "init_method_std"),
+)
+_TIED, _FAMILY = "share_embeddings_and_output_weights", "hf_model_type"
+
+_LEEWAY = 4  # how many times as many weights a model may seem to have as there are
+
+# The most that is built: beyond it a file is mistaken or hostile, which is found before memory is taken.
+_LARGEST = {
+    "num_layers": 1000,
+    "max_position_embeddings": LARGEST_LENGTH,
+    "kv_channels": 1 << 16,
+    "rotary_percentage": 100,
+}
+
+_OFF = (None, False)
+_ZERO_CENTERED = "layernorm_zero_centered_gamma"
+NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "rotary_interleaved": _OFF,
+    "window_size": (None, [-1, -1]),
+    "num_moe_experts": _OFF,
+    "transformer_block_type": (None, "pre_ln"),
+    "attention_type": (None, "multihead"),
+    "multi_latent_attention": _OFF,
+    "normalize_attention_scores": (None, True),
+    "headscale": _OFF,
+    "apply_embedding_scaling": _OFF,  # Gemma
+    "mcore_customization_config": (None, {}),  # Gemma 2
+    "drop_layers": (None, []),
+}
+"""Keys of NeMo that change what a model computes, and the values with which it can be built here."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerFeatures:
+    """What layers compute, beside their sizes. The defaults are Llama's."""
+
+    layer_norms: NormPlaces = "before"  # of inputs of attention and MLP, of what these add (OLMo 2), of both (Gemma 2)
+    normalization: Normalization = "rmsnorm"
+    activation: Activation = "silu"
+    gated: bool = True  # SwiGLU when activation is silu
+    bias: bool = False  # biases on all linear layers (and LayerNorm has its own always)
+    qkv_bias: bool = False  # biases on the q, k and v projections only (Qwen2)
+    qk_layernorm: bool = False  # RMSNorm over each head of q and k (Qwen3)
+    qk_norm_over_heads: bool = False  # over all of a token's heads together instead (OLMo 2)
+    softmax_scale: float | None = None  # factor of attention scores; None: 1 / sqrt(kv_channels)
+    attn_logit_softcapping: float | None = None  # c: scores are c tanh(score / c) (Gemma 2); None: as they are
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream (Granite)
+
+    @property
+    def norm_has_bias(self) -> bool:
+        """Whether norms are LayerNorms."""
+        return self.normalization.startswith("layernorm")
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the stored weights of norms."""
+        return 1.0 if self.normalization.endswith("1p") else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer(LayerFeatures):
+    """What one layer computes: what all have in common, and what differs from layer to layer.
+
+    Everything that computes layers reads this. What does not know all of it names what it knows (`unknown`), so that it
+    steps aside for a field that is added later.
+    """
+
+    no_rope: bool = False  # no rotary embedding (SmolLM3)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are rotated."""
+        return not self.no_rope
+
+    def unknown(self, known: Collection[str]) -> list[str]:
+        """Fields in which the layer differs from Llama's, but for those that are ``known``."""
+        names = (field.name for field in dataclasses.fields(self) if field.name not in known)
+        return [name for name in names if getattr(self, name) != getattr(_PLAIN, name)]
+
+
+_PLAIN = Layer()
+ENDS = ("embedding_multiplier", "logits_scaling", "final_logit_softcapping")
+"""Features of a model before and behind its layers."""
+
+EVERY_FEATURE = frozenset(
+    ("layer_norms", "normalization", "activation", "gated", "bias", "qkv_bias", "qk_layernorm", "qk_norm_over_heads")
+    + ("softmax_scale", "attn_logit_softcapping", "residual_multiplier", "no_rope")
+)
+"""All that there is today, spelled out: who knows it does not know what is added to `Layer` tomorrow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelArchitecture(LayerFeatures):
+    """Shape of a decoder-only transformer. All sizes are global (not per rank).
+
+    ``vocab_size`` is the number of rows of the embedding in the Hugging Face sense: without the
+    padding that tensor parallelism adds. It may exceed the tokenizer's number of tokens.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    vocab_size: int
+    kv_channels: int = 0  # size of one head; 0 means hidden_size / num_attention_heads
+    max_position_embeddings: int = 4096
+    layernorm_epsilon: float = 1e-5
+    tied_embeddings: bool = False
+    rotary_base: float = 10000.0
+    rotary_percentage: float = 1.0
+    rope_scaling: RopeScaling | None = None
+    no_rope_layers: tuple[int, ...] = ()  # layers (0-based) that do not rotate (SmolLM3)
+    embedding_multiplier: float = 1.0  # of embeddings (Granite; Gemma 2: the root of hidden_size)
+    logits_scaling: float = 1.0  # what logits are divided by (Granite)
+    final_logit_softcapping: float | None = None  # c: logits are c tanh(logit / c) (Gemma 2)
+    init_method_std: float = 0.02
+    family: str = "llama"  # the Hugging Face `model_type` written on export
+
+    def __post_init__(self) -> None:
+        for field in _SIZES:
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        for field in _POSITIVE:
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{field} must be a number above 0, got {value}")
+        for field, most in _LARGEST.items():
+            if getattr(self, field) > most:
+                raise ValueError(f"{field} must be at most {most:,}, got {getattr(self, field):,}")
+        if self.kv_channels == 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
+                    f"{self.num_attention_heads}; set kv_channels to the size of one head"
+                )
+            object.__setattr__(self, "kv_channels", self.hidden_size // self.num_attention_heads)
+        if self.kv_channels < 1:
+            raise ValueError(f"kv_channels must be at least 1, got {self.kv_channels}")
+        if self.turned_channels > self.kv_channels:
+            raise ValueError(
+                f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {self.turned_channels} "
+                "channels of each head would be rotated (an even number), more than it has; lower rotary_percentage"
+            )
+        if not set(self.no_rope_layers) <= set(range(self.num_layers)):
+            raise ValueError(f"no_rope_layers {self.no_rope_layers} are not among the {self.num_layers} layers")
+        if self.rope_scaling is not None:
+            self._check_scaling(self.rope_scaling)
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_query_groups {self.num_query_groups}"
+            )
+        if self.qk_layernorm and self.norm_has_bias:
+            raise ValueError(
+                f"qk_layernorm with normalization={self.normalization!r}: only RMSNorm can normalise queries and keys"
+            )
+        if self.qk_norm_over_heads and not self.qk_layernorm:
+            raise ValueError("qk_norm_over_heads says which norm of queries and keys: set qk_layernorm, too")
+        if self.layer_norms not in get_args(NormPlaces):
+            raise ValueError(f"layer_norms={self.layer_norms!r} is not one of {', '.join(get_args(NormPlaces))}")
+
+    def _check_scaling(self, scaling: RopeScaling) -> None:
+        if scaling.limit is not None and self.max_position_embeddings > scaling.limit:
+            raise ValueError(
+                f"max_position_embeddings={self.max_position_embeddings}: in sequences of more than {scaling.limit} "
+                f"tokens rope_type {scaling.rope_type!r} turns all tokens otherwise than in shorter ones: a response "
+                f"would change what comes before it as it grows. Set it (in a job: model.encoder_seq_length) to "
+                f"{scaling.limit} or less"
+            )
+        if scaling.short_factor and len(scaling.short_factor) != self.turned_channels // 2:
+            raise ValueError(
+                f"rope scaling has factors for {len(scaling.short_factor)} frequencies, the model has "
+                f"{self.turned_channels // 2} (half of the channels of a head that are rotated)"
+            )
+
+    # ---- NeMo model_config.yaml -------------------------------------------------------------
+
+    @classmethod
+    def from_nemo_config(cls, cfg: Mapping[str, Any]) -> ModelArchitecture:
+        """Read the architecture keys of a NeMo ``model_config.yaml`` (the ``model`` section).
+
+        Raises:
+            ValueError: a size that cannot be defaulted is missing, a value is of another type, or the model has a
+                feature this project does not build.
+        """
+        missing = [k for k in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size") if cfg.get(k) is None]
+        if missing == ["vocab_size"]:
+            raise ValueError(
+                "model config lacks vocab_size, which NeMo leaves to the tokenizer, and the archive has no tokenizer "
+                "that can be read: unpack it (tar -xf) and put a Hugging Face tokenizer's files into tokenizer/"
+            )
+        if missing:
+            raise ValueError(f"model config lacks {', '.join(missing)}: not a complete model_config.yaml")
+        activation = cfg.get("activation") or "gelu"
+        if not isinstance(activation, str) or activation not in _NEMO_ACTIVATIONS:
+            raise ValueError(f"model.activation={activation!r} is not one of {sorted(_NEMO_ACTIVATIONS)}")
+        position = cfg.get("position_embedding_type", "rope")
+        if position != "rope":
+            raise ValueError(f"model.position_embedding_type={position!r}: only 'rope' models are supported")
+        said = cfg.get("normalization", "layernorm")  # NeMo's own default
+        normalization: Any = said.lower() if isinstance(said, str) else said  # megatron writes RMSNorm
+        if normalization not in ("rmsnorm", "layernorm", "layernorm1p"):
+            raise ValueError(f"model.normalization={said!r} is not rmsnorm, layernorm or layernorm1p")
+        if _flag(cfg, _ZERO_CENTERED):
+            normalization = normalization.removesuffix("1p") + "1p"
+        foreign = {key: cfg[key] for key, plain in NEMO_FEATURES_NOT_BUILT.items() if cfg.get(key) not in plain}
+        if foreign:
+            named = ", ".join(f"model.{key}={value}" for key, value in foreign.items())
+            raise ValueError(f"models with {named} are not supported: their results would be wrong")
+        act, gated = _NEMO_ACTIVATIONS[activation]
+        if act == "gelu" and _is_by_tanh(cfg, gated):
+            act = "gelu-tanh"
+        sizes: dict[str, Any] = {key: _whole(cfg, key) for key in (*_SIZES, "kv_channels")}
+        sizes["ffn_hidden_size"] = sizes["ffn_hidden_size"] or 4 * sizes["hidden_size"]
+        sizes["num_query_groups"] = sizes["num_query_groups"] or sizes["num_attention_heads"]
+        numbers: dict[str, Any] = {key: _number(cfg, key) for key in _POSITIVE if key in cfg}
+        qkv_bias = "add_qkv_bias" if cfg.get("qkv_bias") is None else "qkv_bias"  # megatron's name and NeMo's
+        return cls(
+            **sizes,
+            **numbers,
+            max_position_embeddings=_whole(cfg, "max_position_embeddings") or _whole(cfg, "encoder_seq_length") or 4096,
+            normalization=normalization,
+            activation=act,
+            gated=gated,
+            bias=_flag(cfg, "bias"),
+            qkv_bias=_flag(cfg, qkv_bias),
+            qk_layernorm=_flag(cfg, "qk_layernorm"),
+            qk_norm_over_heads=_flag(cfg, "qk_norm_over_heads"),
+            layer_norms=cfg.get("layer_norms") or "before",
+            tied_embeddings=_flag(cfg, _TIED),
+            rope_scaling=RopeScaling.from_nemo_config(_rope_keys(cfg)),
+            no_rope_layers=_no_rope_layers(cfg.get("no_rope_freq"), sizes["num_layers"]),
+            family=str(cfg.get(_FAMILY, "llama")),
+        )
+
+    def to_nemo_config(self) -> dict[str, Any]:
+        """The keys of ``model_config.yaml`` that describe this architecture (NeMo's names)."""
+        is_tanh = self.activation == "gelu-tanh"
+        kind = ("gelu" if is_tanh else self.activation, self.gated)
+        activation = next(name for name, of in _NEMO_ACTIVATIONS.items() if of == kind)
+        config: dict[str, Any] = {key: getattr(self, key) for key in _OF_NEMO} | {
+            "activation": activation,
+            _TIED: self.tied_embeddings,
+            "position_embedding_type": "rope",
+            _FAMILY: self.family,
+        }
+        if self.rope_scaling is not None:
+            config |= self.rope_scaling.to_nemo_config()
+        if self.no_rope_layers:
+            config["no_rope_freq"] = [int(layer in self.no_rope_layers) for layer in range(self.num_layers)]
+        if self.normalization == "rmsnorm1p":  # NeMo has no name for it
+            config |= {"normalization": "rmsnorm", _ZERO_CENTERED: True}
+        own = ("layer_norms", "qk_norm_over_heads", "softmax_scale", *MULTIPLIERS, *_SOFTCAPS)
+        config |= {key: getattr(self, key) for key in own if getattr(self, key) != DEFAULTS[key]}
+        if kind[0] == "gelu":
+            config |= {"openai_gelu": is_tanh, "bias_activation_fusion": False}
+        return config
+
+    # ---- layers -----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer computes."""
+        common = {field.name: getattr(self, field.name) for field in dataclasses.fields(LayerFeatures)}
+        kinds = {no_rope: Layer(**common, no_rope=no_rope) for no_rope in (True, False)}
+        return tuple(kinds[index in self.no_rope_layers] for index in range(self.num_layers))
+
+    def unknown(self, known: Collection[str]) -> list[str]:
+        """Features of any layer, or of the model's ends, that are not as in Llama and not among the ``known``."""
+        named = [name for layer in dict.fromkeys(self.layers) for name in layer.unknown(known)]
+        named += [name for name in ENDS if name not in known and getattr(self, name) != DEFAULTS[name]]
+        return list(dict.fromkeys(named))
+
+    # ---- sizes ------------------------------------------------------------------------------
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head to rotate, as configured; the spacing of the rotary frequencies depends on it."""
+        return int(self.kv_channels * self.rotary_percentage)
+
+    @property
+    def turned_channels(self) -> int:
+        """Channels of a head that are rotated: `rotary_size`, and one more if that is odd, as in Megatron."""
+        return (self.rotary_size + 1) // 2 * 2
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of attention scores."""
+        return self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def frequencies(self) -> tuple[torch.Tensor, float]:
+        """Of the rotary embedding: radians per position, fp32 [turned channels / 2]; factor of cosines and sines."""
+        return inverse_frequencies(self.rotary_base, self.rotary_size, self.rope_scaling)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the language model; tied embeddings count once."""
+        h, d = self.hidden_size, self.kv_channels
+        qkv_out = d * (self.num_attention_heads + 2 * self.num_query_groups)
+        attention = h * qkv_out + h * d * self.num_attention_heads
+        attention += qkv_out if self.bias or self.qkv_bias else 0
+        attention += h if self.bias else 0
+        attention += sum(self.qk_norm_sizes)
+        fc1_out = self.ffn_hidden_size * (2 if self.gated else 1)
+        mlp = h * fc1_out + h * self.ffn_hidden_size + (fc1_out + h if self.bias else 0)
+        norm = 2 * h if self.norm_has_bias else h
+        norms = norm * (4 if self.layer_norms == "both" else 2)
+        embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
+        return self.num_layers * (attention + mlp + norms) + norm + embeddings
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, ...]:
+        """Weights of a layer's norms of queries and of keys; empty: there are none."""
+        heads = (self.num_attention_heads, self.num_query_groups) if self.qk_norm_over_heads else (1, 1)
+        return tuple(self.kv_channels * n for n in heads) if self.qk_layernorm else ()
+
+    def require_weights(self, shapes: Iterable[Sequence[int]], where: object) -> None:
+        """Check, before memory is taken for this model, that the weights to load could be its own.
+
+        If they only lack some, loading them says which.
+
+        Args:
+            shapes: of the tensors.
+            where: they are, for the message.
+
+        Raises:
+            ValueError: they are far too few: the config is not that of these weights.
+        """
+        stored, needed = sum(math.prod(shape) for shape in shapes), self.layer_parameters + self.output_parameters
+        if needed > _LEEWAY * stored:
+            raise ValueError(
+                f"{where} holds {stored:,} weights, but its config describes a model of {needed:,}: it is damaged, or "
+                "the config is another model's"
+            )
+
+    @property
+    def output_parameters(self) -> int:
+        """Weights of the output layer, tied or not."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of the layers and the final norm, without embedding and output layer."""
+        return self.num_parameters - self.output_parameters * (1 if self.tied_embeddings else 2)
+
+    @property
+    def attention_operations(self) -> int:
+        """Floating-point operations of attention, in all layers, for each pair of a query and a key."""
+        return 4 * self.num_layers * self.num_attention_heads * self.kv_channels
+
+    def forward_operations(self, num_tokens: int, num_outputs: int) -> int:
+        """Floating-point operations of matrix products in the forward pass of one sequence.
+
+        Two per weight and token, and four per channel of a head and pair of a query and a key, of which causal
+        attention has n (n + 1) / 2. The last layer counts for all tokens, though its MLP needs only the positions whose
+        outputs are wanted: with 30 layers up to 2.5% too many.
+
+        Args:
+            num_tokens: of the sequence.
+            num_outputs: positions with logits.
+        """
+        weights = self.layer_parameters * num_tokens + self.output_parameters * num_outputs
+        return 2 * weights + self.attention_operations * (num_tokens * (num_tokens + 1) // 2)
+
+    # ---- layouts ----------------------------------------------------------------------------
+
+    def layout_problems(self, tp_size: int, pp_size: int = 1, *, engine_key: str | None = None) -> list[str]:
+        """Why the model cannot be divided into these sizes, one line for each reason; empty if it can.
+
+        Args:
+            tp_size: ranks that share each layer.
+            pp_size: pipeline stages.
+            engine_key: what ``tp_size`` is called in messages, where it divides a generation engine; None: training.
+        """
+        tp = f"{engine_key or 'model.tensor_model_parallel_size'}={tp_size}"
+        pp = f"model.pipeline_model_parallel_size={pp_size}"
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        problems = []
+        if heads % tp_size:
+            problems.append(f"{tp}: the model's num_attention_heads={heads} is not a multiple of it")
+        if groups % tp_size and tp_size % groups:
+            problems.append(f"{tp}: the model's num_query_groups={groups} neither divides nor is a multiple of it")
+        # With more ranks than key heads, megatron-core cuts the matrix of q, k and v wherever a rank's rows end.
+        qkv_rows = (heads + 2 * groups) * self.kv_channels
+        if engine_key is None and not problems and qkv_rows % tp_size:
+            problems.append(
+                f"{tp}: with more ranks than num_query_groups={groups}, the model's (num_attention_heads + 2 * "
+                f"num_query_groups) * kv_channels={qkv_rows} must be a multiple of it"
+            )
+        if self.ffn_hidden_size % tp_size:
+            problems.append(f"{tp}: the model's ffn_hidden_size={self.ffn_hidden_size} is not a multiple of it")
+        if self.num_layers % pp_size:
+            problems.append(f"{pp}: the model's num_layers={self.num_layers} is not a multiple of it")
+        return problems
+
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelArchitecture)}
+"""Llama's values of an architecture's fields; sizes have none."""
+
+
+def _no_rope_layers(frequency: Any, num_layers: int) -> tuple[int, ...]:
+    """The layers that Megatron-Core's ``no_rope_freq`` names: every n-th, or those with a 1 in a list."""
+    if not frequency:
+        return ()
+    if isinstance(frequency, int):
+        return tuple(range(frequency - 1, num_layers, frequency))
+    if len(frequency) != num_layers:
+        raise ValueError(f"no_rope_freq has {len(frequency)} numbers for {num_layers} layers")
+    return tuple(layer for layer, skips in enumerate(frequency) if skips)
+
+
+# ---- values of a model_config.yaml ------------------------------------------------------------------
+
+
+def _number(cfg: Mapping[str, Any], key: str) -> float:
+    """A key's number. YAML takes 1e-5 for text."""
+    value = cfg[key]
+    try:
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            return float(value)
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"model.{key}={repr(value)[:80]}: must be a number")
+
+
+def _whole(cfg: Mapping[str, Any], key: str) -> int:
+    """A key's whole number; 0 where it is missing or null."""
+    number = 0.0 if cfg.get(key) is None else _number(cfg, key)
+    if not number.is_integer():
+        raise ValueError(f"model.{key}={repr(cfg[key])[:80]}: must be a whole number")
+    return int(number)
+
+
+def _flag(cfg: Mapping[str, Any], key: str) -> bool:
+    """Whether a key is true; False where it is missing or null."""
+    value = cfg.get(key)
+    if value not in (None, False, True):
+        raise ValueError(f"model.{key}={repr(value)[:80]}: must be true or false")
+    return bool(value)
+
+
+def _is_by_tanh(cfg: Mapping[str, Any], gated: bool) -> bool:
+    """Whether NeMo computes GELU by its approximation: its kernel fused with biases, the default, does."""
+    is_fused = cfg.get("bias_activation_fusion") is None or _flag(cfg, "bias_activation_fusion")
+    return _flag(cfg, "openai_gelu") or (is_fused and (gated or _flag(cfg, "bias")))
+
+
+_ROPE_NUMBERS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len", "rope_scaling_factor")
+
+
+def _rope_keys(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of rotary scaling in NeMo 1's words. NeMo 2 and Megatron-Bridge have a flag, ``rope_scaling``."""
+    numbers = {
+        key: _number(cfg, key) for key in (*_ROPE_NUMBERS, "seq_len_interpolation_factor") if cfg.get(key) is not None
+    }
+    keys: dict[str, Any] = {**cfg, **numbers, "scale_positional_embedding": _flag(cfg, "scale_positional_embedding")}
+    if isinstance(cfg.get("rope_scaling"), bool):
+        del keys["rope_scaling"]
+        if cfg["rope_scaling"]:
+            factor = keys.get("scale_factor") or keys.get("rope_scaling_factor")
+            keys |= {"scale_positional_embedding": True, "scale_factor": factor}
+    return keys

@@ -1,0 +1,243 @@
+"""GGUF files (llama.cpp's format): quantised weights read tensor by tensor, with config and tokenizer."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.rope import RopeScaling, inverse_frequencies
+from nemo_style_aligner.engine.weights.gguf_file import GGUFFile
+from nemo_style_aligner.engine.weights.gguf_tokenizer import TOKENIZER_KEYS, write_tokenizer
+from nemo_style_aligner.engine.weights.stream import check_shapes
+
+HF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "model.layers.{}.input_layernorm",
+    "attn_q": "model.layers.{}.self_attn.q_proj",
+    "attn_k": "model.layers.{}.self_attn.k_proj",
+    "attn_v": "model.layers.{}.self_attn.v_proj",
+    "attn_output": "model.layers.{}.self_attn.o_proj",
+    "attn_q_norm": "model.layers.{}.self_attn.q_norm",
+    "attn_k_norm": "model.layers.{}.self_attn.k_norm",
+    "ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "ffn_gate": "model.layers.{}.mlp.gate_proj",
+    "ffn_up": "model.layers.{}.mlp.up_proj",
+    "ffn_down": "model.layers.{}.mlp.down_proj",
+}
+"""Hugging Face's names by llama.cpp's; `{}` is the layer."""
+
+# GGUF architectures with Llama's tensors. llama.cpp reorders the rows of q and k of "llama" (which is Mistral's
+# too) for its own form of rotary embedding; the others it leaves as they are.
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+# Every key of a file must match one of these, or one of `TOKENIZER_KEYS`; ARCH is the architecture's name.
+_USED = (
+    "split.count", "ARCH.block_count", "ARCH.context_length", "ARCH.embedding_length", "ARCH.feed_forward_length",
+    "ARCH.vocab_size", "ARCH.attention.head_count", "ARCH.attention.head_count_kv", "ARCH.attention.key_length",
+    "ARCH.attention.value_length", "ARCH.attention.layer_norm_rms_epsilon", "ARCH.rope.dimension_count",
+    "ARCH.rope.freq_base", "ARCH.rope.scale_linear", "ARCH.rope.scaling.type", "ARCH.rope.scaling.factor",
+    "ARCH.rope.scaling.original_context_length", "ARCH.rope.scaling.yarn_beta_fast",
+    "ARCH.rope.scaling.yarn_beta_slow",
+)  # fmt: skip
+_IRRELEVANT = (
+    "general.*", "split.*", "quantize.*", "mradermacher.*", "ARCH.tensor_data_layout", "ARCH.rope.scaling.finetuned",
+)  # fmt: skip
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "general.type": ("model",),  # else an adapter, a projector of images, a vocabulary
+    "general.quantization_version": (2,),  # before it, blocks were laid out otherwise
+    "ARCH.expert_count": (0,),
+    "ARCH.expert_used_count": (0,),
+    "ARCH.attention.sliding_window": (0,),
+    "ARCH.attention.causal": (True,),
+    "ARCH.attention.scale": (0.0,),
+    "ARCH.attention.clamp_kqv": (0.0,),
+    "ARCH.attention.max_alibi_bias": (0.0,),
+    "ARCH.attn_logit_softcapping": (0.0,),
+    "ARCH.final_logit_softcapping": (0.0,),
+    "ARCH.logit_scale": (0.0, 1.0),
+    "ARCH.embedding_scale": (0.0, 1.0),
+    "ARCH.residual_scale": (0.0, 1.0),
+    "ARCH.use_parallel_residual": (False,),
+    "ARCH.pooling_type": (0,),
+    "ARCH.rope.scaling.attn_factor": (1.0,),
+    "ARCH.rope.scaling.yarn_log_multiplier": (0.0,),
+    "ARCH.rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "ARCH.rope.scaling.yarn_attn_factor": (1.0,),
+}  # and the values with which these mean nothing
+_ROPE_FACTORS = "rope_freqs.weight"  # by which each rotary frequency is divided (Llama 3.1 and later)
+
+
+class GGUFCheckpoint:
+    """A GGUF file as a `WeightSource`: tensors are dequantised to fp32 when they are read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file cannot be read, or has a model or a feature this project does not build.
+    """
+
+    num_attributes = 0  # outputs of a reward head
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(f"{self.path} is not a file")
+        self._file = GGUFFile(self.path)
+        if (parts := self._file.value("split.count", int, 1)) > 1:
+            raise ValueError(f"{self.path} is one of {parts} parts: make one file of them (llama-gguf-split --merge)")
+        self._kind = self._file.value("general.architecture", str)
+        if self._kind not in _ARCHITECTURES:
+            raise ValueError(f"{self.path}: GGUF architecture {self._kind!r} is not one of {', '.join(_ARCHITECTURES)}")
+        self._check_keys()
+        self._names = {self._hf_name(name): name for name in self._file.tensors if name != _ROPE_FACTORS}
+        try:
+            self.architecture = self._read_architecture()
+            check_shapes(self.architecture, self.shapes())
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {str(error).removeprefix(f'{self.path}: ')}") from error
+        self._last: tuple[str, torch.Tensor] | None = None  # one parameter is read in several slices
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's Hugging Face name and shape."""
+        return {name: self._file.tensors[own].shape for name, own in self._names.items()}
+
+    def dtypes(self) -> list[str]:
+        """Every tensor's type, by GGML's name for it."""
+        return [tensor.kind.name for tensor in self._file.tensors.values()]
+
+    def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """A slice of a tensor, fp32, rows in Hugging Face's order."""
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._dequantize(name))
+        return self._last[1].narrow(dim, start, length)
+
+    def save_tokenizer(self, directory: str | Path) -> None:
+        """Write the file's tokenizer and chat template as a tokenizer directory.
+
+        Raises:
+            ValueError: it is incomplete, or of a kind that cannot be built.
+        """
+        write_tokenizer(self._file, self.architecture.vocab_size, Path(directory))
+
+    def _check_keys(self) -> None:
+        """Refuse keys that are not known, which may change what the model computes, and values that do."""
+        for key, value in self._file.metadata.items():
+            own = f"ARCH{key.removeprefix(self._kind)}" if key.startswith(f"{self._kind}.") else key
+            given = value.tolist() if isinstance(value, np.ndarray) else [value]
+            if own in _NEUTRAL and any(one not in _NEUTRAL[own] for one in given):
+                raise ValueError(f"{self.path}: models with {key}={value} are not supported")
+            known = own in _NEUTRAL or any(fnmatchcase(own, name) for name in (*_USED, *_IRRELEVANT, *TOKENIZER_KEYS))
+            if not known:
+                raise ValueError(
+                    f"{self.path}: the key {key} is not known here, and may change what the model computes. If it "
+                    f"does not, remove it (gguf-new-metadata --remove-metadata {key} IN OUT)"
+                )
+
+    def _hf_name(self, name: str) -> str:
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
+        if match is None or match[2] not in HF_NAMES:
+            hint = " (experts)" if "exp" in name else " (scaled rotary embedding)" if "rope" in name else ""
+            raise ValueError(f"{self.path}: tensor {name} is not supported{hint}")
+        return f"{HF_NAMES[match[2]].format(match[1])}.{match[3]}"
+
+    def _read_architecture(self) -> ModelArchitecture:
+        def whole(key: str, *default: int) -> int:
+            return self._file.value(f"{self._kind}.{key}", int, *default)
+
+        def number(key: str, *default: float) -> float:
+            return self._file.value(f"{self._kind}.{key}", float, *default)
+
+        heads, hidden_size = whole("attention.head_count"), whole("embedding_length")
+        head_size = whole("attention.key_length", hidden_size // max(heads, 1))
+        rotary_size = whole("rope.dimension_count", head_size)
+        if whole("attention.value_length", head_size) != head_size:
+            raise ValueError(f"{self._kind}.attention.value_length differs from that of keys, {head_size}")
+        if rotary_size != head_size and self._kind == "llama":
+            raise ValueError(f"llama.rope.dimension_count={rotary_size}, of heads of {head_size}, is not supported")
+        rows = self.shapes().get("model.embed_tokens.weight", (0,))[0]
+        if whole("vocab_size", rows) != rows:
+            raise ValueError(f"{self._kind}.vocab_size={whole('vocab_size')}, but the embedding has {rows} rows")
+        base = number("rope.freq_base", 10000.0)
+        return ModelArchitecture(
+            num_layers=whole("block_count"),
+            hidden_size=hidden_size,
+            ffn_hidden_size=whole("feed_forward_length"),
+            num_attention_heads=heads,
+            num_query_groups=whole("attention.head_count_kv", heads),
+            vocab_size=rows,
+            kv_channels=head_size,
+            max_position_embeddings=whole("context_length"),
+            # Stored as float32: 9.99999974e-06 was 1e-05.
+            layernorm_epsilon=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
+            qkv_bias=self._kind == "qwen2",
+            qk_layernorm=self._kind == "qwen3",
+            tied_embeddings="lm_head.weight" not in self._names,
+            rotary_base=base,
+            rotary_percentage=rotary_size / max(head_size, 1),
+            rope_scaling=self._rope_scaling(base, rotary_size),
+            family=self._kind,
+        )
+
+    def _rope_scaling(self, base: float, rotary_size: int) -> RopeScaling | None:
+        """As llama.cpp reads it: of a type that is not given, a factor is linear."""
+
+        def number(key: str, default: float) -> float:
+            return self._file.value(f"{self._kind}.rope.{key}", float, default)
+
+        positions = self._file.value(f"{self._kind}.context_length", int)
+        kind = self._file.value(f"{self._kind}.rope.scaling.type", str, "linear")
+        factor = number("scaling.factor", number("scale_linear", 0.0)) or 1.0
+        scaling: RopeScaling | None = None
+        if kind == "yarn":
+            original = self._file.value(f"{self._kind}.rope.scaling.original_context_length", int, 0) or positions
+            fast, slow = number("scaling.yarn_beta_fast", 32.0), number("scaling.yarn_beta_slow", 1.0)
+            scaling = RopeScaling("yarn", factor, original, beta_fast=fast, beta_slow=slow)
+        elif kind == "linear":
+            scaling = RopeScaling("linear", factor) if factor != 1 else None
+        elif kind != "none":
+            raise ValueError(f"rotary scaling {kind!r} is not supported")
+        if _ROPE_FACTORS not in self._file.tensors:
+            return scaling
+        factors = torch.from_numpy(self._file.values(_ROPE_FACTORS))
+        if scaling is not None or factors.shape != (rotary_size // 2,):
+            raise ValueError(
+                f"tensor {_ROPE_FACTORS} has {factors.numel()} factors beside rotary scaling {scaling and kind!r}: "
+                f"only {rotary_size // 2} factors, without another scaling, are supported"
+            )
+        return _scaling_by(factors, base, rotary_size, positions)
+
+    def _dequantize(self, name: str) -> torch.Tensor:
+        values = torch.from_numpy(self._file.values(self._names[name]))
+        if self._kind == "llama" and (".q_proj." in name or ".k_proj." in name):
+            architecture = self.architecture
+            heads = architecture.num_attention_heads if ".q_proj." in name else architecture.num_query_groups
+            return _undo_rotary_permutation(values, heads)
+        return values
+
+
+def _scaling_by(factors: torch.Tensor, base: float, rotary_size: int, positions: int) -> RopeScaling | None:
+    """The scaling that divides each frequency by its factor: Llama 3.1's, which made them, or these very factors."""
+    if bool((factors == 1).all()):
+        return None
+    plain, _ = inverse_frequencies(base, rotary_size, None)
+    largest = float(f"{factors.max():.6g}")
+    for original in (8192, *(1 << exponent for exponent in range(4, 21))) if largest >= 1 else ():
+        scaling = RopeScaling("llama3", largest, original)
+        scaled, _ = inverse_frequencies(base, rotary_size, scaling)
+        if torch.allclose(plain / scaled, factors, rtol=1e-4):
+            return scaling
+    return RopeScaling.by_frequency(factors.tolist(), positions)
+
+
+def _undo_rotary_permutation(values: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Reorder each head's rows from interleaved pairs (0, d/2, 1, d/2 + 1, ...) to Hugging Face's two halves."""
+    shape = values.shape
+    pairs = values.view(num_heads, shape[0] // num_heads // 2, 2, *shape[1:])
+    return pairs.transpose(1, 2).reshape(shape)

@@ -1,0 +1,1 @@
+"""What keeps neighbours, strangers and hostile files out."""

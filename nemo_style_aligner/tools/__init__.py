@@ -1,0 +1,1 @@
+"""What people use beside training: the command line, plans, evaluation, reports."""

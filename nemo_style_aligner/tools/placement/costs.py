@@ -1,0 +1,151 @@
+"""What passes of a model cost, in bytes and seconds of one rank: from its shape, its layout and the device's rates.
+
+Every formula is per rank, of ``tp`` x ``pp`` x ``dp`` equal ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+
+from nemo_style_aligner.tools.placement.rates import Device
+from nemo_style_aligner.trainer.models.sizes import Layout, Sizes
+
+KERNELS_PER_LAYER = 7
+"""In decoding: four products, attention, and two of all the rest, which is fused."""
+
+MACHINE = 8
+"""Devices of a machine, as far as sums over data-parallel ranks are concerned."""
+
+PASSES_PER_STAGE = 4
+"""Micro batches of an update for each pipeline stage, where there are samples enough."""
+
+SEND_SECONDS = 1e-5
+"""From one rank to another, beside what the bytes take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Tokens of a prompt and of its response."""
+
+    prompt: int
+    response: int
+
+    @property
+    def tokens(self) -> int:
+        """Of both."""
+        return self.prompt + self.response
+
+
+@dataclasses.dataclass(frozen=True)
+class Model(Sizes):
+    """And its seconds, on a device type."""
+
+    device: Device = dataclasses.field(kw_only=True)
+
+    def decode(self, tp: int, batch: float, kv_tokens: float) -> float:
+        """Seconds of a pass that extends ``batch`` responses by a token, with ``kv_tokens`` before them in all.
+
+        GPUs read weights while they compute. A CPU does one after the other, and computes as in `forward`.
+        """
+        a, d = self.architecture, self.device
+        weights = (a.layer_parameters + a.output_parameters) / tp
+        reading = self.itemsize * weights / d.bandwidth
+        computing = 2 * weights * batch / d.products
+        beside = self.kv_bytes(tp) * kv_tokens / d.bandwidth + self._per_layer(tp, batch)
+        if d.is_cpu:
+            return d.decoding_factor * (reading + beside) + computing / d.forward_share
+        return d.decoding_factor * (max(reading, computing) + beside)
+
+    def prefill(self, tp: int, tokens: float) -> float:
+        """Seconds that an engine needs for prompts' tokens."""
+        a, d = self.architecture, self.device
+        sums = 2 * a.num_layers * self._all_reduce(tp, tokens)
+        return 2 * a.layer_parameters * tokens / tp / (d.products * d.forward_share) + sums
+
+    def _per_layer(self, tp: int, batch: float) -> float:
+        return self.architecture.num_layers * (KERNELS_PER_LAYER * self.device.kernel + 2 * self._all_reduce(tp, batch))
+
+    def _all_reduce(self, tp: int, tokens: float) -> float:
+        size = self.itemsize * self.architecture.hidden_size * tokens
+        return self.device.all_reduce_seconds(size) if tp > 1 and tokens else 0.0
+
+    def forward(self, layout: Layout, samples: Sequence[Sample], micro_batch: int) -> float:
+        """Seconds of a pass over samples for log-probs or values; see `training`."""
+        return self._passes(layout, samples, micro_batch, len(samples), is_training=False)
+
+    def training(self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int) -> float:
+        """Seconds of training once on all samples.
+
+        Args:
+            micro_batch: tokens of each, at most.
+            update: samples of each update; the ranks meet after each.
+        """
+        seconds = self._passes(layout, samples, micro_batch, update, is_training=True)
+        return seconds + math.ceil(len(samples) / update) * self.update(layout)
+
+    def update(self, layout: Layout) -> float:
+        """Seconds to add up gradients over data-parallel ranks, step the optimizer, and gather weights.
+
+        Within a machine first: what passes the network is divided over the machine's ranks.
+        """
+        parameters, d = self.parameters(layout), self.device
+        seconds = (3 * 12 + 4) * parameters / layout.dp / d.bandwidth  # reads and writes states, reads gradients
+        sent, neighbours = (4 + self.itemsize) * parameters, min(layout.dp, max(1, MACHINE // layout.tp))
+        if neighbours > 1:
+            seconds += d.all_reduce_seconds(sent) / 2  # adding up and gathering, each half of it
+        return seconds + sent / neighbours * (1 - neighbours / layout.dp) / d.network
+
+    def _passes(
+        self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int, *, is_training: bool
+    ) -> float:
+        """The work of the rank that has most in each update, at the rate of passes, with sums and pipeline bubbles."""
+        a, d = self.architecture, self.device
+        rate = layout.tp * layout.pp * d.products * (d.training_share if is_training else d.forward_share)
+        factor = 3 if is_training else 1
+        seconds = 0.0
+        for begin in range(0, len(samples), update):
+            part = samples[begin : begin + update]
+            work = [a.forward_operations(sample.tokens, sample.response) for sample in part]
+            most = largest_share(work, layout.dp)
+            tokens = sum(sample.tokens for sample in part) * most / sum(work)
+            passes = max(1, math.ceil(tokens / micro_batch))
+            if layout.pp > 1:  # smaller ones, as far as samples go: fewer bubbles
+                passes = max(passes, min(math.ceil(len(part) / layout.dp), PASSES_PER_STAGE * layout.pp))
+            sums = passes * self._all_reduce(layout.tp, tokens / passes) * 2 * a.num_layers / layout.pp
+            if layout.pp > 1:  # what a stage hands to the next
+                sums += passes * SEND_SECONDS + tokens * a.hidden_size * self.itemsize / d.network
+            alone = factor * most / rate * self._slowest_stage(layout, part) + (2 if is_training else 1) * sums
+            seconds += alone * (1 + (layout.pp - 1) / passes)
+        return seconds
+
+    def _slowest_stage(self, layout: Layout, samples: Sequence[Sample]) -> float:
+        """Work of a pipeline's last stage, which has the output layer, over that of its stages on average."""
+        layers = self.architecture.layer_parameters * sum(sample.tokens for sample in samples)
+        head = self.architecture.output_parameters * sum(sample.response for sample in samples)
+        return layout.pp * (layers / layout.pp + head) / (layers + head)
+
+    def refit(self, layout: Layout, engine_tp: int, *, is_apart: bool = False) -> float:
+        """Seconds to bring trained weights into the engines, bucket by bucket.
+
+        Args:
+            is_apart: the engines are on ranks of their own, to which rank 0's machine broadcasts the whole model.
+        """
+        size = self.itemsize * self.architecture.num_parameters
+        if is_apart:
+            return size / self.device.network
+        if layout.pp == 1 and layout.tp == engine_tp:
+            return 0.0  # the engine computes with the trainer's weights
+        return size * (1 - 1 / layout.pp) / self.device.network + size / self.device.bandwidth
+
+
+def largest_share(work: Sequence[float], ranks: int) -> float:
+    """The work of the rank that has most, where each piece goes to the rank with least, the largest first."""
+    if len(work) <= ranks:
+        return max(work)
+    shares = [0.0] * ranks
+    for piece in sorted(work, reverse=True):
+        heapq.heapreplace(shares, shares[0] + piece)
+    return max(shares)

@@ -1,0 +1,343 @@
+"""Steps of a run, event by event, in the time of a clock that jumps from one event to the next.
+
+What waits for what is as in `rl.loop`: engines with in-flight batching take samples from the real work queue
+(`rl.rollouts.work_queue`), finished samples are scored beside generation, the service that scores also trains the
+critic, and with staleness the next round is generated during training. How long things take is told from outside
+(`costs`). No wall clock and no chance are involved: equal arguments give equal times.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from nemo_style_aligner.tools.placement.costs import Sample
+from nemo_style_aligner.trainer.rl.rollouts.work_queue import StaticPartition, WorkQueue, WorkTaker
+
+# ---- time ---------------------------------------------------------------------------------------
+
+
+class Signal:
+    """Something that happens once; processes wait for it by yielding it."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self.waiting: list[Process] = []
+
+
+Process = Iterator["float | Signal"]
+"""Yields the seconds that something takes, or a `Signal` to wait for."""
+
+
+class Clock:
+    """Runs processes in the order of their times; at equal times, in the order in which they were due."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Process]] = []
+        self._numbers = itertools.count()
+
+    def start(self, process: Process) -> Signal:
+        """Begin a process now; returns the signal of its end."""
+        ended = Signal()
+        self._after(0.0, self._with_end(process, ended))
+        return ended
+
+    def set(self, signal: Signal) -> None:
+        """Let those go on that wait for it."""
+        signal.is_set = True
+        for process in signal.waiting:
+            self._after(0.0, process)
+        signal.waiting = []
+
+    def run(self) -> None:
+        """Until nothing is due any more."""
+        while self._due:
+            self.now, _, process = heapq.heappop(self._due)
+            for wish in process:
+                if isinstance(wish, Signal):
+                    if wish.is_set:
+                        continue
+                    wish.waiting.append(process)
+                else:
+                    self._after(wish, process)
+                break
+
+    def _after(self, seconds: float, process: Process) -> None:
+        heapq.heappush(self._due, (self.now + seconds, next(self._numbers), process))
+
+    def _with_end(self, process: Process, ended: Signal) -> Process:
+        yield from process
+        self.set(ended)
+
+
+# ---- generation ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Engines:
+    """Engines of a job, all alike.
+
+    Attributes:
+        slots: responses that each generates at the same time.
+        decode: seconds of a pass, from its responses and the tokens before them in all.
+        prefill: seconds, from prompts' tokens.
+        slowness: factors of the first engines' times: stragglers.
+        in_flight: a slot is filled again as soon as its response ends; else with all others, when the longest has.
+        queue: the work queue deals out samples; else each has a fixed share.
+        samples_per_prompt: so many follow each other; an engine computes the prompt for the first of them.
+    """
+
+    count: int
+    slots: int
+    decode: Callable[[int, float], float]
+    prefill: Callable[[float], float]
+    slowness: tuple[float, ...] = ()
+    in_flight: bool = True
+    queue: bool = True
+    samples_per_prompt: int = 1
+
+    def takers(self, num_samples: int, expected: Sequence[float] | None) -> list[Callable[[int], list[int]]]:
+        """For each engine, what it takes samples with."""
+        ids = range(num_samples)
+        if not self.queue:
+            shares = [StaticPartition(index, self.count, self.samples_per_prompt) for index in range(self.count)]
+            for share in shares:
+                share.start_round(ids, expected)
+            return [share.take for share in shares]
+        queue, numbers = WorkQueue(self.count), itertools.count()
+        queue.start_round(ids, expected)
+        if not self.in_flight:
+            return [queue.take] * self.count  # NeMo-Aligner's protocol: a micro batch, as long as there is one
+
+        def asking(worker: str) -> Callable[[int], tuple[list[int], int]]:
+            return lambda n: (queue.take(n, worker, next(numbers)), queue.share())
+
+        return [WorkTaker(asking(str(index)), self.slots).take for index in range(self.count)]
+
+
+@dataclasses.dataclass
+class Round:
+    """A round of generation under way.
+
+    Attributes:
+        begun, ended: seconds of the clock; ``ended`` is that of the last response so far.
+        busy: seconds that engines had responses under way, summed over engines.
+    """
+
+    samples: Sequence[Sample]
+    begun: float
+    ended: float = 0.0
+    busy: float = 0.0
+    done: Signal = dataclasses.field(default_factory=Signal)
+
+
+def start_round(
+    clock: Clock,
+    engines: Engines,
+    samples: Sequence[Sample],
+    expected: Sequence[float] | None,
+    on_end: Callable[[int], None],
+) -> Round:
+    """Begin to generate ``samples``; ``on_end`` is called with the number of each that ends."""
+    this = Round(samples, clock.now)
+    slowness = itertools.chain(engines.slowness, itertools.repeat(1.0))
+    ends = [
+        clock.start(_engine(clock, engines, this, take, slow, on_end))
+        for take, slow in zip(engines.takers(len(samples), expected), slowness, strict=False)
+    ]
+
+    def all_ended() -> Process:
+        yield from ends
+        clock.set(this.done)
+
+    clock.start(all_ended())
+    return this
+
+
+def _engine(
+    clock: Clock,
+    engines: Engines,
+    this: Round,
+    take: Callable[[int], list[int]],
+    slowness: float,
+    on_end: Callable[[int], None],
+) -> Process:
+    """An engine's round. Between two ends of responses all passes are alike, so they are one event."""
+    running: list[tuple[int, int]] = []  # (pass after which it ends, sample)
+    passes, before, last_prompt = 0, 0, -1  # `before`: tokens before pass 0, of all that run, as if they ran since then
+    while True:
+        seconds = 0.0
+        if engines.in_flight or not running:
+            begun = take(max(1, engines.slots - len(running))) if len(running) < engines.slots else []
+            for number in begun:
+                sample = this.samples[number]
+                heapq.heappush(running, (passes + sample.response, number))
+                before += sample.prompt - passes
+                if number // engines.samples_per_prompt != last_prompt:
+                    seconds += engines.prefill(sample.prompt)
+                    last_prompt = number // engines.samples_per_prompt
+        if not running:
+            return
+        ahead = running[0][0] - passes
+        batch = len(running)
+        seconds += ahead * engines.decode(batch, before + batch * (passes + ahead / 2))
+        passes += ahead
+        this.busy += seconds * slowness
+        yield seconds * slowness
+        this.ended = clock.now
+        while running and running[0][0] == passes:
+            _, number = heapq.heappop(running)
+            before -= this.samples[number].prompt - (passes - this.samples[number].response)
+            on_end(number)
+
+
+# ---- the service --------------------------------------------------------------------------------
+
+
+class Service:
+    """The critic and reward service: one thing after the other, in the order of arrival.
+
+    Args:
+        score: seconds to score some samples at once.
+        batch: samples that it scores at once, at most.
+    """
+
+    def __init__(self, clock: Clock, score: Callable[[Sequence[Sample]], float], batch: int) -> None:
+        self._clock = clock
+        self._score = score
+        self._batch = batch
+        self._waiting: collections.deque[tuple[Sample | None, float, Signal]] = collections.deque()
+        self._is_working = False
+
+    def ask(self, sample: Sample | None, seconds: float = 0.0) -> Signal:
+        """Have a sample scored or, with None, the critic trained for so long; returns the signal that it is done."""
+        done = Signal()
+        self._waiting.append((sample, seconds, done))
+        if not self._is_working:
+            self._is_working = True
+            self._clock.start(self._work())
+        return done
+
+    def _work(self) -> Process:
+        while self._waiting:
+            asked = [self._waiting.popleft()]
+            scored = [sample for sample, _, _ in asked if sample is not None]
+            while scored and self._waiting and (sample := self._waiting[0][0]) and len(scored) < self._batch:
+                asked.append(self._waiting.popleft())
+                scored.append(sample)
+            yield self._score(scored) if scored else asked[0][1]
+            for _, _, done in asked:
+                self._clock.set(done)
+        self._is_working = False
+
+
+# ---- steps --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """Seconds of what a step does beside generation, for its samples.
+
+    Attributes:
+        refit: bringing weights to the engines, and making room for them.
+        score: scores computed in the job itself, after generation.
+        logprobs, init_logprobs: passes of the policy and the initial policy.
+        train: the policy's updates.
+        train_critic: the critic's: beside the policy's in the service, after it in the job itself.
+    """
+
+    refit: float = 0.0
+    score: float = 0.0
+    logprobs: float = 0.0
+    init_logprobs: float = 0.0
+    train: float = 0.0
+    train_critic: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedJob:
+    """What is simulated.
+
+    Attributes:
+        costs: of a step, from its samples.
+        score: of the service, see `Service`; None: no service.
+        score_batch: samples that the service scores at once.
+        staleness: 1: a step's samples are generated while the step before trains, on ranks of their own.
+        foresight: the queue knows how long responses will be, as it learns over the epochs; else it goes in order.
+    """
+
+    engines: Engines
+    costs: Callable[[Sequence[Sample]], StepCosts]
+    score: Callable[[Sequence[Sample]], float] | None = None
+    score_batch: int = 64
+    staleness: int = 0
+    foresight: bool = False
+
+
+def simulate(job: SimulatedJob, steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
+    """Simulate a run whose steps have these samples.
+
+    Returns:
+        Of each step, seconds by phase, ``step`` (the whole) and ``idle`` (the share of engines' time in generation
+        without a response under way). Phases are those that metrics call ``timers/step/...``; ``generate`` is what the
+        step waited for.
+    """
+    clock, found = Clock(), list[dict[str, float]]()
+    clock.start(_run(clock, job, steps, found))
+    clock.run()
+    return found
+
+
+def _run(clock: Clock, job: SimulatedJob, steps: Sequence[Sequence[Sample]], found: list[dict[str, float]]) -> Process:
+    service = None if job.score is None else Service(clock, job.score, job.score_batch)
+    engines = job.engines
+    ahead: tuple[Round, list[Signal]] | None = None
+
+    def generate(samples: Sequence[Sample]) -> tuple[Round, list[Signal]]:
+        scores: list[Signal] = []
+        ask = (lambda number: scores.append(service.ask(samples[number]))) if service else (lambda _: None)
+        expected = [float(sample.response) for sample in samples] if job.foresight else None
+        return start_round(clock, engines, samples, expected, ask), scores
+
+    for number, samples in enumerate(steps):
+        costs, phases, begun = job.costs(samples), dict[str, float](), clock.now
+
+        def spent(name: str, since: float, phases: dict[str, float] = phases) -> None:
+            phases[name] = phases.get(name, 0.0) + clock.now - since
+
+        if ahead is None:
+            yield costs.refit
+            spent("refit", begun)
+            ahead = generate(samples)
+        this, scores = ahead
+        since = clock.now
+        yield this.done
+        spent("generate", since)
+        ahead = None
+        if job.staleness and number + 1 < len(steps):
+            since = clock.now
+            yield costs.refit
+            spent("refit", since)
+            ahead = generate(steps[number + 1])
+        for name in ("score", "logprobs", "init_logprobs"):
+            phases[name] = getattr(costs, name)
+            yield phases[name]
+        since = clock.now
+        yield from scores
+        spent("critic_wait", since)
+        critic = service.ask(None, costs.train_critic) if service and costs.train_critic else None
+        yield costs.train
+        phases["train"] = costs.train
+        since = clock.now
+        if critic is not None:
+            yield critic
+        elif not service:
+            yield costs.train_critic
+        spent("critic_train_wait", since)
+        phases["step"] = clock.now - begun
+        phases["idle"] = max(0.0, 1 - this.busy / (engines.count * max(this.ended - this.begun, 1e-9)))
+        found.append(phases)

@@ -1,0 +1,235 @@
+"""Self-attention for padded batches and packed rows; on CPUs, packed rows use compiled kernels where available."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
+
+from nemo_style_aligner.engine.architecture import EVERY_FEATURE, Layer
+from nemo_style_aligner.engine.softcaps import capped_attention
+from nemo_style_aligner.trainer.models.gpu_kernels import gpu_kernels
+from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
+from nemo_style_aligner.trainer.models.packing import PackedSequences
+from nemo_style_aligner.trainer.models.varlen_attention import has_varlen_attention, varlen_attention
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.trainer.models.triton_kernels import TritonKernels
+
+
+@dataclasses.dataclass
+class LayerConfig(TransformerConfig):
+    """megatron-core's config of a model's layers, with what it has no words for.
+
+    Attributes:
+        layers: what each of the model's layers computes.
+        attention_factor: what cosines and sines of the rotary embedding are multiplied by.
+    """
+
+    layers: tuple[Layer, ...] = ()
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.attention_factor != 1:
+            # megatron-core's own attention computes it from these: 0.1 * mscale * log(scaling factor) + 1.
+            self.yarn_rotary_scaling_factor = math.e
+            self.yarn_mscale, self.yarn_mscale_all_dim = 10 * (self.attention_factor - 1), 0.0
+            self.apply_rope_fusion = False  # fused, packed rows would be turned without it
+
+    def layer(self, layer_number: int) -> Layer:
+        """What a layer (1-based) computes."""
+        return self.layers[layer_number - 1]
+
+
+class LocalSelfAttention(SelfAttention):
+    """megatron-core's `SelfAttention`, with the rotary angles of packed rows computed once for all layers."""
+
+    config: LayerConfig
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> [s, b, h] and the bias yet to be added; b = 1 for packed rows."""
+        if packed_seq_params is None:
+            return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        layer, drops_out = self.config.layer(self.layer_number), self.training and self.core_attention.dropout > 0
+        kernels = None if drops_out or layer.unknown(EVERY_FEATURE) else kernels_for(hidden_states)
+        in_fp32 = kernels or _rotating_kernels(hidden_states)
+        angles = rotary_pos_emb if layer.rotates else None
+        dtype = torch.float32 if in_fp32 else hidden_states.dtype
+        rotary = packed_seq_params.rotate_by(angles, dtype, self.config.attention_factor)
+        if kernels:
+            return self.linear_proj(self._attend_compiled(kernels, hidden_states, rotary, packed_seq_params.sizes))
+        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
+        if rotary is not None:
+            tables = [table[:, None] for table in rotary]
+            query, key = _Rotation.apply(query, *tables), _Rotation.apply(key, *tables)
+        return self.linear_proj(self.core_attention(query, key, value, packed_seq_params=packed_seq_params))
+
+    def _attend_compiled(
+        self,
+        kernels: LayerKernels,
+        hidden_states: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        lengths: torch.Tensor,
+    ) -> torch.Tensor:
+        """[t, 1, h] -> [t, 1, heads * d]: rotary embedding and attention on ``linear_qkv``'s output as it lies."""
+        d = self.hidden_size_per_attention_head
+        if not self.config.qk_layernorm and self.config.num_query_groups >= self.world_size:
+            mixed, _ = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+        else:  # q and k are normalised first, or a group's query heads are on several ranks
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
+        t, _, groups, _ = mixed.shape
+        layer = self.config.layer(self.layer_number)
+        row = AttentionRow(rotary, lengths, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
+        out = _Attention.apply(mixed.reshape(t, groups, -1, d), row, kernels)
+        return out.view(t, 1, -1)
+
+
+class CausalAttention(MegatronModule):
+    """Causal core attention with grouped queries, on `scaled_dot_product_attention`.
+
+    Padded batches are padded on the right, so causality already hides the padding from every real token and no
+    other mask is needed. A packed row takes one call of torch's varlen attention where it is available, otherwise one
+    call for each sequence.
+    """
+
+    def __init__(self, config: LayerConfig, layer_number: int, **_: Any) -> None:
+        super().__init__(config=config)
+        self.dropout = config.attention_dropout
+        self.scale = config.layer(layer_number).softmax_scale  # None: torch's own, 1 / sqrt(d)
+        self.softcap = config.layer(layer_number).attn_logit_softcapping
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> torch.Tensor:
+        """``query`` [s, b, heads, d], ``key``/``value`` [s, b, groups, d] -> [s, b, heads * d].
+
+        For a packed row: [t, heads, d], [t, groups, d] -> [t, 1, heads * d].
+        """
+        if attention_bias is not None:
+            raise NotImplementedError("attention biases need Transformer Engine")
+        if packed_seq_params is not None:
+            return self._attend_packed(query, key, value, packed_seq_params)
+        return self._attend(query, key, value)
+
+    def _attend_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        drops_out = self.training and self.dropout > 0
+        can = len(packed.lengths) > 1 and not drops_out and self.softcap is None
+        if can and has_varlen_attention(query, key):
+            boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+            return varlen_attention(query, key, value, boundaries, longest, self.scale).flatten(1)[:, None]
+        sequences = zip(*(x.unsqueeze(1).split(packed.lengths) for x in (query, key, value)), strict=True)
+        attended = [self._attend(*sequence) for sequence in sequences]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        s, b, heads, _ = query.shape
+        has_groups = heads != key.shape[2]
+        if has_groups and query.device.type == "cuda" and query.dtype == torch.float32:
+            # Flash attention takes no fp32, and in most torch versions the memory-efficient kernel takes no grouped
+            # queries: the kernel left for fp32 with groups would store all scores.
+            key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
+            has_groups = False
+        dropout = self.dropout if self.training else 0.0
+        # Each tensor-parallel rank drops out weights of its own heads. Under sequence parallelism megatron-core has
+        # chosen the rank's own random stream for whole layers already.
+        has_own_stream = not dropout or self.config.sequence_parallel
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        with contextlib.nullcontext() if has_own_stream else get_cuda_rng_tracker().fork():
+            if self.softcap is None:
+                out = F.scaled_dot_product_attention(
+                    query, key, value, is_causal=True, dropout_p=dropout, scale=self.scale, enable_gqa=has_groups
+                )
+            else:
+                out = self._attend_capped(query, key, value, dropout)
+        return out.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+    def _attend_capped(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        """``query`` [b, heads, s, d]. Scores are computed again in the backward pass, unless some are dropped out."""
+        assert self.softcap is not None
+        mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril_()
+        arguments = query, key, value, mask, self.scale or query.shape[-1] ** -0.5, self.softcap
+        if dropout or not torch.is_grad_enabled():
+            return capped_attention(*arguments, dropout)
+        return cast(torch.Tensor, checkpoint(capped_attention, *arguments, use_reentrant=False))
+
+
+class _Attention(torch.autograd.Function):
+    """`LayerKernels.attention`: saves its input and the log-sum-exp of the scores, not its output."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, row: AttentionRow, kernels: LayerKernels) -> torch.Tensor:
+        qkv = qkv.contiguous()
+        out, lse = kernels.attention(qkv, row)
+        ctx.save_for_backward(qkv, lse)
+        ctx.row, ctx.kernels = row, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        qkv, lse = ctx.saved_tensors
+        return ctx.kernels.attention_backward(grad.contiguous(), lse, qkv, ctx.row), None, None
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotary embedding (arXiv:2104.09864) of x [t, heads, d], by cosines and sines [t, 1, r] of the angles, r <= d."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1.0), None, None
+
+
+def _rotating_kernels(x: torch.Tensor) -> TritonKernels | None:
+    """Kernels that rotate tensors like ``x``, by cosines and sines in fp32; None: torch does, by those in its dtype."""
+    return gpu_kernels(x.dtype, x.device) if x.is_cuda else None
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:
+    """Rotate pairs of components i and i + r / 2, backwards for ``direction`` -1; copy components from r on."""
+    if kernels := _rotating_kernels(x):
+        return kernels.rotate(x if x.stride(-1) == 1 else x.contiguous(), cos, sin, direction)
+    r = cos.shape[-1]
+    half = r // 2
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = x[..., :half], x[..., half:r]
+    torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half], value=-direction)
+    torch.mul(second, cos[..., :half], out=out[..., half:r]).addcmul_(first, sin[..., :half], value=direction)
+    if r < x.shape[-1]:
+        out[..., r:] = x[..., r:]
+    return out

@@ -1,0 +1,72 @@
+"""What a model takes of a rank's memory, by its shape and layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.trainer.models.activation_memory import activation_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Tensor-, pipeline- and data-parallel sizes."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        return f"TP {self.tp} x PP {self.pp} x DP {self.dp}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A model's bytes, with ``itemsize`` bytes per weight: 2 in bf16, 4 in fp32."""
+
+    architecture: ModelArchitecture
+    itemsize: int = 2
+
+    def parameters(self, layout: Layout) -> float:
+        """Parameters of the rank that has most: of a pipeline, the stage with the embedding or the output layer."""
+        a = self.architecture
+        ends = a.output_parameters * (2 if layout.pp == 1 and not a.tied_embeddings else 1)
+        return (a.layer_parameters / layout.pp + ends) / layout.tp
+
+    def weights(self, layout: Layout) -> float:
+        """Bytes of weights."""
+        return self.itemsize * self.parameters(layout)
+
+    def gradients(self, layout: Layout) -> float:
+        """Bytes of fp32 gradients."""
+        return 4 * self.parameters(layout)
+
+    def optimizer(self, layout: Layout) -> float:
+        """Bytes of Adam's moments, and of fp32 main weights in bf16, divided over data-parallel ranks."""
+        return (8 if self.itemsize == 4 else 12) * self.parameters(layout) / layout.dp
+
+    def activations(self, layout: Layout, tokens: int, granularity: str | None = None, **layers: Any) -> float:
+        """Bytes kept for the backward pass of a micro batch, with sequence parallelism, without logits.
+
+        Of a pipeline's first stage: 1 / pp of the layers' for each of the pp micro batches that it has begun. Where
+        whole layers or MLPs are recomputed, one layer's besides.
+
+        Args:
+            layers: what they keep, see `activation_bytes`.
+        """
+        a, e = self.architecture, self.itemsize
+        per_token = activation_bytes(a, e, granularity, **layers)
+        if granularity == "full" or (granularity == "selective" and layers.get("recomputes_mlp")):
+            per_token += activation_bytes(a, e, **layers) // a.num_layers
+        return tokens * per_token / layout.tp
+
+    def kv_bytes(self, tp: int) -> float:
+        """Bytes of keys and values of one token, in an engine of ``tp`` ranks; each has a key head at least."""
+        a = self.architecture
+        return 2 * self.itemsize * a.num_layers * a.kv_channels * max(1, a.num_query_groups / tp)
