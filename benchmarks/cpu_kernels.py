@@ -39,7 +39,7 @@ from nemo_style_aligner.engine.native.compilation import NativeUnavailable, usab
 from nemo_style_aligner.trainer.models import attention, fused, layer_kernels, logprobs, packed_weights, products
 from nemo_style_aligner.trainer.models.gpt import parse_precision
 from nemo_style_aligner.trainer.models.layer_kernels import LayerKernels
-from nemo_style_aligner.trainer.models.packing import PackedSequences
+from nemo_style_aligner.trainer.models.spans import PackedSequences, Spans
 from nemo_style_aligner.wording import counted
 
 CPU = torch.device("cpu")
@@ -169,8 +169,8 @@ def packed_attention(a: ModelArchitecture, lengths: Sequence[int]) -> Callable[[
         attention_dropout=0.0,
     )
     core = attention.CausalAttention(config)
-    packed = PackedSequences(qkv_format="thd", lengths=tuple(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])
+    packed = PackedSequences.of(Spans.whole(lengths), positions)
     channels = torch.arange(0, a.kv_channels, 2) / a.kv_channels
     angles = (positions[:, None] / a.rotary_base**channels).repeat(1, 2)[:, None]
 

@@ -14,7 +14,9 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-KEY = re.compile(r"\b(?:trainer|model|exp_manager|remote_critic_rm|remote_rm|inference)(?:\.[A-Za-z_]+)+\b(?![(*\"'])")
+KEY = re.compile(
+    r"(?<!nemo_style_aligner\.)\b(?:trainer|model|exp_manager|remote_critic_rm|remote_rm|inference)(?:\.[A-Za-z_]+)+\b(?![(*\"'])"
+)
 OF_OTHERS = {  # NeMo's, transformers', of a checkpoint
     *("model.dist_ckpt_format", "model.peft", "model.config.pad_token_id"),
     *("trainer.critic.history", "trainer.ledger.history"),

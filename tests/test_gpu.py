@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from test_jobs import actor_flags, check_actor_log, check_exact_log, ppo_jobs
 
 from nemo_style_aligner.trainer.models.attention import CausalAttention
-from nemo_style_aligner.trainer.models.packing import PackedSequences, Sequences, pack_row
+from nemo_style_aligner.trainer.models.packing import Sequences, pack_row
 from nemo_style_aligner.trainer.models.pipeline import to_device
+from nemo_style_aligner.trainer.models.spans import PackedSequences
 from nemo_style_aligner.trainer.models.varlen_attention import has_varlen_attention
 from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 

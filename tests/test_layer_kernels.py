@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from nemo_style_aligner.trainer.models.gpt import build_model
 from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, LayerKernels, best_kernels, load
 from nemo_style_aligner.trainer.models.logprobs import Prediction
 from nemo_style_aligner.trainer.models.packing import Sequences, pack_row
+from nemo_style_aligner.trainer.models.spans import Run, Span, Spans, gathered, taken
 
 pytestmark = pytest.mark.skipif(
     not usable_kernels(torch.float32), reason="compiled kernels need an x86-64 processor with AVX2 and FMA"
@@ -74,20 +76,20 @@ def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], -1)
 
 
-def reference(
-    qkv: torch.Tensor, angles: torch.Tensor | None, lengths: list[int], softcap: float | None
-) -> torch.Tensor:
-    """Attention with explicit scores, sequence by sequence: [t, groups, heads per group + 2, d] -> [t, heads, d]."""
+def reference(qkv: torch.Tensor, angles: torch.Tensor | None, spans: Spans, softcap: float | None) -> torch.Tensor:
+    """Attention with explicit scores, span by span: [t, groups, heads per group + 2, d] -> [t, heads, d]."""
     per_group, d = qkv.shape[2] - 2, qkv.shape[3]
     query = qkv[:, :, :per_group].flatten(1, 2)
     key, value = (qkv[:, :, per_group + i].repeat_interleave(per_group, 1) for i in (0, 1))
     if angles is not None:
         query, key = turned(query, angles), turned(key, angles)
     out = []
-    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+    for span in spans:
+        q, k, v = taken(query, [span.queries]), taken(key, span.keys), taken(value, span.keys)
         scores = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(k) - len(q))
+        scores = scores.masked_fill(hidden, -torch.inf)
         out.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v))
     return torch.cat(out)
 
@@ -123,10 +125,10 @@ def test_attention(
     angles = None if rotary is None else 3 * numbers(sum(lengths), rotary // 2, seed=2)
     both = None if angles is None else torch.cat([angles, angles], 1)
     tables = None if both is None else (both.cos(), both.sin())
-    row = AttentionRow(tables, torch.tensor(lengths, dtype=torch.int32), d**-0.5, softcap)
+    row = AttentionRow(tables, Spans.whole(lengths), d**-0.5, softcap)
 
     exact = qkv.double().requires_grad_()
-    expected = reference(exact, None if angles is None else angles.double(), lengths, softcap)
+    expected = reference(exact, None if angles is None else angles.double(), row.spans, softcap)
     (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
     out, lse = kernels.attention(qkv, row)
     found = kernels.attention_backward(grad, lse, qkv, row)
@@ -138,12 +140,64 @@ def test_attention(
     assert torch.equal(out, again), "it depends on the number of threads"
     assert torch.equal(found, kernels.attention_backward(grad, lse, qkv, row))
     first = tables and (tables[0][: lengths[0]].contiguous(), tables[1][: lengths[0]].contiguous())
-    alone, _ = kernels.attention(qkv[: lengths[0]].contiguous(), row._replace(rotary=first, lengths=row.lengths[:1]))
+    first_alone = row._replace(rotary=first, spans=Spans.whole(lengths[:1]))
+    alone, _ = kernels.attention(qkv[: lengths[0]].contiguous(), first_alone)
     assert torch.equal(out[: lengths[0]], alone), "it depends on what else is in the row"
     for threads in (1, 16):  # with many, heads are tasks of their own
         torch.set_num_threads(threads)
         place = qkv.clone()
         assert torch.equal(found, kernels.attention_backward(grad, lse, place, row, out=place))
+
+
+def random_spans(seed: int) -> Spans:
+    """Sequences that begin alike, on up to three levels, beside some by themselves."""
+    draw = random.Random(seed)
+    spans: list[Span] = []
+
+    def branch(depth: int, *seen: Run) -> None:
+        begin = spans[-1].queries.end if spans else 0
+        own = Run(begin, begin + draw.choice((1, 5, 16, 33, 70)))
+        spans.append(Span(own, (*seen, own)))
+        for _ in range(draw.randrange(4) if depth else 0):
+            branch(depth - 1, *seen, own)
+
+    for _ in range(3):
+        branch(3)
+    return Spans(tuple(spans))
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_of_sequences_that_begin_alike(kernels: LayerKernels, seed: int, dtype: torch.dtype) -> None:
+    """As explicit scores have it, forward and backward, whatever the number of threads."""
+    spans, (groups, per_group, d) = random_spans(seed), ((2, 3, 24), (1, 4, 64), (3, 1, 20))[seed]
+    t, softcap = spans.num_queries, (None, None, 2.0)[seed]
+    qkv, grad = numbers(t, groups, per_group + 2, d, dtype=dtype), numbers(t, groups * per_group, d, dtype=dtype)
+    angles = 3 * numbers(t, d // 2, seed=2)
+    both = torch.cat([angles, angles], 1)
+    row = AttentionRow((both.cos(), both.sin()), spans, d**-0.5, softcap)
+    exact = qkv.double().requires_grad_()
+    expected = reference(exact, angles.double(), spans, softcap)
+    (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
+    out, lse = kernels.attention(qkv, row)
+    found = kernels.attention_backward(grad, lse, qkv, row)
+    assert_near(out, expected)
+    assert_near(found, expected_grad)
+    for threads in (1, 16):  # with many, heads are tasks of their own
+        torch.set_num_threads(threads)
+        place = qkv.clone()
+        assert torch.equal(out, kernels.attention(qkv, row)[0])
+        assert torch.equal(found, kernels.attention_backward(grad, lse, place, row, out=place))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_rows_that_are_there_several_times_are_added(dtype: torch.dtype) -> None:
+    x, index = numbers(5, 3, dtype=dtype).requires_grad_(), torch.tensor([0, 2, 2, 4, 2])
+    grad = numbers(5, 3, seed=1, dtype=dtype)
+    (found,) = torch.autograd.grad(gathered(x, index), x, grad)
+    expected = torch.zeros(5, 3).index_add(0, index, grad.float())
+    assert torch.equal(found, expected.to(dtype)), "bf16 is rounded once"
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -271,7 +325,7 @@ def test_what_is_no_number_stays_visible(kernels: LayerKernels) -> None:
     """The optimizer has to see it."""
     qkv = numbers(9, 1, 3, 8)
     qkv[4, 0, 1, 2] = torch.nan
-    row = AttentionRow(None, torch.tensor([9], dtype=torch.int32), 1.0)
+    row = AttentionRow(None, Spans.whole([9]), 1.0)
     out, lse = kernels.attention(qkv, row)
     assert out[4:].isnan().any(-1).all() and not out[:4].isnan().any()
     assert kernels.attention_backward(numbers(9, 1, 8), lse, qkv, row).isnan().any()
@@ -297,11 +351,12 @@ def test_what_is_no_number_stays_that_when_rounded(kernels: LayerKernels) -> Non
 SHORT_OF_MEMORY = """
 import os, resource, torch
 from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, load
+from nemo_style_aligner.trainer.models.spans import Spans
 
 kernels = load("avx2")
 t, heads, d = 512, 256, 128  # the backward pass wants 128 MiB
 qkv, grad = torch.zeros(t, 1, heads + 2, d, dtype=torch.bfloat16), torch.zeros(t, heads, d, dtype=torch.bfloat16)
-arguments = grad, torch.zeros(t, heads), qkv, AttentionRow(None, torch.tensor([t], dtype=torch.int32), 1.0)
+arguments = grad, torch.zeros(t, heads), qkv, AttentionRow(None, Spans.whole([t]), 1.0)
 used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20, resource.RLIM_INFINITY))
 try:
@@ -343,8 +398,8 @@ def test_threads_do_not_share_the_core_that_openmp_binds_the_first_one_to() -> N
 
 
 def test_sequences_that_do_not_fill_their_row_are_refused(kernels: LayerKernels) -> None:
-    with pytest.raises(ValueError, match="sequences of 8 tokens in a row of 9"):
-        kernels.attention(numbers(9, 1, 3, 8), AttentionRow(None, torch.tensor([8], dtype=torch.int32), 1.0))
+    with pytest.raises(ValueError, match="spans of 8 tokens in a row of 9"):
+        kernels.attention(numbers(9, 1, 3, 8), AttentionRow(None, Spans.whole([8]), 1.0))
 
 
 @pytest.mark.usefixtures("two_threads")

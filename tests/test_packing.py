@@ -31,6 +31,7 @@ from nemo_style_aligner.trainer.models.packing import (
     used_lengths,
 )
 from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, forward
+from nemo_style_aligner.trainer.models.spans import Spans
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
@@ -172,7 +173,7 @@ def test_a_packed_row_has_what_is_needed_and_is_filled_up() -> None:
     wanted = torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 1]]).bool()
     asked = Sequences.padded(ids, wanted)
     packed = pack_row(asked, multiple=4)
-    assert packed.tokens.tolist() == [[1, 2, 9, 10, 11, 0, 0, 0]] and packed.sequences.lengths == (2, 3, 3)
+    assert packed.tokens.tolist() == [[1, 2, 9, 10, 11, 0, 0, 0]] and packed.sequences.spans == Spans.whole([2, 3, 3])
     assert packed.sequences.positions.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
     assert packed.sequences.cu_seqlens_q.tolist() == packed.sequences.cu_seqlens_kv.tolist() == [0, 2, 5, 8]
     assert packed.sequences.max_seqlen_q == packed.sequences.max_seqlen_kv == 3
@@ -180,9 +181,10 @@ def test_a_packed_row_has_what_is_needed_and_is_filled_up() -> None:
     assert packed.outputs.tolist() == [1, 2, 4]
     assert asked.targets().tolist() == [3, 10, 12]
     assert Padding.of(asked, 3).pad(torch.tensor([7, 8, 9])).tolist() == [[0, 7, 0], [0, 0, 0], [8, 0, 9]]
-    assert pack_row(asked, multiple=5).sequences.lengths == (2, 3)
+    assert pack_row(asked, multiple=5).sequences.spans == Spans.whole([2, 3])
     nothing = pack_row(Sequences.padded(ids, torch.zeros_like(wanted)), multiple=2)
-    assert nothing.tokens.tolist() == [[0, 0]] and nothing.sequences.lengths == (2,) and not len(nothing.outputs)
+    assert nothing.tokens.tolist() == [[0, 0]] and not len(nothing.outputs)
+    assert nothing.sequences.spans == Spans.whole([2])
     assert used_lengths(torch.ones(3, 0)) == [0, 0, 0]
 
 

@@ -81,7 +81,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def serving(folder: Path, log: Path, *options: str) -> Iterator[tuple[Job, str]]:
     """`nsa serve` as a process; its URL."""
-    command = [sys.executable, "-m", "nemo_style_aligner", "serve", str(folder), "--port", "0", "--precision", "32"]
+    command = [
+        sys.executable,
+        "-m",
+        "nemo_style_aligner",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--precision",
+        "32",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEMO_STYLE_ALIGNER_TOKEN", KEY)
         job = Job([*command, "--num-slots", "8", *options], log)

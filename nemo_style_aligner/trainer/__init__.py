@@ -1,1 +1,1 @@
-"""What trains: reinforcement learning, supervised steps, models, checkpoints, the services and the jobs they make up."""
+"""What trains: algorithms, models, checkpoints, the services, and the jobs that they make up."""

@@ -13,17 +13,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_style_aligner.engine.architecture import Layer
 from nemo_style_aligner.trainer.models import varlen_attention
-from nemo_style_aligner.trainer.models.attention import CausalAttention
-from nemo_style_aligner.trainer.models.packing import PackedSequences, Sequences, pack_row
+from nemo_style_aligner.trainer.models.attention import CausalAttention, LayerConfig
 from nemo_style_aligner.trainer.models.pipeline import to_device
+from nemo_style_aligner.trainer.models.spans import PackedSequences, Run, Span, Spans
 
-config = TransformerConfig(
-    num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, attention_dropout=0.0
-)
-attention = CausalAttention(config)
+config = LayerConfig(
+    num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, attention_dropout=0.0,
+    layers=(Layer(),),
+)  # fmt: skip
+attention = CausalAttention(config, 1)
 attend = F.scaled_dot_product_attention
 calls: list[tuple[int, bool]] = []
 
@@ -47,20 +48,19 @@ with pytest.MonkeyPatch.context() as patch:
     torch.testing.assert_close(outputs("cuda", torch.float32), outputs("cpu", torch.float32))
     outputs("cuda", torch.bfloat16)
 assert calls == [(4, False), (2, True), (2, True)], calls
-LENGTHS = (5, 1, 200, 130)
+FIRST, SECOND, THIRD = Run(1, 201), Run(201, 206), Run(206, 336)
+SPANS = Spans((*Spans.whole([1]), Span(FIRST, (FIRST,)), Span(SECOND, (FIRST, SECOND)), Span(THIRD, (FIRST, THIRD))))
 
 
 def packed_outputs(device: str, dtype: torch.dtype, dropout: float = 0.0) -> list[torch.Tensor]:
-    """As `outputs`, of one row of sequences."""
-    wanted = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    asked = Sequences.padded(torch.zeros(wanted.shape, dtype=torch.int64), wanted)
-    row = to_device(pack_row(asked, 1).sequences, torch.device(device))
+    """As `outputs`, of one row of sequences, of which two begin alike."""
+    row = to_device(PackedSequences.of(SPANS, torch.arange(336)), torch.device(device))
     assert isinstance(row, PackedSequences)
     draw = torch.Generator().manual_seed(1)
-    parts = [torch.randn(sum(LENGTHS), n, 8, generator=draw).to(dtype).to(device).requires_grad_() for n in (4, 2, 2)]
+    parts = [torch.randn(336, n, 8, generator=draw).to(dtype).to(device).requires_grad_() for n in (4, 2, 2)]
     attention.dropout = dropout
     out = attention(*parts, packed_seq_params=row)
-    assert out.shape == (sum(LENGTHS), 1, 32)
+    assert out.shape == (336, 1, 32)
     weight = torch.randn(out.shape, generator=draw).to(device)
     return [x.detach().cpu() for x in (out, *torch.autograd.grad((out * weight).sum(), parts))]
 
@@ -82,7 +82,7 @@ with pytest.MonkeyPatch.context() as patch:
     rounded = packed_outputs("cpu", torch.bfloat16)
     for computed, expected in zip(packed_outputs("cuda", torch.bfloat16), rounded, strict=True):
         torch.testing.assert_close(computed, expected, atol=0.03, rtol=0.03)
-    assert rows == [(sum(LENGTHS), "torch.bfloat16")], rows
+    assert rows == [(336, "torch.bfloat16")], rows
     torch.testing.assert_close(packed_outputs("cuda", torch.float32), packed_outputs("cpu", torch.float32))
     tensor_parallel.get_cuda_rng_tracker().add("model-parallel-rng", 1)  # as every job does
     packed_outputs("cuda", torch.bfloat16, dropout=0.5)

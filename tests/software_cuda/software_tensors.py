@@ -172,13 +172,14 @@ def _varlen_attn(
     """Of ``torch.nn.attention.varlen``: causal, and with the sizes that flash attention takes."""
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    if not (is_causal and window == [-1, 0] and starts.dtype == torch.int32 and torch.equal(starts, key_starts)):
+    if not (is_causal and window == [-1, 0] and starts.dtype == key_starts.dtype == torch.int32):
         raise RuntimeError("not what the software device can do")
-    if longest != starts.diff().max() or longest_keys != longest or grouped != (query.shape[1] != key.shape[1]):
+    sizes = int(starts.diff().max()), int(key_starts.diff().max())
+    if (longest, longest_keys) != sizes or grouped != (query.shape[1] != key.shape[1]):
         raise RuntimeError("arguments contradict each other")
     out = torch.empty_like(query)
-    for rows in map(slice, starts.tolist(), starts.tolist()[1:]):
-        weights, _, values = _varlen_weights(query[rows], key[rows], value[rows], scale)
+    for rows, seen in zip(_slices(starts), _slices(key_starts), strict=True):
+        weights, _, values = _varlen_weights(query[rows], key[seen], value[seen], scale)
         out[rows] = (weights @ values).transpose(0, 1).to(out.dtype)
     return out, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
 
@@ -191,13 +192,14 @@ def _varlen_attn_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     starts: torch.Tensor,
+    key_starts: torch.Tensor,
     *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scale = rest[5]
+    scale = rest[4]
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     heads, (groups, channels) = query.shape[1], key.shape[1:]
-    for rows in map(slice, starts.tolist(), starts.tolist()[1:]):
-        weights, keys, values = _varlen_weights(query[rows], key[rows], value[rows], scale)
+    for rows, seen in zip(_slices(starts), _slices(key_starts), strict=True):
+        weights, keys, values = _varlen_weights(query[rows], key[seen], value[seen], scale)
         above = grad[rows].float().transpose(0, 1)
         of_weights = above @ values.transpose(1, 2)
         of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * (scale or channels**-0.5)
@@ -208,17 +210,21 @@ def _varlen_attn_backward(
         )
         for whole, part in zip(grads, parts, strict=True):
             part = part if whole is grads[0] else part.unflatten(0, (groups, heads // groups)).sum(1)
-            whole[rows] = part.transpose(0, 1).to(whole.dtype)
+            whole[rows if whole is grads[0] else seen] = part.transpose(0, 1).to(whole.dtype)
     return grads
+
+
+def _slices(starts: torch.Tensor) -> list[slice]:
+    return list(map(slice, starts.tolist(), starts.tolist()[1:]))
 
 
 def _varlen_weights(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of one sequence [heads, t, t], and keys and values of each head [heads, t, d], in fp32."""
+    """Attention of one sequence [heads, n, m], and keys and values of each head [heads, m, d], in fp32."""
     key, value = (x.float().transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0) for x in (key, value))
     scores = query.float().transpose(0, 1) @ key.transpose(1, 2) * (scale or query.shape[-1] ** -0.5)
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(key[0]) - len(query))
     return scores.masked_fill(hidden, -torch.inf).softmax(-1), key, value
 
 

@@ -1,7 +1,7 @@
 """``nsa``: its commands, and how it ends.
 
-A command ``NAME`` is ``command`` in the module ``nemo_style_aligner.tools.cli.NAME``, which is imported when it is used.
-These modules import at their top only what is light: ``--help`` of any command, and completion, take no torch.
+A command ``NAME`` is ``command`` in the module ``NAME`` beside this one, which is imported when it is used. These
+modules import at their top only what is light: ``--help`` of any command, and completion, take no torch.
 """
 
 from __future__ import annotations

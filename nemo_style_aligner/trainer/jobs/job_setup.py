@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import shutil
 import socket
@@ -21,7 +22,6 @@ from nemo_style_aligner.engine.text.text_format import TEXT_FORMAT, TextFormat
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.guard.secret import AUTO, resolve_token
 from nemo_style_aligner.kinds import Placement
-from nemo_style_aligner.tools.reports.dashboard import Dashboard
 from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.trainer.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.trainer.checkpoints.training import RUN_SETTINGS, CheckpointManager, NemoExport
@@ -73,6 +73,13 @@ _SHARED_SECONDS = 10.0  # until a file is seen on all machines: file systems may
 _TRACKER_SECONDS, _TRACKER_SECONDS_STOPPED = 60.0, 10.0
 
 
+class Closable(Protocol):
+    """What is open while a job runs."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 @dataclasses.dataclass
 class Run:
     """The surroundings of a job.
@@ -93,7 +100,7 @@ class Run:
     control: RunControl
     checkpoints: CheckpointManager
     watchdog: Watchdog | None = None
-    dashboard: Dashboard | None = None
+    dashboard: Closable | None = None
 
     def resume(self, config: JobConfig, model: MegatronModel, optimizer: Optimizer, trainer: Resumable) -> None:
         """Continue from the checkpoint that ``exp_manager`` selects, if there is one. Log the job's config.
@@ -273,18 +280,21 @@ def start_timeline(exp_manager: schema.ExpManager, log_dir: Path) -> None:
         timeline.record(log_dir, dist.get_rank() if channel is None else channel.rank)
 
 
-def start_dashboard(exp_manager: schema.ExpManager, log_dir: Path) -> Dashboard | None:
+def start_dashboard(exp_manager: schema.ExpManager, log_dir: Path) -> Closable | None:
     """Note phases and, on rank 0, serve the page, if that is asked for. Collective.
+
+    The page is a tool, and training loads no tool that nobody asks for: it is imported by its name.
 
     Raises:
         PlaceTakenError: the port is taken.
         SecretError: the shared secret cannot be used.
     """
     start_timeline(exp_manager, log_dir)
-    opened = list[Dashboard]()
+    opened = list[Closable]()
 
     def serve(port: int) -> None:
-        opened.append(Dashboard(log_dir, port, resolve_token(AUTO, "exp_manager.dashboard_port")))
+        dashboard = importlib.import_module("nemo_style_aligner.tools.reports.dashboard")
+        opened.append(dashboard.Dashboard(log_dir, port, resolve_token(AUTO, "exp_manager.dashboard_port")))
 
     if (port := exp_manager.dashboard_port) is not None:
         on_first_rank(lambda: serve(port))

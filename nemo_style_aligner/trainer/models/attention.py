@@ -20,7 +20,7 @@ from nemo_style_aligner.engine.architecture import EVERY_FEATURE, Layer
 from nemo_style_aligner.engine.softcaps import capped_attention
 from nemo_style_aligner.trainer.models.gpu_kernels import gpu_kernels
 from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
-from nemo_style_aligner.trainer.models.packing import PackedSequences
+from nemo_style_aligner.trainer.models.spans import PackedSequences, Spans, taken
 from nemo_style_aligner.trainer.models.varlen_attention import has_varlen_attention, varlen_attention
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class LocalSelfAttention(SelfAttention):
         dtype = torch.float32 if in_fp32 else hidden_states.dtype
         rotary = packed_seq_params.rotate_by(angles, dtype, self.config.attention_factor)
         if kernels:
-            return self.linear_proj(self._attend_compiled(kernels, hidden_states, rotary, packed_seq_params.sizes))
+            return self.linear_proj(self._attend_compiled(kernels, hidden_states, rotary, packed_seq_params.spans))
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
         if rotary is not None:
             tables = [table[:, None] for table in rotary]
@@ -88,7 +88,7 @@ class LocalSelfAttention(SelfAttention):
         kernels: LayerKernels,
         hidden_states: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        lengths: torch.Tensor,
+        spans: Spans,
     ) -> torch.Tensor:
         """[t, 1, h] -> [t, 1, heads * d]: rotary embedding and attention on ``linear_qkv``'s output as it lies."""
         d = self.hidden_size_per_attention_head
@@ -99,7 +99,7 @@ class LocalSelfAttention(SelfAttention):
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
         layer = self.config.layer(self.layer_number)
-        row = AttentionRow(rotary, lengths, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
+        row = AttentionRow(rotary, spans, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
         out = _Attention.apply(mixed.reshape(t, groups, -1, d), row, kernels)
         return out.view(t, 1, -1)
 
@@ -142,15 +142,18 @@ class CausalAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
         drops_out = self.training and self.dropout > 0
-        can = len(packed.lengths) > 1 and not drops_out and self.softcap is None
+        can = len(packed.spans.spans) > 1 and not drops_out and self.softcap is None
         if can and has_varlen_attention(query, key):
-            boundaries, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-            return varlen_attention(query, key, value, boundaries, longest, self.scale).flatten(1)[:, None]
-        sequences = zip(*(x.unsqueeze(1).split(packed.lengths) for x in (query, key, value)), strict=True)
-        attended = [self._attend(*sequence) for sequence in sequences]
+            return varlen_attention(query, key, value, packed, self.scale).flatten(1)[:, None]
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        attended = [
+            self._attend(taken(query, [span.queries]), taken(key, span.keys), taken(value, span.keys))
+            for span in packed.spans
+        ]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Of as many keys as queries, or more: the last query sees all of them."""
         s, b, heads, _ = query.shape
         has_groups = heads != key.shape[2]
         if has_groups and query.device.type == "cuda" and query.dtype == torch.float32:
@@ -165,8 +168,16 @@ class CausalAttention(MegatronModule):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with contextlib.nullcontext() if has_own_stream else get_cuda_rng_tracker().fork():
             if self.softcap is None:
+                mask = None if s == key.shape[2] else _visible(query, key)
                 out = F.scaled_dot_product_attention(
-                    query, key, value, is_causal=True, dropout_p=dropout, scale=self.scale, enable_gqa=has_groups
+                    query,
+                    key,
+                    value,
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    dropout_p=dropout,
+                    scale=self.scale,
+                    enable_gqa=has_groups,
                 )
             else:
                 out = self._attend_capped(query, key, value, dropout)
@@ -177,11 +188,16 @@ class CausalAttention(MegatronModule):
     ) -> torch.Tensor:
         """``query`` [b, heads, s, d]. Scores are computed again in the backward pass, unless some are dropped out."""
         assert self.softcap is not None
-        mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril_()
-        arguments = query, key, value, mask, self.scale or query.shape[-1] ** -0.5, self.softcap
+        arguments = query, key, value, _visible(query, key), self.scale or query.shape[-1] ** -0.5, self.softcap
         if dropout or not torch.is_grad_enabled():
             return capped_attention(*arguments, dropout)
         return cast(torch.Tensor, checkpoint(capped_attention, *arguments, use_reentrant=False))
+
+
+def _visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Which keys [b, groups, m, d] each query [b, heads, n, d] sees, the last one all: bool [n, m]."""
+    n, m = query.shape[2], key.shape[2]
+    return torch.ones(n, m, dtype=torch.bool, device=query.device).tril_(m - n)
 
 
 class _Attention(torch.autograd.Function):

@@ -32,6 +32,7 @@ from nemo_style_aligner.engine.native.compilation import (
     prepare,
     usable_kernels,
 )
+from nemo_style_aligner.trainer.models.spans import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -57,25 +58,25 @@ class _Attention(ctypes.Structure):
     """The struct `Attention` of ``attention.h``."""
 
     _fields_ = [
-        *[(name, _Pointer) for name in ("qkv", "out", "grad_out", "grad_qkv", "lse", "cos", "sin", "lengths")],
-        *[(name, ctypes.c_int32) for name in ("num_sequences", "groups", "per_group", "channels", "rotary")],
+        *[(name, _Pointer) for name in ("qkv", "out", "grad_out", "grad_qkv", "lse", "cos", "sin", "spans", "runs")],
+        *[(name, ctypes.c_int32) for name in ("num_spans", "groups", "per_group", "channels", "rotary")],
         *[(name, ctypes.c_int32) for name in ("is_bf16", "threads")],
         *[(name, ctypes.c_float) for name in ("scale", "softcap")],
     ]
 
 
 class AttentionRow(NamedTuple):
-    """What attention within the sequences of a packed row of t tokens depends on beside queries, keys and values.
+    """What attention of the spans of a packed row of t tokens depends on beside queries, keys and values.
 
     Attributes:
         rotary: cosines and sines, fp32 [t, r], of the angles that rotate queries and keys; None: no rotation.
-        lengths: int32 [n], tokens of each sequence; they add up to t.
+        spans: what each token sees.
         scale: factor of the scores, the products of queries and keys.
         softcap: c, where scores x are c tanh(x / c) after that.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None
-    lengths: torch.Tensor
+    spans: Spans
     scale: float
     softcap: float | None = None
 
@@ -146,7 +147,7 @@ class LayerKernels:
         self._check(self._library.layer_add_product(*pointers, n, v, h, torch.get_num_threads()))
 
     def attention(self, qkv: torch.Tensor, row: AttentionRow) -> tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention within each sequence of a packed row of t tokens.
+        """Causal attention of each span of a packed row of t tokens.
 
         Args:
             qkv: [t, groups, heads per group + 2, d], for each group its query heads, its key and its value.
@@ -178,18 +179,20 @@ class LayerKernels:
         return grad_qkv
 
     def _attention(self, qkv: torch.Tensor, row: AttentionRow) -> _Attention:
-        (t, groups, parts, d), lengths = qkv.shape, row.lengths
+        t, groups, parts, d = qkv.shape
         cos, sin = row.rotary or (None, None)
-        if int(lengths.sum()) != t:
-            raise ValueError(f"sequences of {int(lengths.sum())} tokens in a row of {t}")
+        if row.spans.num_queries != t:
+            raise ValueError(f"spans of {row.spans.num_queries} tokens in a row of {t}")
+        spans, runs = row.spans.table
         if cos is not None and cos.shape[-1] > d:
             raise ValueError(f"rotary embedding of {cos.shape[-1]} channels, but heads have {d}")
         return _Attention(
             qkv=qkv.data_ptr(),
             cos=None if cos is None else cos.data_ptr(),
             sin=None if sin is None else sin.data_ptr(),
-            lengths=lengths.data_ptr(),
-            num_sequences=len(lengths),
+            spans=spans.data_ptr(),
+            runs=runs.data_ptr(),
+            num_spans=len(spans),
             groups=groups,
             per_group=parts - 2,
             channels=d,
@@ -351,20 +354,20 @@ def _largest_error(kernels: LayerKernels, dtype: torch.dtype) -> float:
         """fp32 numbers that ``dtype`` represents exactly."""
         return torch.randn(*shape, generator=draw).to(dtype).float()
 
-    lengths, targets = torch.tensor([19, 1, 40], dtype=torch.int32), torch.arange(60) % 48
+    spans, targets = Spans.whole([19, 1, 40]), torch.arange(60) % 48
     x, weight, angles = numbers(60, 192).requires_grad_(), numbers(192).requires_grad_(), 3 * numbers(60, 10)
     rotary = torch.cat([angles.cos(), angles.cos()], -1), torch.cat([angles.sin(), angles.sin()], -1)
     grad, grad_entropy = numbers(60), numbers(60)
     with torch.enable_grad():
         qkv = F.rms_norm(x, (192,), weight, 1e-5).view(60, 2, 4, 24)
-        gate, up = _attention_in_torch(qkv, rotary, lengths).flatten(1).chunk(2, -1)
+        gate, up = _attention_in_torch(qkv, rotary, [19, 1, 40]).flatten(1).chunk(2, -1)
         logprobs = F.log_softmax(F.silu(gate) * up / 2, -1)
         picked, entropy = logprobs[torch.arange(60), targets], -(logprobs.exp() * logprobs).sum(-1)
         exact = torch.autograd.grad((picked * grad + entropy * grad_entropy).sum(), (x, weight))
 
     half, norm = (x.detach() / 2).to(dtype), weight.detach()
     whole, normed, scale = kernels.add_and_rms_norm(half, half.clone(), norm, 1e-5)
-    row = AttentionRow(rotary, lengths, 24**-0.5)
+    row = AttentionRow(rotary, spans, 24**-0.5)
     attended, lse = kernels.attention(normed.view(60, 2, 4, 24), row)
     gated = kernels.swiglu(attended.view(60, 96))
     normalizer, at_target, entropies = kernels.measure_logits(gated, targets, 0.5, entropy=True)
@@ -390,9 +393,7 @@ def _largest_error(kernels: LayerKernels, dtype: torch.dtype) -> float:
     return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
-def _attention_in_torch(
-    x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], lengths: torch.Tensor
-) -> torch.Tensor:
+def _attention_in_torch(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], lengths: list[int]) -> torch.Tensor:
     """As `LayerKernels.attention`, with two query heads per group."""
     cos, sin = (table[:, None, None] for table in rotary)
     turned, rest = x[:, :, :3].split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
@@ -400,7 +401,7 @@ def _attention_in_torch(
     turned = turned * cos + torch.cat([-second, first], -1) * sin
     x = torch.cat([torch.cat([turned, rest], -1), x[:, :, 3:]], 2)
     query, key, value = (y.expand(-1, -1, 2, -1).flatten(1, 2) for y in x.split([2, 1, 1], 2))
-    sequences = zip(*(y.transpose(0, 1).split(lengths.tolist(), 1) for y in (query, key, value)), strict=True)
+    sequences = zip(*(y.transpose(0, 1).split(lengths, 1) for y in (query, key, value)), strict=True)
     return torch.cat([F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1) for q, k, v in sequences])
 
 

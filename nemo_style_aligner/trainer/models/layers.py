@@ -42,8 +42,8 @@ from nemo_style_aligner.trainer.models.attention import CausalAttention, LayerCo
 from nemo_style_aligner.trainer.models.fused import SwiGLU, rms_norm
 from nemo_style_aligner.trainer.models.layer_kernels import kernels_for
 from nemo_style_aligner.trainer.models.linear import ColumnLinear, RowLinear
-from nemo_style_aligner.trainer.models.packing import PackedSequences
 from nemo_style_aligner.trainer.models.recompute import computed_again, recomputes_inputs, recomputes_mlp
+from nemo_style_aligner.trainer.models.spans import PackedSequences
 from nemo_style_aligner.trainer.models.whole_layer import is_one_function, whole_layer
 
 logger = logging.getLogger(__name__)

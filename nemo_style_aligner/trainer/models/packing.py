@@ -12,7 +12,8 @@ import heapq
 from collections.abc import Sequence
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
+
+from nemo_style_aligner.trainer.models.spans import PackedSequences, Spans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,47 +29,6 @@ class MicroBatching:
     num_rows: int
     max_tokens: int | None = None
     group: int = 1
-
-
-@dataclasses.dataclass
-class PackedSequences(PackedSeqParams):
-    """What attention has to know about a packed row, for Transformer Engine and for our own layers.
-
-    Attributes:
-        lengths: tokens of each sequence, in order; they add up to the row's length.
-        positions: int64 [t], each token's place in its sequence.
-        outputs: int64 [k], the only positions that the model's last layer computes after its attention; None: all.
-        rotary: cosines and sines of the row's positions [t, r], stored by the first layer for the others.
-    """
-
-    lengths: tuple[int, ...] = ()
-    positions: torch.Tensor | None = None
-    outputs: torch.Tensor | None = None
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    _sizes: torch.Tensor | None = None
-
-    def rotate_by(
-        self, angles: torch.Tensor | None, dtype: torch.dtype, factor: float
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``rotary`` in ``dtype``, computed if no layer has yet; None for a layer without rotation.
-
-        Args:
-            angles: of all positions [s, 1, 1, r]; None: no rotation.
-            factor: of cosines and sines.
-        """
-        if angles is None:
-            return None
-        if self.rotary is None:
-            angles = angles[self.positions, 0, 0].float()
-            self.rotary = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-        return self.rotary
-
-    @property
-    def sizes(self) -> torch.Tensor:
-        """``lengths`` as compiled kernels take them: int32 [n], on the CPU."""
-        if self._sizes is None:
-            self._sizes = torch.tensor(self.lengths, dtype=torch.int32)
-        return self._sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,19 +157,8 @@ def pack_row(asked: Sequences, multiple: int) -> PackedRow:
     row = torch.nn.functional.pad(asked.inputs(), (0, filling))
     # The filling is a sequence of its own, which no other token sees.
     lengths = [length for length in (*asked.used, filling) if length]
-    ends = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    boundaries = ends.to(torch.int32)
-    longest = max(lengths)
-    sequences = PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        lengths=tuple(lengths),
-        positions=positions,
-    )
+    sequences = PackedSequences.of(Spans.whole(lengths), positions)
     return PackedRow(tokens=row[None], sequences=sequences, outputs=asked.all_wanted().nonzero()[:, 0])
 
 

@@ -1,4 +1,4 @@
-"""Causal attention within each sequence of a packed row: torch's flash attention, where GPU and torch have it."""
+"""Causal attention of each span of a packed row: torch's flash attention, where GPU and torch have it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nemo_style_aligner.trainer.models.spans import PackedSequences, Run, Span, Spans, gathered, taken
+
 logger = logging.getLogger(__name__)
 
 _SEVERAL_CALLS = "attention over packed sequences takes several calls, not one of torch's varlen attention"
@@ -21,19 +23,17 @@ def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    boundaries: torch.Tensor,
-    longest: int,
+    packed: PackedSequences,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of each token to its own and all earlier tokens of its sequence. Differentiable.
+    """Attention of each token to the keys that its span sees, up to its own. Differentiable.
 
     Call it only where `has_varlen_attention` is true.
 
     Args:
         query: [t, heads, d].
         key, value: [t, groups, d]; ``heads`` is a multiple of ``groups``.
-        boundaries: int32 [n + 1], where each of the n sequences begins, and t.
-        longest: tokens of the longest sequence, at least.
+        packed: what the row's tokens see, on its device.
         scale: factor of the scores; None: 1 / sqrt(d).
 
     Returns:
@@ -44,8 +44,11 @@ def varlen_attention(
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 has no such argument
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    causal = (-1, 0)
-    out = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, window_size=causal, **options)
+    if packed.key_index is not None:
+        key, value = gathered(key, packed.key_index), gathered(value, packed.key_index)
+    boundaries, longest = (packed.cu_seqlens_q, packed.cu_seqlens_kv), (packed.max_seqlen_q, packed.max_seqlen_kv)
+    causal = (-1, 0)  # aligned at the end of a span's keys
+    out = varlen_attn(query, key, value, *boundaries, *longest, window_size=causal, **options)
     assert isinstance(out, torch.Tensor)  # nothing else was asked for
     return out
 
@@ -76,12 +79,16 @@ def _works(heads: int, groups: int, channels: int, dtype: torch.dtype, device: t
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _largest_error(heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Relative, of outputs and gradients, against `scaled_dot_product_attention` of each sequence in fp32."""
-    lengths = [1, 130, 7, 64]
+    """Relative, of outputs and gradients, against `scaled_dot_product_attention` of each span in fp32."""
+    first, second, third = (Run(*ends) for ends in ((1, 131), (131, 138), (138, 202)))
+    others = (Span(first, (first,)), Span(second, (first, second)), Span(third, (first, third)))
+    spans = Spans((*Spans.whole([1]), *others))
+    packed = PackedSequences.of(spans, torch.arange(202))
+    on_device = (getattr(packed, name).to(device) for name in ("cu_seqlens_q", "cu_seqlens_kv", "key_index"))
+    packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.key_index = on_device
     draw = torch.Generator().manual_seed(1)
-    parts = [torch.randn(sum(lengths), n, channels, generator=draw).to(device, dtype) for n in (heads, groups, groups)]
-    gradient = torch.randn(sum(lengths), heads, channels, generator=draw).to(device)
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    parts = [torch.randn(202, n, channels, generator=draw).to(device, dtype) for n in (heads, groups, groups)]
+    gradient = torch.randn(202, heads, channels, generator=draw).to(device)
 
     def results(
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype
@@ -92,12 +99,15 @@ def _largest_error(heads: int, groups: int, channels: int, dtype: torch.dtype, d
 
     def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         outputs = []
-        for sequence in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
-            q, k, v = (x.transpose(0, 1).repeat_interleave(heads // x.shape[1], 0) for x in sequence)
-            outputs.append(F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0].transpose(0, 1))
+        for span in spans:
+            seen = taken(query, [span.queries]), taken(key, span.keys), taken(value, span.keys)
+            q, k, v = (x.transpose(0, 1).repeat_interleave(heads // x.shape[1], 0) for x in seen)
+            visible = torch.ones(len(seen[0]), len(seen[1]), dtype=torch.bool, device=device)
+            mask = visible.tril_(len(seen[1]) - len(seen[0]))
+            outputs.append(F.scaled_dot_product_attention(q[None], k[None], v[None], mask)[0].transpose(0, 1))
         return torch.cat(outputs)
 
-    computed = results(lambda q, k, v: varlen_attention(q, k, v, boundaries, max(lengths)), dtype)
+    computed = results(lambda q, k, v: varlen_attention(q, k, v, packed), dtype)
     expected = results(one_by_one, torch.float32)
     errors = [(a.float() - b).abs().max() / b.abs().max() for a, b in zip(computed, expected, strict=True)]
     return torch.stack(errors).max().item()  # NaN if one is

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from nemo_style_aligner.trainer.models.attention import LayerConfig
 from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
 from nemo_style_aligner.trainer.models.linear import input_gradient, main_grad_of, multiplied, weight_gradient
-from nemo_style_aligner.trainer.models.packing import PackedSequences
 from nemo_style_aligner.trainer.models.products import widened
+from nemo_style_aligner.trainer.models.spans import PackedSequences
 
 _KNOWN = ("no_rope",)  # in which layers may differ from Llama's
 
@@ -43,7 +43,7 @@ def whole_layer(
     Args:
         layer: a layer of a model for which `is_one_function` holds.
         angles: rotary angles of all positions [s, 1, 1, r]; None: no rotation.
-        packed: the sequences of the row.
+        packed: what the row's tokens see.
     """
     config, kernels = layer.config, kernels_for(x)
     if kernels is None or (layer.training and (config.hidden_dropout or config.attention_dropout)):
@@ -61,7 +61,7 @@ def whole_layer(
     angles = angles if config.layer(layer.layer_number).rotates else None
     rotary = packed.rotate_by(angles, torch.float32, config.attention_factor)
     channels = layer.self_attention.hidden_size_per_attention_head
-    attention = AttentionRow(rotary, packed.sizes, channels**-0.5)
+    attention = AttentionRow(rotary, packed.spans, channels**-0.5)
     row = _Row(kernels, attention, config.num_query_groups, channels, config.layernorm_epsilon)
     if not torch.is_grad_enabled():
         products = _Products(

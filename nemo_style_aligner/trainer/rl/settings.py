@@ -12,7 +12,7 @@ from nemo_style_aligner.trainer.training.loop import LoopSettings, limit_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLSettings(LoopSettings):
-    """`LoopSettings` and those of an algorithm's step: keys of ``trainer.ppo`` and ``model`` (``trainer/config/schema.py``)."""
+    """`LoopSettings` and those of an algorithm's step: keys of ``trainer.ppo`` and ``model`` in the schema."""
 
     ppo: ActorLoop
     global_batch_size: int

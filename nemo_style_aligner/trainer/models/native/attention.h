@@ -1,5 +1,5 @@
-// Causal attention within each sequence of a packed row, forward and backward: rotary embedding, products of queries,
-// keys and values, softmax.
+// Causal attention of the spans of a packed row, forward and backward: rotary embedding, products of queries, keys and
+// values, softmax. A span (spans.py) is a run of queries that see runs of keys; its last query is the last key.
 #pragma once
 #include "attention_products.h"
 
@@ -9,8 +9,11 @@ extern "C" struct Attention {
     void* grad_qkv;
     float* lse;             // [token][head]: log of the sum of the exponentials of a query's scores
     const float *cos, *sin; // [token][rotary]
-    const int32_t* lengths; // of the sequences, in the order of their tokens
-    int32_t num_sequences, groups, per_group, channels, rotary, is_bf16, threads;
+    // Of each span, in the order of their tokens: first query, queries, first run of keys, runs. Spans that see common
+    // keys are neighbours.
+    const int32_t (*spans)[4];
+    const int32_t (*runs)[2]; // first token, tokens
+    int32_t num_spans, groups, per_group, channels, rotary, is_bf16, threads;
     float scale, softcap; // of the scores; softcap c: they are c tanh(score / c), 0: as they are
 };
 
@@ -19,9 +22,24 @@ namespace {
 constexpr int BLOCK = 4 * LANES; // query tokens of a head that are computed together
 constexpr int AHEAD = 8;         // how many tokens ahead channels are prefetched
 
-struct Task { // some query heads of a group, of one sequence
+struct Span {
     int64_t first; // token
-    int length, group, first_head, end_head; // heads in the group
+    int queries, keys;
+    int hidden; // keys before the first query's own: that query sees them all, and its own
+    const int32_t (*runs)[2], (*end_runs)[2];
+};
+
+struct Family { // spans that see common keys, which lie together
+    std::vector<Span> spans;
+    int64_t first, end; // of the keys
+    int64_t pairs;      // of queries and keys
+    int most_keys;      // of a span
+    bool is_apart;      // whether keys of some span do not lie together
+};
+
+struct Task { // some query heads of a group, of one family
+    const Family* family;
+    int group, first_head, end_head; // heads in the group
 };
 
 // Transposes words, [tokens][stride] -> [stride][BLOCK], with 0 beyond the tokens to the end of a vector.
@@ -162,13 +180,23 @@ template <class T> struct Heads {
             store_some(out + i, load_some(x + i, a.channels - i) * factor, a.channels - i);
         if (a.channels < width) std::fill(out + a.channels, out + width, F(0));
     }
-    // `fetch` for every token of a sequence: [length][width].
+    // `fetch` for every key of a family, or its value: [key][width].
     template <class F> void fetch_all(const Task& task, int part, bool turned, F* out) const {
-        for (int t = 0; t < task.length; ++t) {
-            const T* x = (const T*)a.qkv + place(task.first + t, task.group, part);
-            if (t + AHEAD < task.length) expect<0>(x + place(AHEAD, 0, 0));
-            fetch(x, task.first + t, turned, 1, out + (size_t)t * width);
+        const Family& family = *task.family;
+        for (int64_t t = family.first; t < family.end; ++t, out += width) {
+            const T* x = (const T*)a.qkv + place(t, task.group, part);
+            if (t + AHEAD < family.end) expect<0>(x + place(AHEAD, 0, 0));
+            fetch(x, t, turned, 1, out);
         }
+    }
+    // Those of a span, [key][width], from its family's: where they lie, if they lie together, else copied to `to`.
+    template <class F> const F* seen(const Task& task, const Span& span, const F* all, F* to) const {
+        const auto at = [&](const int32_t(&run)[2]) { return all + (run[0] - task.family->first) * (size_t)width; };
+        if (span.end_runs - span.runs == 1) return at(*span.runs);
+        F* out = to;
+        for (auto run = span.runs; run < span.end_runs; out += (size_t)(*run++)[1] * width)
+            std::copy_n(at(*run), (size_t)(*run)[1] * width, out);
+        return to;
     }
     // Prefetches the channels of a head that will be read (WRITE 0) or written (1). Tokens lie so far apart that the
     // processor does not do so by itself.
@@ -176,13 +204,13 @@ template <class T> struct Heads {
         for (int i = 0; i < a.channels; i += 64 / (int)sizeof(T)) __builtin_prefetch(x + i, WRITE);
     }
     // Goes to the query that is computed BLOCK queries after this one, of the same head or the next. False if there is
-    // none.
-    bool next_query(const Task& task, int& head, int& place) const {
+    // none in this span.
+    bool next_query(const Task& task, const Span& span, int& head, int& place) const {
         place += BLOCK;
-        if (place < task.length) return true;
+        if (place < span.queries) return true;
         ++head;
         place %= BLOCK;
-        return head < task.end_head && place < task.length;
+        return head < task.end_head && place < span.queries;
     }
     // The gradient of `fetch`: from x, that of what it returned, to out, that of what it read.
     void put(const float* x, int64_t token, bool turned, float factor, T* out) const {
@@ -198,17 +226,38 @@ template <class T> struct Heads {
             store_some(out + i, load<vf>(x + i) * factor, a.channels - i);
     }
 
-    // Every head of every sequence, the longest sequences first. A group's heads, which share keys and values, are
-    // one task unless threads would lack work.
-    std::vector<Task> tasks() const {
-        const int together = (int64_t)a.num_sequences * a.groups >= 4 * a.threads ? a.per_group : 1;
+    std::vector<Family> families() const {
+        std::vector<Family> all;
+        for (int i = 0; i < a.num_spans; ++i) {
+            const int32_t(&of)[4] = a.spans[i];
+            Span span{of[0], of[1], 0, 0, a.runs + of[2], a.runs + of[2] + of[3]};
+            const int64_t first = (*span.runs)[0];
+            if (all.empty() || first >= all.back().end) all.push_back({{}, first, first, 0, 0, false});
+            Family& family = all.back();
+            for (auto run = span.runs; run < span.end_runs; ++run) {
+                span.keys += (*run)[1];
+                family.end = std::max(family.end, (int64_t)(*run)[0] + (*run)[1]);
+            }
+            span.hidden = span.keys - span.queries;
+            family.pairs += (int64_t)span.queries * (span.keys + span.hidden);
+            family.most_keys = std::max(family.most_keys, span.keys);
+            family.is_apart |= of[3] > 1;
+            family.spans.push_back(span);
+        }
+        return all;
+    }
+
+    // Every head of every family, the most work first. A group's heads, which share keys and values, are one task
+    // unless threads would lack work.
+    std::vector<Task> tasks(const std::vector<Family>& families) const {
+        const int together = (int64_t)families.size() * a.groups >= 4 * a.threads ? a.per_group : 1;
         std::vector<Task> all;
-        int64_t first = 0;
-        for (int i = 0; i < a.num_sequences; first += a.lengths[i++])
+        for (const Family& family : families)
             for (int group = 0; group < a.groups; ++group)
                 for (int head = 0; head < a.per_group; head += together)
-                    all.push_back({first, a.lengths[i], group, head, head + together});
-        std::stable_sort(all.begin(), all.end(), [](const Task& x, const Task& y) { return x.length > y.length; });
+                    all.push_back({&family, group, head, head + together});
+        const auto is_more = [](const Task& x, const Task& y) { return x.family->pairs > y.family->pairs; };
+        std::stable_sort(all.begin(), all.end(), is_more);
         return all;
     }
 };
@@ -217,47 +266,56 @@ template <class T> void attention_forward(const Attention& a) {
     constexpr int P = PER_WORD<T>;
     typedef Factor<T> F;
     const Heads<T> h{a};
-    const auto tasks = h.tasks();
+    const auto families = h.families();
+    const auto tasks = h.tasks(families);
     const int width = h.width, stride = width / P; // of a row of channels, in numbers and in words
     parallel(a.threads, (int)tasks.size(), [&](int index) {
         const Task& task = tasks[index];
-        const size_t matrix = (size_t)task.length * width, rows = (size_t)BLOCK * width;
-        Scratch scratch(3 * matrix + (size_t)BLOCK * task.length + 3 * rows + 2 * BLOCK);
-        float *keys = scratch.take(matrix), *fetched = scratch.take(matrix), *memory = scratch.take(matrix);
+        const Family& family = *task.family;
+        const size_t all = (size_t)(family.end - family.first) * width, rows = (size_t)BLOCK * width;
+        const size_t matrix = (size_t)family.most_keys * width, apart = family.is_apart ? matrix : 0;
+        Scratch scratch(2 * all + matrix + 2 * apart + (size_t)BLOCK * family.most_keys + 3 * rows + 2 * BLOCK);
+        float *all_keys = scratch.take(all), *all_values = scratch.take(all);
+        float *keys_memory = scratch.take(apart), *values_memory = scratch.take(apart), *memory = scratch.take(matrix);
         float *query = scratch.take(rows), *across = scratch.take(rows), *out = scratch.take(rows);
         float *sums = scratch.take(BLOCK), *lse = scratch.take(BLOCK);
-        float* scores = scratch.take((size_t)BLOCK * task.length);
-        h.fetch_all(task, a.per_group, true, (F*)keys);
-        h.fetch_all(task, a.per_group + 1, false, (F*)fetched);
-        const float* values = joined<P>(fetched, task.length, width, memory);
-        for (int head = task.first_head; head < task.end_head; ++head)
-            for (int begin = 0; begin < task.length; begin += BLOCK) {
-                const int count = std::min(BLOCK, task.length - begin), end = begin + count;
-                const int64_t token = task.first + begin;
-                for (int i = 0; i < count; ++i)
-                    h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
-                            (F*)query + i * width);
-                for (int i = 0; i < BLOCK; ++i) {
-                    int next = head, place = begin + i;
-                    if (h.next_query(task, next, place))
-                        h.template expect<0>((const T*)a.qkv + h.place(task.first + place, task.group, next));
-                    if (i < count) h.template expect<1>((const T*)a.out + h.place_out(token + i, task, head));
+        float* scores = scratch.take((size_t)BLOCK * family.most_keys);
+        h.fetch_all(task, a.per_group, true, (F*)all_keys);
+        h.fetch_all(task, a.per_group + 1, false, (F*)all_values);
+        for (const Span& span : family.spans) {
+            const auto keys = (const float*)h.seen(task, span, (const F*)all_keys, (F*)keys_memory);
+            const auto seen = (const float*)h.seen(task, span, (const F*)all_values, (F*)values_memory);
+            const float* values = joined<P>(seen, span.keys, width, memory);
+            for (int head = task.first_head; head < task.end_head; ++head)
+                for (int begin = 0; begin < span.queries; begin += BLOCK) {
+                    const int count = std::min(BLOCK, span.queries - begin);
+                    const int own = span.hidden + begin, end = own + count; // keys
+                    const int64_t token = span.first + begin;
+                    for (int i = 0; i < count; ++i)
+                        h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
+                                (F*)query + i * width);
+                    for (int i = 0; i < BLOCK; ++i) {
+                        int next = head, place = begin + i;
+                        if (h.next_query(task, span, next, place))
+                            h.template expect<0>((const T*)a.qkv + h.place(span.first + place, task.group, next));
+                        if (i < count) h.template expect<1>((const T*)a.out + h.place_out(token + i, task, head));
+                    }
+                    transpose(query, count, stride, across);
+                    multiply<ROWS_UP_TO_COLUMNS, P>(keys, stride, 1, across, BLOCK, scores, BLOCK, end,
+                                                    round_up(count, LANES), words(a.channels, P), own);
+                    if (a.softcap) cap_scores(scores, count, own, a.softcap, nullptr);
+                    exponentiate<P>(scores, count, own, sums, lse);
+                    multiply<DEPTH_UP_TO_ROWS, P>(scores, 1, BLOCK, values, width, out, width, count, width,
+                                                  words(end, P), own);
+                    for (int i = 0; i < count; ++i) {
+                        const float factor = 1 / sums[i];
+                        T* row = (T*)a.out + h.place_out(token + i, task, head);
+                        for (int c = 0; c < a.channels; c += LANES)
+                            store_some(row + c, load<vf>(out + i * width + c) * factor, a.channels - c);
+                        a.lse[(token + i) * h.heads + h.head_of(task, head)] = lse[i];
+                    }
                 }
-                transpose(query, count, stride, across);
-                multiply<ROWS_UP_TO_COLUMNS, P>(keys, stride, 1, across, BLOCK, scores, BLOCK, end,
-                                                round_up(count, LANES), words(a.channels, P), begin);
-                if (a.softcap) cap_scores(scores, count, begin, a.softcap, nullptr);
-                exponentiate<P>(scores, count, begin, sums, lse);
-                multiply<DEPTH_UP_TO_ROWS, P>(scores, 1, BLOCK, values, width, out, width, count, width, words(end, P),
-                                              begin);
-                for (int i = 0; i < count; ++i) {
-                    const float factor = 1 / sums[i];
-                    T* row = (T*)a.out + h.place_out(token + i, task, head);
-                    for (int c = 0; c < a.channels; c += LANES)
-                        store_some(row + c, load<vf>(out + i * width + c) * factor, a.channels - c);
-                    a.lse[(token + i) * h.heads + h.head_of(task, head)] = lse[i];
-                }
-            }
+        }
     });
 }
 
@@ -269,86 +327,111 @@ template <class T> void attention_backward(const Attention& a) {
     constexpr int P = PER_WORD<T>;
     typedef Factor<T> F;
     const Heads<T> h{a};
-    const auto tasks = h.tasks();
+    const auto families = h.families();
+    const auto tasks = h.tasks(families);
     const int width = h.width, stride = width / P;
-    // Gradients of keys, then of values, [token][width] each, are summed over a group's heads, always in the same order:
-    // at once or, where heads are tasks of their own, afterwards.
-    const bool is_split = (int64_t)tasks.size() > (int64_t)a.num_sequences * a.groups;
-    int64_t tokens = 0;
-    for (int i = 0; i < a.num_sequences; ++i) tokens += a.lengths[i];
-    const std::unique_ptr<float[]> of_heads(is_split ? new float[2 * (size_t)tokens * width * h.heads] : nullptr);
+    // Gradients of a family's keys, then of its values, [key][width] each, are summed over spans, then over a group's
+    // heads, always in the same order: at once or, where heads are tasks of their own, afterwards.
+    const bool is_split = tasks.size() > families.size() * a.groups;
+    int64_t keys_of_row = 0;
+    for (const Family& family : families) keys_of_row = std::max(keys_of_row, family.end);
+    const std::unique_ptr<float[]> of_heads(is_split ? new float[2 * (size_t)keys_of_row * width * h.heads] : nullptr);
     const auto of_head = [&](const Task& task, int head) {
-        return of_heads.get() + 2 * ((size_t)h.head_of(task, head) * tokens + task.first) * width;
+        return of_heads.get() + 2 * ((size_t)h.head_of(task, head) * keys_of_row + task.family->first) * width;
     };
-    const auto add = [&](const Task& task, float* sum, const float* other) {
-        for (size_t i = 0; i < 2 * (size_t)task.length * width; i += LANES)
-            store(sum + i, load<vf>(sum + i) + load<vf>(other + i));
+    const auto add = [&](size_t count, float* sum, const float* other) {
+        for (size_t i = 0; i < count; i += LANES) store(sum + i, load<vf>(sum + i) + load<vf>(other + i));
     };
     const auto put = [&](const Task& task, const float* sum) {
         for (int part = 0; part < 2; ++part)
-            for (int t = 0; t < task.length; ++t, sum += width)
-                h.put(sum, task.first + t, part == 0, 1,
-                      (T*)a.grad_qkv + h.place(task.first + t, task.group, a.per_group + part));
+            for (int64_t t = task.family->first; t < task.family->end; ++t, sum += width)
+                h.put(sum, t, part == 0, 1, (T*)a.grad_qkv + h.place(t, task.group, a.per_group + part));
     };
     parallel(a.threads, (int)tasks.size(), [&](int index) {
         const Task& task = tasks[index];
-        const size_t matrix = (size_t)task.length * width, block = (size_t)BLOCK * task.length;
-        const size_t rows = (size_t)BLOCK * width;
-        Scratch scratch(7 * matrix + (a.softcap ? 4 : 3) * block + 7 * rows + BLOCK);
-        float *sum = scratch.take(2 * matrix), *own = scratch.take(2 * matrix);
-        float *keys = scratch.take(matrix), *values = scratch.take(matrix), *memory = scratch.take(matrix);
+        const Family& family = *task.family;
+        const size_t all = (size_t)(family.end - family.first) * width, rows = (size_t)BLOCK * width;
+        const size_t matrix = (size_t)family.most_keys * width, block = (size_t)BLOCK * family.most_keys;
+        const size_t apart = family.is_apart ? matrix : 0;
+        Scratch scratch(6 * all + matrix + 4 * apart + (a.softcap ? 4 : 3) * block + 7 * rows + BLOCK);
+        float *sum = scratch.take(2 * all), *own = scratch.take(2 * all), *piece = scratch.take(2 * apart);
+        float *all_keys = scratch.take(all), *all_values = scratch.take(all);
+        float *keys_memory = scratch.take(apart), *values_memory = scratch.take(apart), *memory = scratch.take(matrix);
         float *query = scratch.take(rows), *query_memory = scratch.take(rows), *query_across = scratch.take(rows);
         float *grad = scratch.take(rows), *grad_memory = scratch.take(rows), *grad_across = scratch.take(rows);
         float *result = scratch.take(rows), *lse = scratch.take(BLOCK);
         float *weights = scratch.take(block), *slopes = scratch.take(block);
         float* slopes_across = P == 1 ? slopes : scratch.take(block);
         float* caps = a.softcap ? scratch.take(block) : nullptr;
-        h.fetch_all(task, a.per_group, true, (F*)keys);
-        h.fetch_all(task, a.per_group + 1, false, (F*)values);
-        const float* keys_joined = joined<P>(keys, task.length, width, memory);
+        h.fetch_all(task, a.per_group, true, (F*)all_keys);
+        h.fetch_all(task, a.per_group + 1, false, (F*)all_values);
+        const float *keys = nullptr, *values = nullptr, *keys_joined = nullptr;
+        const Span* fetched = nullptr;
         for (int head = task.first_head; head < task.end_head; ++head) {
-            float* grad_keys = is_split ? of_head(task, head) : head == task.first_head ? sum : own;
-            float* grad_values = grad_keys + matrix;
-            std::fill(grad_keys, grad_values + matrix, 0.0f);
-            for (int begin = 0; begin < task.length; begin += BLOCK) {
-                const int count = std::min(BLOCK, task.length - begin), end = begin + count;
-                const int columns = round_up(count, LANES), depth = words(a.channels, P);
-                const int64_t token = task.first + begin;
-                for (int i = 0; i < count; ++i) {
-                    h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
-                            (F*)query + i * width);
-                    h.fetch((const T*)a.grad_out + h.place_out(token + i, task, head), token + i, false, 1,
-                            (F*)grad + i * width);
-                    lse[i] = a.lse[(token + i) * h.heads + h.head_of(task, head)];
+            float* total = is_split ? of_head(task, head) : head == task.first_head ? sum : own;
+            std::fill(total, total + 2 * all, 0.0f);
+            for (const Span& span : family.spans) {
+                if (fetched != &span) { // a family of one span has the same keys for all heads
+                    keys = (const float*)h.seen(task, span, (const F*)all_keys, (F*)keys_memory);
+                    values = (const float*)h.seen(task, span, (const F*)all_values, (F*)values_memory);
+                    keys_joined = joined<P>(keys, span.keys, width, memory);
+                    fetched = &span;
                 }
-                std::fill(lse + count, lse + BLOCK, 0.0f);
-                for (int i = 0; i < BLOCK; ++i) {
-                    int next = head, place = begin + i;
-                    if (h.next_query(task, next, place)) {
-                        h.template expect<0>((const T*)a.qkv + h.place(task.first + place, task.group, next));
-                        h.template expect<0>((const T*)a.grad_out + h.place_out(task.first + place, task, next));
+                // Where the span's keys lie together, so do their gradients.
+                const bool is_apart = span.end_runs - span.runs > 1;
+                const size_t place = ((*span.runs)[0] - family.first) * (size_t)width, size = (size_t)span.keys * width;
+                float* grad_keys = is_apart ? piece : total + place;
+                float* grad_values = is_apart ? piece + size : total + all + place;
+                if (is_apart) std::fill(piece, piece + 2 * size, 0.0f);
+                for (int begin = 0; begin < span.queries; begin += BLOCK) {
+                    const int count = std::min(BLOCK, span.queries - begin);
+                    const int first = span.hidden + begin, end = first + count; // keys
+                    const int columns = round_up(count, LANES), depth = words(a.channels, P);
+                    const int64_t token = span.first + begin;
+                    for (int i = 0; i < count; ++i) {
+                        h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
+                                (F*)query + i * width);
+                        h.fetch((const T*)a.grad_out + h.place_out(token + i, task, head), token + i, false, 1,
+                                (F*)grad + i * width);
+                        lse[i] = a.lse[(token + i) * h.heads + h.head_of(task, head)];
                     }
-                    if (i < count) h.template expect<1>((const T*)a.grad_qkv + h.place(token + i, task.group, head));
+                    std::fill(lse + count, lse + BLOCK, 0.0f);
+                    for (int i = 0; i < BLOCK; ++i) {
+                        int next = head, place = begin + i;
+                        if (h.next_query(task, span, next, place)) {
+                            h.template expect<0>((const T*)a.qkv + h.place(span.first + place, task.group, next));
+                            h.template expect<0>((const T*)a.grad_out + h.place_out(span.first + place, task, next));
+                        }
+                        if (i < count)
+                            h.template expect<1>((const T*)a.grad_qkv + h.place(token + i, task.group, head));
+                    }
+                    transpose(query, count, stride, query_across);
+                    transpose(grad, count, stride, grad_across);
+                    multiply<ROWS_UP_TO_COLUMNS, P>(keys, stride, 1, query_across, BLOCK, weights, BLOCK, end, columns,
+                                                    depth, first);
+                    multiply<ROWS_UP_TO_COLUMNS, P>(values, stride, 1, grad_across, BLOCK, slopes, BLOCK, end, columns,
+                                                    depth, first);
+                    if (caps) cap_scores(weights, count, first, a.softcap, caps);
+                    differentiate<F>(weights, slopes, slopes_across, count, first, lse, caps);
+                    multiply<DEPTH_FROM_ROWS, P>(weights, BLOCK, 1, joined<P>(grad, count, width, grad_memory), width,
+                                                 grad_values, width, end, width, words(count, P), first);
+                    multiply<DEPTH_FROM_ROWS, P>(slopes, BLOCK, 1, joined<P>(query, count, width, query_memory), width,
+                                                 grad_keys, width, end, width, words(count, P), first);
+                    multiply<DEPTH_UP_TO_ROWS, P>(slopes_across, 1, BLOCK, keys_joined, width, result, width, count,
+                                                  width, words(end, P), first);
+                    for (int i = 0; i < count; ++i)
+                        h.put(result + i * width, token + i, true, a.scale,
+                              (T*)a.grad_qkv + h.place(token + i, task.group, head));
                 }
-                transpose(query, count, stride, query_across);
-                transpose(grad, count, stride, grad_across);
-                multiply<ROWS_UP_TO_COLUMNS, P>(keys, stride, 1, query_across, BLOCK, weights, BLOCK, end, columns,
-                                                depth, begin);
-                multiply<ROWS_UP_TO_COLUMNS, P>(values, stride, 1, grad_across, BLOCK, slopes, BLOCK, end, columns,
-                                                depth, begin);
-                if (caps) cap_scores(weights, count, begin, a.softcap, caps);
-                differentiate<F>(weights, slopes, slopes_across, count, begin, lse, caps);
-                multiply<DEPTH_FROM_ROWS, P>(weights, BLOCK, 1, joined<P>(grad, count, width, grad_memory), width,
-                                             grad_values, width, end, width, words(count, P), begin);
-                multiply<DEPTH_FROM_ROWS, P>(slopes, BLOCK, 1, joined<P>(query, count, width, query_memory), width,
-                                             grad_keys, width, end, width, words(count, P), begin);
-                multiply<DEPTH_UP_TO_ROWS, P>(slopes_across, 1, BLOCK, keys_joined, width, result, width, count, width,
-                                              words(end, P), begin);
-                for (int i = 0; i < count; ++i)
-                    h.put(result + i * width, token + i, true, a.scale,
-                          (T*)a.grad_qkv + h.place(token + i, task.group, head));
+                if (!is_apart) continue;
+                for (auto run = span.runs; run < span.end_runs; ++run) {
+                    const size_t to = ((*run)[0] - family.first) * (size_t)width, count = (size_t)(*run)[1] * width;
+                    add(count, total + to, grad_keys);
+                    add(count, total + all + to, grad_values);
+                    grad_keys += count, grad_values += count;
+                }
             }
-            if (grad_keys == own) add(task, sum, own);
+            if (total == own) add(2 * all, sum, own);
         }
         if (!is_split) put(task, sum);
     });
@@ -356,7 +439,8 @@ template <class T> void attention_backward(const Attention& a) {
         parallel(a.threads, (int)tasks.size(), [&](int index) {
             const Task& task = tasks[index];
             if (task.first_head > 0) return;
-            for (int head = 1; head < a.per_group; ++head) add(task, of_head(task, 0), of_head(task, head));
+            const size_t count = 2 * (size_t)(task.family->end - task.family->first) * width;
+            for (int head = 1; head < a.per_group; ++head) add(count, of_head(task, 0), of_head(task, head));
             put(task, of_head(task, 0));
         });
 }
