@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
 from pathlib import Path
 
 from nemo_style_aligner.errors import NotWrittenError
-from nemo_style_aligner.guard.trusted_paths import unless_planted
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +44,6 @@ def publish(finished: Path, target: Path) -> None:
     except OSError as error:
         reason = f"it is whole and has its name, which may be lost if the machine fails ({error.strerror})"
         raise OSError(error.errno, reason, str(target)) from error
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all, synced to disk. Raises OSError."""
-    staging = path.with_name(path.name + UNFINISHED)
-    try:
-        with open(staging, "wb", opener=unless_planted) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        publish(staging, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            staging.unlink()  # give a full disk its room back
-        raise
 
 
 def remove_path(path: Path) -> None:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_style_aligner.durable import write_synced
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError
-from nemo_style_aligner.guard.trusted_paths import UntrustedPathError, own_folder, private_folder
+from nemo_style_aligner.guard.trusted_paths import UntrustedPathError, own_folder, private_folder, write_synced
 
 logger = logging.getLogger(__name__)
 

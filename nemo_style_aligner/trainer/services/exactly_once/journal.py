@@ -17,9 +17,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
-from nemo_style_aligner.durable import UNFINISHED, write_synced
+from nemo_style_aligner.durable import UNFINISHED
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError
-from nemo_style_aligner.guard.trusted_paths import UntrustedPathError, private_folder
+from nemo_style_aligner.guard.trusted_paths import UntrustedPathError, private_folder, write_synced
 from nemo_style_aligner.trainer.checkpoints.directory import DAMAGED
 from nemo_style_aligner.trainer.checkpoints.manifest import NOT_THERE, read_patiently
 from nemo_style_aligner.trainer.services.exactly_once.ledger import CriticPosition, batch_digest
