@@ -284,7 +284,16 @@ class Sequences:
             tokens=self.tokens[own][position < self.lengths[own, None]].int(),
             sampled=self.sampled[own][position < self.lengths[own, None]],
             engine_logprobs=self.engine_logprobs[own][self.responses(own)],
+            **(self.rows() if group > 1 else {}),
         )
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """Responses of two replies as two sequences: the second begins with what was inserted last."""
+        first = self.prompt_lengths + 3
+        has_two = self.sampled.sum(1) < self.lengths - self.prompt_lengths
+        lengths = torch.stack([first, self.lengths - first], 1)
+        lengths[~has_two] = torch.stack([self.lengths, torch.zeros_like(first)], 1)[~has_two]
+        return {"num_rows": 1 + has_two.long(), "row_lengths": lengths[lengths > 0]}
 
     def responses(self, own: torch.Tensor) -> torch.Tensor:
         """The predictions of sampled tokens, bool [n, WIDTH - 1]."""
