@@ -267,7 +267,7 @@ class Sequences:
     ended: torch.Tensor
     engine_logprobs: torch.Tensor
 
-    def share(self, own: torch.Tensor, group: int) -> Rollouts:
+    def share(self, own: torch.Tensor, group: int, has_rows: bool) -> Rollouts:
         """Of a data-parallel rank with these samples. ``group``: samples to a prompt."""
         ids = torch.arange(NUM_SAMPLES)
         position = torch.arange(WIDTH)
@@ -284,7 +284,7 @@ class Sequences:
             tokens=self.tokens[own][position < self.lengths[own, None]].int(),
             sampled=self.sampled[own][position < self.lengths[own, None]],
             engine_logprobs=self.engine_logprobs[own][self.responses(own)],
-            **(self.rows() if group > 1 else {}),
+            **(self.rows() if has_rows else {}),
         )
 
     def rows(self) -> dict[str, torch.Tensor]:
@@ -432,7 +432,8 @@ def group_step(folder: Path, layout: Layout) -> None:
     cfg = PPOActor.read(config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor"))
     base, cfg = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     trainer = _trainer(folder, layout, cfg, base, log_dir)
-    rollouts = _dealt(trainer, sequences(base.architecture.vocab_size), GROUP)
+    batch, has_rows = sequences(base.architecture.vocab_size), layout.algorithm != "distillation"
+    rollouts = _dealt(trainer, batch, GROUP, has_rows)
     rewards = torch.randn(NUM_SAMPLES, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     rewards[5] = torch.nan
     scores = Scores(rewards, {}, {5: "it has no reward"})
@@ -448,11 +449,11 @@ def group_step(folder: Path, layout: Layout) -> None:
     _write(folder, layout, tensors, metrics, actor=log_dir / "actor")
 
 
-def _dealt(trainer: RLTrainer, batch: Sequences, group: int) -> Rollouts:
+def _dealt(trainer: RLTrainer, batch: Sequences, group: int, has_rows: bool = False) -> Rollouts:
     """This rank's share, as `RLTrainer.deal` makes it."""
     minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(NUM_SAMPLES, 0)]
     work = map(trainer._work, batch.lengths.tolist(), batch.sampled.sum(1).tolist())
-    return batch.share(deal(list(work), minibatches), group)
+    return batch.share(deal(list(work), minibatches), group, has_rows)
 
 
 def _write(

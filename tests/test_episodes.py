@@ -331,7 +331,7 @@ def test_a_template_that_counts_turns_is_refused(
 def test_the_page_s_example_calls_its_tool(trial: Trial) -> None:
     page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
     names: dict[str, Any] = {}
-    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    example, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     exec(example, names)
     told: list[dict[str, str]] = []
 

@@ -17,8 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from job_processes import Job, script
+from job_processes import run as run_job
 from small_models import chatml_tokenizer
-from test_episodes import Trial, told
+from test_episodes import TIMEOUT, Trial, told
+from test_episodes import job as job
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
@@ -31,6 +34,7 @@ from nemo_style_aligner.trainer.rl.episodes.policy import Policy
 from nemo_style_aligner.trainer.rl.episodes.programs import ProgramError, program_of
 from nemo_style_aligner.trainer.rl.episodes.runner import Episode, build_environment
 from nemo_style_aligner.trainer.rl.sample import Prompt
+from nemo_style_aligner.trainer.telemetry.log_files import read_json_lines
 
 LIBRARY = """
 import json, os, sys, time, urllib.error, urllib.request
@@ -192,6 +196,18 @@ print(0.5)
     )
     assert len(done[0].row_lengths) == 2 and done[0].num_replies == 3 and done[0].outcome == 0.5
     assert sums["rows"] == 2
+
+
+def test_the_page_s_agent_is_an_environment(run: Run, trial: Trial) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
+    _, example = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    reads = "told = json.load(sys.stdin)"
+    told = 'told["line"] |= {"question": "2+2?", "answer": ""}'
+    done, _ = run(example.replace(reads, told))
+    assert done[0].problem is None and done[0].outcome == {"right": 1.0} and done[0].num_replies == 2
+    assert len(done[0].row_lengths) == 1
+    spoken = trial.tokenizer.ids_to_text(done[0].token_ids, keep_special=True)
+    assert "<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n" in spoken
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -361,3 +377,99 @@ def test_episodes_of_other_weights_are_run_again(trial: Trial, tmp_path: Path) -
     journal.write(5, "of some weights", {"request_id": 1})
     assert journal.read(5, "of some weights") == {"request_id": 1}
     assert journal.read(5, "of others") is None and journal.read(6, "of some weights") is None
+
+
+# ---- jobs ---------------------------------------------------------------------------------------
+
+AGENT = """
+import json, os, pathlib, random, signal, sys, urllib.request
+
+told, folder = json.load(sys.stdin), pathlib.Path(__file__).parent
+
+def ask(prompt):
+    body = json.dumps({"prompt": prompt, "max_tokens": 4, "return_token_ids": True}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + told["api_key"]}
+    with urllib.request.urlopen(urllib.request.Request(told["base_url"] + "/completions", body, headers)) as answer:
+        (choice,) = json.load(answer)["choices"]
+    return choice["prompt_token_ids"] + choice["token_ids"]
+
+ids = ask(told["line"]["text"])
+if random.random() < 0.2:
+    ask("Q: ")  # something else: a row of its own
+else:
+    ask([*ids, ids[0]])
+value = random.randrange(10**5, 10**6) / 10**6
+with (folder / "ran.txt").open("a") as ran:
+    ran.write(f"{told['episode']} {value}\\n")
+marker = folder / "kill_at"
+if marker.exists() and len((folder / "ran.txt").read_text().split()) // 2 >= int(marker.read_text()):
+    marker.unlink(missing_ok=True)
+    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+print(value)
+"""
+
+
+def agent_job(job: Callable[..., list[str]], folder: Path, *others: str) -> list[str]:
+    command = job(folder, *others)
+    (folder / "agent.py").write_text(AGENT)
+    program = f"trainer.ppo.environment={{command: [{sys.executable}, {folder / 'agent.py'}]}}"
+    return [program if word.startswith("trainer.ppo.environment=") else word for word in command]
+
+
+def ran(folder: Path) -> dict[str, list[float]]:
+    """What each episode has returned, as often as it was run."""
+    lines = [line.split() for line in (folder / "ran.txt").read_text().splitlines()]
+    return {name: [float(value) for other, value in lines if other == name] for name, _ in lines}
+
+
+def require_all_counted(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """Each sample has a reward that a program has given, and no two the same."""
+    samples = [s for s in read_json_lines(folder / "log" / "samples.jsonl") if s["step"] <= steps]
+    newest = {(s["step"], s["sample"]): s for s in samples}
+    given = [round(s["reward"], 6) for s in newest.values()]
+    assert len(given) == 16 * steps == len(set(given))
+    assert set(given) <= {round(value, 6) for values in ran(folder).values() for value in values}
+    return list(newest.values())
+
+
+def test_a_job_that_is_killed_neither_loses_nor_doubles_an_episode(
+    job: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Programs are random: what had ended is as it was."""
+    folder = tmp_path / "run"
+    words = agent_job(job, folder, "trainer.ppo.val_check_interval=0")
+    command = script("train_gpt_ppo_actor.py", *[w.replace("max_steps=3", "max_steps=2") for w in words])
+    (folder / "kill_at").write_text("24")
+    victim = Job(command, folder / "out.txt")
+    (folder / "pid").write_text(str(victim.process.pid))
+    assert victim.wait(TIMEOUT), victim.describe()
+    victim.kill()
+    journal = folder / "log" / "episode_journal"
+    ended = {path.stem for path in journal.glob("*.json")}
+    before = ran(folder)
+    assert len(ended) >= 4 and ended <= before.keys()
+    run_job(command, folder / "again.txt", TIMEOUT)
+    after = ran(folder)
+    assert all(after[name] == before[name] and len(before[name]) == 1 for name in ended)
+    samples = require_all_counted(folder, 2)
+    rewards = {round(s["reward"], 6) for s in samples}
+    assert all(round(before[name][0], 6) in rewards for name in ended)
+    assert any(len(s.get("rows", [])) == 2 for s in samples)
+    assert not list(journal.glob("*.json")) or len(list(journal.glob("*.json"))) <= 32
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "others",
+    [
+        ("trainer.devices=2", "trainer.ppo.batch_iterator.use_flask=True"),
+        ("trainer.devices=2", "trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1"),
+        ("trainer.devices=2", "trainer.ppo.generation.tensor_parallel_size=2"),
+        ("trainer.ppo.loss_aggregation=sequence_mean", "model.global_batch_size=16"),
+    ],
+)
+def test_programs_work_beside(job: Callable[..., list[str]], tmp_path: Path, others: Sequence[str]) -> None:
+    folder = tmp_path / "run"
+    run_job(script("train_gpt_ppo_actor.py", *agent_job(job, folder, *others)), folder / "out.txt", TIMEOUT)
+    require_all_counted(folder, 3)
+    assert all(len(values) == 1 for values in ran(folder).values())

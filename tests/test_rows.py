@@ -94,7 +94,9 @@ def test_a_mean_over_responses_is_over_episodes(aggregation: Any) -> None:
         given = LossInput(
             part.columns["old_logprobs"], part.columns["old_logprobs"], part.columns["advantages"], part.sampled_lengths
         )
-        loss, num, _ = policy_objective(given, settings, response_lengths=part.columns["response_lengths"])
+        loss, num, _ = policy_objective(
+            given, settings, responses=(part.columns["response_lengths"], part.columns["response_ends"])
+        )
         total, count = total + loss, count + num
     of_tokens = (-advantages * logprobs).split([2, 3, 1])
     by_hand = {

@@ -90,7 +90,9 @@ class Experience:
         chosen[list(samples)] = True
         rollouts, columns = self.rollouts, self.columns
         if rollouts.num_rows is not None:  # means over responses are not means over rows
-            columns = columns | {"response_lengths": rollouts.spread(rollouts.sampled_lengths.float())}
+            lengths = rollouts.own_sampled
+            ends = torch.zeros(int(lengths.sum())).index_fill(0, lengths.cumsum(0) - 1, 1.0)
+            columns = columns | {"response_lengths": functional.spread(lengths.float(), lengths), "response_ends": ends}
         return rollouts.batch(wanted, columns).rows(rollouts.of_rows(chosen).nonzero()[:, 0])
 
     def dealt(self, share: torch.Tensor) -> Experience:
