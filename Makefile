@@ -27,7 +27,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 # What installs. test-lowest has another.
-INSTALL ?= $(BIN)/python -m pip install --quiet
+INSTALL ?= $(BIN)/python -m pip install --disable-pip-version-check
 # The requirement for torch, which is installed first and by itself so that no other package chooses its build.
 # For a CPU build where the index holds CUDA builds:
 #   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'

@@ -402,7 +402,8 @@ def generation_floor(
     kv_numbers = 2 * a.num_layers * a.num_query_groups * a.kv_channels
 
     def pass_cost(num_tokens: int, num_outputs: int, num_pairs: float, kv_tokens: int) -> tuple[float, float]:
-        operations = 2 * body * num_tokens + 2 * head * num_outputs + a.attention_operations * num_pairs
+        operations = 2 * body * num_tokens + 2 * head * num_outputs
+        operations += a.num_layers * a.pair_operations * num_pairs
         num_bytes = itemsize * (body + head + kv_numbers * kv_tokens)
         return max(num_bytes / rates.memory, operations / rates.gemm_of(dtype)), num_bytes
 

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     Gemma2Config,
     GraniteConfig,
     LlamaConfig,
+    MistralConfig,
     NemotronConfig,
     Olmo2Config,
     PreTrainedModel,
@@ -19,6 +22,8 @@ from transformers import (
     Qwen3Config,
     SmolLM3Config,
 )
+from transformers.masking_utils import eager_mask
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as attention_with_sinks
 
 from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest
@@ -70,6 +75,7 @@ _CONFIGS: dict[str, Any] = {
     "nemotron": lambda: NemotronConfig(
         **_SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, partial_rotary_factor=0.5
     ),
+    "mistral-sinks": lambda: MistralConfig(**_SIZES, sliding_window=21, attn_implementation="sinks"),
     "olmo2": lambda: Olmo2Config(**_SIZES),
     "gemma2": lambda: Gemma2Config(
         **_SIZES, head_dim=16, query_pre_attn_scalar=64, attn_logit_softcapping=3.0, final_logit_softcapping=5.0,
@@ -93,6 +99,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "bias": True,
         "rotary_percentage": 0.5,
     },
+    "mistral-sinks": {"sliding_window": 21, "windowed_layers": (0, 1, 2), "attention_sinks": True},
     "olmo2": {"layer_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True},
     "gemma2": {
         "layer_norms": "both",
@@ -108,6 +115,9 @@ _FEATURES: dict[str, dict[str, Any]] = {
 }
 FAMILIES = list(_CONFIGS)
 
+AttentionInterface.register("sinks", attention_with_sinks)
+AttentionMaskInterface.register("sinks", eager_mask)
+
 ENGINE_DEFAULTS: dict[str, Any] = {"dtype": torch.float32, "num_slots": 4, "max_sequence_length": 160, "eos_id": EOS}
 
 
@@ -115,6 +125,9 @@ def hf_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
     """A random float32 model; norms and biases are random too, so that none of them can be forgotten."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(_CONFIGS[family]()).float().eval()
+    if "sinks" in family:  # as GPT-OSS has them
+        for layer in model.model.layers:
+            layer.self_attn.sinks = torch.nn.Parameter(torch.zeros(_SIZES["num_attention_heads"]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:

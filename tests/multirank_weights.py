@@ -69,12 +69,15 @@ ARCHITECTURES = {
         **BASE, layer_norms="both", normalization="rmsnorm1p", activation="gelu-tanh", softmax_scale=0.3,
         attn_logit_softcapping=2.0, final_logit_softcapping=3.0, embedding_multiplier=32**0.5, tied_embeddings=True,
     ),
+    "sinks": ModelArchitecture(
+        **BASE, attention_sinks=True, sliding_window=5, windowed_layers=(0, 2), local_rotary_base=50.0,
+    ),
 }  # fmt: skip
 MODEL_CFG = {"make_vocab_size_divisible_by": 8}
 # Training layout -> model -> ranks of the engines that get its weights; 4 are more than there are key heads.
 ENGINE_SIZES = {
     (1, 1): {"llama": (2, 4), "tied": (4,), "gemma": (2,)},
-    (2, 1): {"gpt": (2,)},
+    (2, 1): {"gpt": (2,), "sinks": (2,)},
     (4, 1): {"qwen": (4,), "olmo": (2, 4)},
     (2, 2): {"llama": (2,), "tied": (2,)},
 }

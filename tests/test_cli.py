@@ -137,7 +137,7 @@ def test_mistakes_are_said_in_a_line(model: Path, tmp_path: Path) -> None:
 def test_as_a_user_starts_it(model: Path, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "sft.jsonl", [{"input": "Q", "output": "A"}])
     result = command("data", "show", tmp_path / "sft.jsonl", "--model", model, PYTHONIOENCODING="utf-8")
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0 and result.stderr.startswith(f"loading torch, then {model}\n"), result.stderr
     assert "Q⟦ A<|endoftext|>⟧" in result.stdout and json.dumps("A") not in result.stdout
 
 

@@ -35,6 +35,23 @@ def test_a_stage_says_when_it_begins(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "[1/2] SFT: loss 1 (0 s)\n"
 
 
+def test_a_stage_says_how_far_its_job_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = """import time
+from nemo_style_aligner.trainer.telemetry.progress import Progress
+with Progress(2, "SFT", interval=0) as progress:
+    progress.update(1, {"loss": 0.5})
+    print("a line of the log", flush=True)
+    time.sleep(3)
+    progress.update()
+"""
+    demo = Demo(tmp_path / "demo", num_stages=1)
+    with demo.stage("sft", "Fine-tuning"):
+        demo.run("sft", sys.executable, "-c", job)
+    begins, one, *_, ended = capsys.readouterr().out.splitlines()
+    assert begins == "[1/1] Fine-tuning ..." and re.fullmatch(r"\[1/1\] Fine-tuning \(\d+ s\)", ended)
+    assert re.fullmatch(r"\[1/1\] Fine-tuning \| SFT: 1/2 after \d+ s, .* left, loss 0.5", one)
+
+
 def test_a_user_without_a_home_directory_has_the_demos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container whose user is a number alone. Open MPI would not start, nor would jobs find a shared secret."""
     monkeypatch.delenv("HOME", raising=False)
@@ -111,6 +128,7 @@ def test_nothing_is_left_running(number: signal.Signals, tmp_path: Path) -> None
     """
     loop = "while :; do sleep 0.1; done"
     demo = f"""
+import re
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 sys.path.insert(0, {str(ROOT / "examples" / "demo")!r})

@@ -45,7 +45,8 @@ def test_block_table_under_random_use(seed: int) -> None:
         assert owners(page) == 1
         memory[page, position % PAGE_TOKENS] = token
 
-    shared_tokens = refused = 0
+    shared_tokens = refused = taken_back = 0
+    given_back: dict[int, int] = {}  # slot -> pages
     for _ in range(600):
         slot = generator.randrange(num_slots)
         if slot not in held:
@@ -60,7 +61,7 @@ def test_block_table_under_random_use(seed: int) -> None:
             assert blocks.available >= watermark
             assert shared % PAGE_TOKENS == 0 and shared < len(tokens)
             shared_tokens += shared
-            held[slot] = tokens
+            held[slot], given_back[slot] = tokens, 0
             for position in range(shared, len(tokens)):
                 write(slot, position, tokens[position])
         elif generator.random() < 0.7 and len(held[slot]) < 6 * PAGE_TOKENS:
@@ -70,6 +71,11 @@ def test_block_table_under_random_use(seed: int) -> None:
                 write(slot, position, 2)
             else:
                 assert blocks.available == 0
+        elif generator.random() < 0.3:
+            position = generator.randint(-5, len(held[slot]) - 1)
+            blocks.give_back(slot, position)
+            given_back[slot] = max(given_back[slot], position // PAGE_TOKENS)
+            taken_back += given_back[slot] > 0
         else:
             blocks.release(slot, held.pop(slot))
         in_use = {int(page) for slot in held for page in blocks.table[slot, : blocks.held(slot)]}
@@ -77,9 +83,12 @@ def test_block_table_under_random_use(seed: int) -> None:
         assert all(blocks._owners[page] == owners(page) for page in range(num_pages))
         assert sorted([*in_use, *blocks._free, *blocks._idle]) == list(range(num_pages))
         for slot, tokens in held.items():
-            assert memory[blocks.table[slot]].reshape(-1)[: len(tokens)].tolist() == tokens
-            assert set(blocks.table[slot, blocks.held(slot) :]) <= {blocks.table[slot, 0]}
-    assert shared_tokens > 0 and (refused > 0) == (num_pages < 40)
+            first = given_back[slot]
+            seen = memory[blocks.table[slot, first:]].reshape(-1)[: len(tokens) - first * PAGE_TOKENS]
+            assert seen.tolist() == tokens[first * PAGE_TOKENS :]
+            unused = [*blocks.table[slot, :first], *blocks.table[slot, blocks.held(slot) :]]
+            assert set(unused) <= {blocks.table[slot, first]}
+    assert shared_tokens > 0 and taken_back > 0 and (refused > 0) == (num_pages < 40)
     for slot in held:
         blocks.release(slot, held[slot])
     assert blocks.in_use == 0
@@ -205,7 +214,7 @@ class RememberingStep(ModelStep):
         logits = []
         for row in step.output_rows:
             seen = self.pages[step.block_table[step.slots[row]]].reshape(-1)[: step.positions[row] + 1]
-            logits.append(hashed_logits(seen.tolist()))
+            logits.append(hashed_logits(seen.tolist(), self.shape.architecture.reach))
         return torch.stack(logits) if logits else torch.empty(0, VOCAB)
 
     def clear_pages(self) -> None:
@@ -224,17 +233,18 @@ class RememberingStep(ModelStep):
 VOCAB = architecture().vocab_size
 
 
-def hashed_logits(tokens: list[int]) -> torch.Tensor:
-    draws = np.random.default_rng(zlib.crc32(np.array(tokens).tobytes())).standard_normal(VOCAB)
+def hashed_logits(tokens: list[int], reach: int | None = None) -> torch.Tensor:
+    seen = tokens if reach is None else tokens[-reach:]
+    draws = np.random.default_rng(zlib.crc32(np.array(seen).tobytes())).standard_normal(VOCAB)
     return torch.from_numpy(draws).float() * 2
 
 
-def expected_tokens(request: GenerationRequest, params: SamplingParams) -> list[int]:
+def expected_tokens(request: GenerationRequest, params: SamplingParams, reach: int | None) -> list[int]:
     tokens: list[int] = []
     key = torch.tensor([request_key(params.seed, request.seed)])
     while len(tokens) < params.max_new_tokens and tokens[-1:] != [EOS]:
         rows = SamplingRows(key, torch.tensor([len(tokens)]))
-        token, _ = sample(hashed_logits(request.prompt_token_ids + tokens)[None], params, rows)
+        token, _ = sample(hashed_logits(request.prompt_token_ids + tokens, reach)[None], params, rows)
         tokens.append(int(token))
     return tokens
 
@@ -274,16 +284,19 @@ def related_requests(count: int, seed: int) -> list[GenerationRequest]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_schedule_shows_in_the_responses(remembering: Any, seed: int) -> None:
-    """Random limits, most with far too little memory: each token follows from its own sequence's tokens alone."""
+    """Random limits, most with far too little memory: each token follows from its own sequence's tokens alone, all of
+    them or those of a window."""
     generator = random.Random(seed)
     engine, step = remembering(
+        family="llama" if seed % 2 else "mistral-sinks",
         num_slots=generator.choice((1, 3, 8)),
         kv_cache_tokens=generator.choice((160, 176, 320, None)),
         prefill_chunk_tokens=generator.choice((1, 5, 16, 33, 500)),
     )
     params = SamplingParams(max_new_tokens=40, seed=seed)
     requests = related_requests(14, seed)
-    expected = [expected_tokens(request, params) for request in requests]
+    reach = step.shape.architecture.reach
+    expected = [expected_tokens(request, params, reach) for request in requests]
     for _ in range(2):  # the second time finds prompts in memory
         results = list(engine.generate(iter(requests), params))
         assert sorted(result.request_id for result in results) == list(range(14))
@@ -305,6 +318,14 @@ def test_preemption_happens_and_the_oldest_always_goes_on(remembering: Any) -> N
     assert engine.statistics.preemptions > 0
     assert engine.statistics.peak_pages == 10
     assert finished[0] == 0
+
+
+def test_pages_before_all_windows_are_given_back(remembering: Any) -> None:
+    """Windows of 21 positions lie in 3 pages at most: four sequences of 130 tokens need 12 pages, not 36."""
+    engine, _ = remembering(family="mistral-sinks", num_slots=4, kv_cache_tokens=12 * PAGE_TOKENS)
+    params = SamplingParams(max_new_tokens=120, min_new_tokens=120)
+    assert len(list(engine.generate([GenerationRequest(i, [i + 2] * 10, i) for i in range(4)], params))) == 4
+    assert engine.statistics.preemptions == 0 and 8 <= engine.statistics.peak_pages <= 12
 
 
 def test_requests_enter_when_there_is_memory_for_them(remembering: Any) -> None:

@@ -174,6 +174,10 @@ def test_nothing_outlives_the_launcher(told: Callable[..., Path], number: signal
     plan = told("wait", devices=2)
     job = launch(plan)
     pids = [seen(plan, name, rank)["pid"] for name, rank in (("trainer", 0), ("trainer", 1), ("service", 0))]
+    with open(plan.parent / "results" / "trainer" / "output-0.log", "a") as output:
+        output.write("some line\nPPO: 3/9 after 12 s, 4 s each, 24 s left, reward 0.5\nanother: 1/2\n")
+    told_line = "trainer: PPO: 3/9 after 12 s, 4 s each, 24 s left, reward 0.5\n"
+    wait_for(lambda: told_line in plan.with_suffix(".out").read_text(), "progress of the trainer", plan)
     assert job.stop(number=number) == (130 if number == signal.SIGINT else -number), job.describe()
     all_end(plan, pids)
 

@@ -76,7 +76,14 @@ def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], -1)
 
 
-def reference(qkv: torch.Tensor, angles: torch.Tensor | None, spans: Spans, softcap: float | None) -> torch.Tensor:
+def reference(
+    qkv: torch.Tensor,
+    angles: torch.Tensor | None,
+    spans: Spans,
+    softcap: float | None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention with explicit scores, span by span: [t, groups, heads per group + 2, d] -> [t, heads, d]."""
     per_group, d = qkv.shape[2] - 2, qkv.shape[3]
     query = qkv[:, :, :per_group].flatten(1, 2)
@@ -89,22 +96,28 @@ def reference(qkv: torch.Tensor, angles: torch.Tensor | None, spans: Spans, soft
         scores = torch.einsum("ihd,jhd->hij", q, k) / d**0.5
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(k) - len(q))
+        hidden |= torch.ones_like(hidden).tril(len(k) - len(q) - (window or len(k)))
         scores = scores.masked_fill(hidden, -torch.inf)
-        out.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+        out.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., : len(k)], v))
     return torch.cat(out)
 
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("lengths", "groups", "per_group", "d", "rotary", "softcap"),
+    ("lengths", "groups", "per_group", "d", "rotary", "softcap", "window"),
     [
-        ([150, 1, 33, 16, 70], 3, 3, 64, 64, None),
-        ([5, 2, 49], 4, 1, 20, 12, None),  # neither rows of whole vectors nor all channels turned
-        ([61], 1, 8, 128, None, None),
-        ([1, 1], 2, 2, 8, 8, None),
-        ([77, 1, 18], 2, 3, 24, 24, 0.5),
-        ([40], 1, 1, 64, None, 50.0),
+        ([150, 1, 33, 16, 70], 3, 3, 64, 64, None, None),
+        ([5, 2, 49], 4, 1, 20, 12, None, None),  # neither rows of whole vectors nor all channels turned
+        ([61], 1, 8, 128, None, None, None),
+        ([1, 1], 2, 2, 8, 8, None, None),
+        ([77, 1, 18], 2, 3, 24, 24, 0.5, None),
+        ([40], 1, 1, 64, None, 50.0, None),
+        ([150, 1, 33, 300], 2, 3, 64, 64, None, 45),
+        ([77, 30], 2, 1, 20, 12, 0.5, 8),
+        ([97], 1, 2, 24, None, None, 1),
     ],
 )
 def test_attention(
@@ -115,6 +128,7 @@ def test_attention(
     d: int,
     rotary: int | None,
     softcap: float | None,
+    window: int | None,
     dtype: torch.dtype,
 ) -> None:
     qkv, grad = (
@@ -125,10 +139,10 @@ def test_attention(
     angles = None if rotary is None else 3 * numbers(sum(lengths), rotary // 2, seed=2)
     both = None if angles is None else torch.cat([angles, angles], 1)
     tables = None if both is None else (both.cos(), both.sin())
-    row = AttentionRow(tables, Spans.whole(lengths), d**-0.5, softcap)
+    row = AttentionRow(tables, Spans.whole(lengths), d**-0.5, softcap, window)
 
     exact = qkv.double().requires_grad_()
-    expected = reference(exact, None if angles is None else angles.double(), row.spans, softcap)
+    expected = reference(exact, None if angles is None else angles.double(), row.spans, softcap, window)
     (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
     out, lse = kernels.attention(qkv, row)
     found = kernels.attention_backward(grad, lse, qkv, row)
@@ -172,18 +186,21 @@ def random_spans(seed: int) -> Spans:
 def test_attention_of_sequences_that_begin_alike(kernels: LayerKernels, seed: int, dtype: torch.dtype) -> None:
     """As explicit scores have it, forward and backward, whatever the number of threads."""
     spans, (groups, per_group, d) = random_spans(seed), ((2, 3, 24), (1, 4, 64), (3, 1, 20))[seed]
-    t, softcap = spans.num_queries, (None, None, 2.0)[seed]
+    t, softcap, window = spans.num_queries, (None, None, 2.0)[seed], (None, 37, 11)[seed]
     qkv, grad = numbers(t, groups, per_group + 2, d, dtype=dtype), numbers(t, groups * per_group, d, dtype=dtype)
     angles = 3 * numbers(t, d // 2, seed=2)
     both = torch.cat([angles, angles], 1)
-    row = AttentionRow((both.cos(), both.sin()), spans, d**-0.5, softcap)
-    exact = qkv.double().requires_grad_()
-    expected = reference(exact, angles.double(), spans, softcap)
+    sinks = None if seed == 0 else 2 * numbers(groups * per_group, seed=3)
+    row = AttentionRow((both.cos(), both.sin()), spans, d**-0.5, softcap, window, sinks)
+    exact, exact_sinks = qkv.double().requires_grad_(), None if sinks is None else sinks.double()
+    expected = reference(exact, angles.double(), spans, softcap, window, exact_sinks)
     (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
     out, lse = kernels.attention(qkv, row)
-    found = kernels.attention_backward(grad, lse, qkv, row)
+    products = torch.empty(t, groups * per_group)
+    found = kernels.attention_backward(grad, lse, qkv, row, products=products)
     assert_near(out, expected)
     assert_near(found, expected_grad)
+    assert_near(products.to(dtype), (expected.detach() * grad.double()).sum(-1))
     for threads in (1, 16):  # with many, heads are tasks of their own
         torch.set_num_threads(threads)
         place = qkv.clone()
@@ -438,6 +455,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "norms over heads": {
         "num_query_groups": 2, "layer_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True
     },
+    "windows": {
+        "num_query_groups": 2, "sliding_window": 7, "windowed_layers": (0,), "local_rotary_base": 50.0,
+    },
+    "windows and sinks": {
+        "num_query_groups": 2, "sliding_window": 9, "windowed_layers": (0, 1), "attention_sinks": True, "bias": True,
+    },
     "another activation": {"num_query_groups": 1, "activation": "gelu", "normalization": "layernorm"},
 }  # fmt: skip
 
@@ -459,7 +482,10 @@ def test_models_compute_the_same_with_and_without(
             torch.manual_seed(1)
             model = build_model(ModelArchitecture(**SHAPE, **MODELS[name]), {}, dtype, trainable=False)
             model.gpt.requires_grad_(True)
-            packed.sequences.rotary = None
+            for parameter_name, parameter in model.gpt.named_parameters():
+                if "softmax_offset" in parameter_name:
+                    parameter.data.normal_()
+            packed.sequences.rotary = packed.sequences.local_rotary = None
             with torch.enable_grad():
                 logprobs = model.gpt(
                     packed.tokens,

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 import requests
+from click.testing import CliRunner
 from omegaconf import OmegaConf
 
 from nemo_style_aligner import activity
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.tools.cli.main import nsa
 from nemo_style_aligner.tools.reports.dashboard import Dashboard
 from nemo_style_aligner.tools.reports.report import find_runs, write_report, write_sheet
 from nemo_style_aligner.tools.reports.run_view import RunView
@@ -105,6 +107,29 @@ def test_a_report_begins_with_the_outcome_and_orders_charts_by_question(run: Pat
     text = path.read_text()
     assert "Gradient norm <b>1</b>" in text and "9 of 9" in text and "\N{MINUS SIGN}3" in text
     assert page.references == []
+
+
+def test_runs_of_one_kind_are_compared_in_one_chart_and_by_what_differs(run: Path, tmp_path: Path) -> None:
+    """Also as a folder that holds them; a run of another kind stays by itself."""
+    make_run(tmp_path / "runs" / "b", [1.0, 2.0, 4.0], text="other")
+    sft = MetricsLogger(tmp_path / "runs" / "sft")
+    sft.log_hyperparameters(*for_log(OmegaConf.create({"trainer": {"sft": {"max_steps": 3}}})))
+    for step in range(3):
+        sft.log_metrics({"loss": 3.0 - step}, step, "train/")
+    sft.close()
+    output = tmp_path / "page.html"
+    result = CliRunner().invoke(nsa, ["report", str(run), str(tmp_path / "runs"), "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    page = Page(output.read_text())
+    assert [heading for heading in page.headings if heading.startswith("Side by side:")] == ["Side by side: PPO"]
+    rows = re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', output.read_text())
+    cells = {name: re.findall("<td>(.*?)(?: <small>.*?)?</td>", row) for name, row in rows}
+    assert cells["model.ppo.x"] == ["4", "other"] and cells["steps"] == ["9", "3"]
+    assert cells["Reward, training"] == ["3", "4"] and "trainer.ppo.max_steps" not in cells
+    both = next(chart for chart in page.charts if chart["title"] == "Reward")
+    assert [[name, values[-1]] for name, _, values in both["series"]] == [["actor", 3.0], ["b", 4.0]]
+    refused = CliRunner().invoke(nsa, ["report", str(run), str(tmp_path / "runs"), "--trace", str(output)])
+    assert refused.exit_code == 2 and "one RUN" in refused.output
 
 
 def test_a_report_warns_in_words(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_policy_learns_a_taskset(base: Path, server: str, tmp_path: Path) -> N
             *("model.global_batch_size=128", "model.micro_batch_size=128", "model.ppo.rollout_micro_batch_size=32"),
             *("model.encoder_seq_length=32", "model.ppo.length_params.max_length=16", "model.ppo.entropy_bonus=0.02"),
             *("model.optim.lr=3e-3", "model.optim.sched.warmup_steps=1", "model.optim.sched.name=constant"),
-            "trainer.ppo.initial_policy_kl_penalty=0",
+            *("trainer.ppo.initial_policy_kl_penalty=0", "trainer.ppo.episodes.max_running=32"),
         )
 
     assert Job(job(20), tmp_path / "first.txt").wait(TIMEOUT) == 0, (tmp_path / "first.txt").read_text()[-3000:]

@@ -95,7 +95,14 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **{**SIZES, "max_position_embeddings": 1024}, rope_scaling=LONGROPE
     ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None, head_dim=32),
+    "mistral 0.1": lambda: transformers.MistralConfig(**SIZES, sliding_window=37),
+    "ministral": lambda: transformers.MinistralConfig(
+        **SIZES, head_dim=24, sliding_window=20, layer_types=["full_attention", "sliding_attention"]
+    ),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, head_dim=24, rope_theta=1e6),
+    "qwen2 windows": lambda: transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=50, max_window_layers=1
+    ),
     "qwen2.5 tied": lambda: transformers.Qwen2Config(
         **{**SIZES, "num_key_value_heads": 1}, rope_theta=1e6, tie_word_embeddings=True, rms_norm_eps=1e-5
     ),
@@ -118,6 +125,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, rope_theta=1e6, tie_word_embeddings=True),
     "phi3": lambda: transformers.Phi3Config(**SIZES),
+    "phi3 4k": lambda: transformers.Phi3Config(**SIZES, sliding_window=31),
     "phi3, part turned": lambda: transformers.Phi3Config(
         **{**SIZES, "max_position_embeddings": 1024},
         tie_word_embeddings=True,
@@ -135,18 +143,35 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
     "olmo2": lambda: transformers.Olmo2Config(**{**SIZES, "initializer_range": 0.1}),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **{**SIZES, "initializer_range": 0.1},
+        sliding_window=21,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    ),
     "gemma2": lambda: transformers.Gemma2Config(
         **{**SIZES, "initializer_range": 0.1},
         head_dim=24,
         query_pre_attn_scalar=20,
         attn_logit_softcapping=3.0,
         final_logit_softcapping=2.0,
-        sliding_window=SIZES["max_position_embeddings"],
+        sliding_window=30,
         attn_implementation="eager",
+    ),
+    "gemma2, short": lambda: transformers.Gemma2Config(
+        **SIZES, sliding_window=SIZES["max_position_embeddings"], attn_implementation="eager"
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**SIZES, "initializer_range": 0.1},
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        sliding_window=17,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
     ),
 }
 # One of each kind of layers: how a native step is compiled.
-GENERATED = ["llama", "qwen2", "qwen3", "smollm3", "granite", "nemotron", "olmo2", "gemma2"]
+GENERATED = ["llama", "mistral 0.1", "qwen2", "qwen3", "smollm3", "granite", "nemotron", "olmo3", "gemma2", "gemma3"]
 TINY = ModelArchitecture(
     num_layers=2,
     hidden_size=32,
@@ -235,7 +260,10 @@ def test_family_generates_as_transformers_after_a_refit(name: str, step: StepCho
         assert (torch.tensor(result.logprobs) - expected).abs().max() < 1e-5 * logits.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama", "granite", "smollm3", "qwen3 yarn", "phi3, part turned", "olmo2", "gemma2"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "mistral 0.1", "granite", "smollm3", "qwen3 yarn", "phi3, part turned", "olmo3", "gemma2", "gemma3"],
+)
 def test_gradients_are_transformers(name: str, tmp_path: Path) -> None:
     """Of the mean log-prob of a packed row's tokens, by every layer's compiled or own backward pass."""
     reference = random_hf_model(FAMILIES[name]())
@@ -418,15 +446,21 @@ def test_a_bias_of_zeros_is_left_out_of_a_classifier(bias: float, tmp_path: Path
     ("change", "message"),
     [
         ({"model_type": "mixtral"}, "model_type 'mixtral'"),
-        ({"model_type": "phi3", "sliding_window": 32}, "set max_position_embeddings to 32"),
-        ({"model_type": "mistral", "sliding_window": 32}, "sliding window of 32"),
+        ({"sliding_window": 32}, "sliding_window=32, which transformers ignores in llama models"),
+        ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 2}, "layer_types: chunked_attention is not"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            "rope_parameters of sliding_attention with rope_type 'linear'",
+        ),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
         ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_type 'proportional' is not supported"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor of rope_type 'linear' must be above 0"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "1 frequencies, the model has 8"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"config\.json: Missing required keys"),
-        ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 2, "sliding_window": 32}, "window of 32"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which transformers ignores in llama"),
         ({"model_type": "qwen3", "rope_parameters": HALF_ROPE}, "partial_rotary_factor=0.5"),
         ({"rms_norm_eps": 1}, r"config\.json: .*'rms_norm_eps' expected float"),
@@ -446,12 +480,22 @@ def test_unsupported_models_are_refused_by_name(change: dict[str, Any], message:
         read_architecture(tmp_path)
 
 
-def test_ministral_is_a_mistral_where_its_windows_make_no_difference(tmp_path: Path) -> None:
-    """transformers calls Mistral's models so whose configs have ``layer_types``."""
+def test_a_mistral_with_layer_types_is_a_ministral(tmp_path: Path) -> None:
+    """As transformers takes it."""
     layers = ["full_attention", "sliding_attention"]
-    config = {"model_type": "mistral", "rope_theta": 1e4, **SIZES, "layer_types": layers}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": SIZES["max_position_embeddings"]}))
-    assert read_architecture(tmp_path).family == "mistral"
+    config = {"model_type": "mistral", "rope_theta": 1e4, **SIZES, "layer_types": layers, "sliding_window": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    architecture = read_architecture(tmp_path)
+    assert (architecture.family, architecture.sliding_window, architecture.windowed_layers) == ("ministral", 32, (1,))
+
+
+def test_a_window_as_long_as_sequences_is_none(tmp_path: Path) -> None:
+    """All fast code remains in use where a job's sequences are short; what is exported keeps the window."""
+    long = dataclasses.replace(TINY, sliding_window=32, windowed_layers=(0, 1))
+    short = dataclasses.replace(long, max_position_embeddings=32)
+    assert (long.reach, short.reach) == (32, None) and short.layers == TINY.layers
+    write_checkpoint(tmp_path / "out", short, iter(random_source(short).items()))
+    assert read_architecture(tmp_path / "out") == dataclasses.replace(short, family="mistral")
 
 
 def test_a_model_no_family_can_express_is_refused(tmp_path: Path) -> None:

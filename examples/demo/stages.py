@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nemo_style_aligner.tools.reports.report import write_report
 from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
+from nemo_style_aligner.trainer.telemetry.progress import SECONDS_VARIABLE, newest_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"
@@ -24,6 +25,10 @@ STAGE_LIMIT_SECONDS = 3600
 READY_LIMIT_SECONDS = 300
 STOP_LIMIT_SECONDS = 60
 _MARKER = ".made_by_demo"
+_LIVE_SECONDS, _SAID_SECONDS = 1.0, 30.0  # between looks at how far a job is: on a terminal, elsewhere
+
+
+_CLEAR = "\033[K"  # the rest of a terminal's line
 
 
 class StageFailed(SystemExit):
@@ -57,17 +62,25 @@ class Demo:
     def stage(self, name: str, what: str) -> Iterator[list[str]]:
         """Time a stage and print a line about it, which ends with what is appended to the yielded list.
 
-        Where standard output is not a terminal, another line says when the stage begins.
+        Meanwhile the line says how far the stage's job is; where standard output is not a terminal, lines below it.
         """
         self._number += 1
         started = time.monotonic()
-        prefix = f"[{self._number}/{self._num_stages}] {what}"
-        print(f"{prefix} ...", end="\r" if sys.stdout.isatty() else "\n", flush=True)
+        self._prefix = f"[{self._number}/{self._num_stages}] {what}"
+        self._say("...")
         results: list[str] = []
         yield results
         self.seconds[name] = time.monotonic() - started
         ending = f": {', '.join(results)}" if results else ""
-        print(f"{prefix}{ending} ({self.seconds[name]:.0f} s)", flush=True)
+        print(f"{_CLEAR if sys.stdout.isatty() else ''}{self._prefix}{ending} ({self.seconds[name]:.0f} s)", flush=True)
+
+    def _say(self, how_far: str) -> None:
+        """On a terminal in the place of what was said before."""
+        if sys.stdout.isatty():
+            line = f"{self._prefix} {how_far}"[: shutil.get_terminal_size().columns - 1]
+            print(f"{_CLEAR}{line}", end="\r", flush=True)
+        else:
+            print(f"{self._prefix} {how_far}", flush=True)
 
     def run(self, name: str, *command: object) -> None:
         """Run a command to its end, its output in ``logs/<name>.log``.
@@ -77,12 +90,22 @@ class Demo:
         """
         log = self._log(name)
         with _running(command, log) as process:
-            try:
-                status = process.wait(STAGE_LIMIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                raise StageFailed(f"{name} took longer than {STAGE_LIMIT_SECONDS} s; its log is {log}") from None
+            status = self._watch(process, log)
+        if status is None:
+            raise StageFailed(f"{name} took longer than {STAGE_LIMIT_SECONDS} s; its log is {log}")
         if status != 0:
             raise StageFailed(_failure(name, status, log))
+
+    def _watch(self, process: subprocess.Popen, log: Path) -> int | None:
+        """Say how far a job is until it ends; its exit status, None if it takes too long."""
+        deadline, shown = time.monotonic() + STAGE_LIMIT_SECONDS, None
+        while time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_LIVE_SECONDS)
+            if (line := newest_line(log)) not in (None, shown):
+                shown = line
+                self._say(f"| {line}")
+        return None
 
     @contextlib.contextmanager
     def service(self, name: str, port: int, *command: object) -> Iterator[None]:
@@ -205,7 +228,16 @@ def _words(command: Sequence[object]) -> list[str]:
 def _environment(log: Path) -> dict[str, str]:
     # Open MPI refuses to start without HOME. A user who has none, not even in the password database, gets the demo's.
     home = os.path.expanduser("~")
-    return {"HOME": home if os.path.isabs(home) else str(log.parent), **os.environ, "PYTHONUNBUFFERED": "1"}
+    return {
+        "HOME": home if os.path.isabs(home) else str(log.parent),
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        **_progress(),
+    }
+
+
+def _progress() -> dict[str, str]:
+    return {SECONDS_VARIABLE: str(_LIVE_SECONDS if sys.stdout.isatty() else _SAID_SECONDS)}
 
 
 def _failure(name: str, status: int, log: Path) -> str:

@@ -11,6 +11,7 @@ from openai import AsyncOpenAI
 from verifiers.v1.runtimes import ProgramResult
 
 CARDS = "1234"
+CLIENT = AsyncOpenAI(api_key="of each rollout", timeout=600)  # one: what it makes first costs more than an answer
 
 
 class CardsData(vf.TaskData):
@@ -41,8 +42,8 @@ class CardsHarness(vf.Harness[vf.HarnessConfig]):
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> ProgramResult:
         prompt = data.prompt if isinstance(data.prompt, list) else [{"role": "user", "content": data.prompt}]
         messages = [m if isinstance(m, dict) else m.model_dump(include={"role", "content"}) for m in prompt]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
-            await client.chat.completions.create(model=ctx.model, messages=messages, max_tokens=2)
+        client = CLIENT.with_options(base_url=endpoint, api_key=secret)
+        await client.chat.completions.create(model=ctx.model, messages=messages, max_tokens=2)
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
 

@@ -45,6 +45,7 @@ _POSITIVE = (
     *("layernorm_epsilon", "rotary_base", "rotary_percentage", "init_method_std", "softmax_scale"),
     *(*MULTIPLIERS, *_SOFTCAPS),
 )
+_WINDOWS = ("sliding_window", "local_rotary_base")
 
 # Fields that are keys of NeMo's config; and its names of others.
 _OF_NEMO = (
@@ -67,7 +68,6 @@ _OFF = (None, False)
 _ZERO_CENTERED = "layernorm_zero_centered_gamma"
 NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": _OFF,
-    "window_size": (None, [-1, -1]),
     "num_moe_experts": _OFF,
     "transformer_block_type": (None, "pre_ln"),
     "attention_type": (None, "multihead"),
@@ -96,6 +96,7 @@ class LayerFeatures:
     softmax_scale: float | None = None  # factor of attention scores; None: 1 / sqrt(kv_channels)
     attn_logit_softcapping: float | None = None  # c: scores are c tanh(score / c) (Gemma 2); None: as they are
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream (Granite)
+    attention_sinks: bool = False  # a learned score of each head, of nothing, beside those of the keys (GPT-OSS)
 
     @property
     def norm_has_bias(self) -> bool:
@@ -117,6 +118,8 @@ class Layer(LayerFeatures):
     """
 
     no_rope: bool = False  # no rotary embedding (SmolLM3)
+    local_rope: bool = False  # one of its own, of `local_rotary_base` (Gemma 3)
+    window: int | None = None  # w: a query sees its own position and w - 1 before it (Mistral); None: all before it
 
     @property
     def rotates(self) -> bool:
@@ -135,7 +138,8 @@ ENDS = ("embedding_multiplier", "logits_scaling", "final_logit_softcapping")
 
 EVERY_FEATURE = frozenset(
     ("layer_norms", "normalization", "activation", "gated", "bias", "qkv_bias", "qk_layernorm", "qk_norm_over_heads")
-    + ("softmax_scale", "attn_logit_softcapping", "residual_multiplier", "no_rope")
+    + ("softmax_scale", "attn_logit_softcapping", "residual_multiplier", "attention_sinks")
+    + ("no_rope", "local_rope", "window")
 )
 """All that there is today, spelled out: who knows it does not know what is added to `Layer` tomorrow."""
 
@@ -162,6 +166,9 @@ class ModelArchitecture(LayerFeatures):
     rotary_percentage: float = 1.0
     rope_scaling: RopeScaling | None = None
     no_rope_layers: tuple[int, ...] = ()  # layers (0-based) that do not rotate (SmolLM3)
+    sliding_window: int | None = None  # positions that a query sees, its own included, in `windowed_layers`
+    windowed_layers: tuple[int, ...] = ()  # layers (0-based) with that window (Mistral: all; Gemma: some)
+    local_rotary_base: float | None = None  # of these, unscaled; None: they rotate as the others (Gemma 3, OLMo 3)
     embedding_multiplier: float = 1.0  # of embeddings (Granite; Gemma 2: the root of hidden_size)
     logits_scaling: float = 1.0  # what logits are divided by (Granite)
     final_logit_softcapping: float | None = None  # c: logits are c tanh(logit / c) (Gemma 2)
@@ -172,7 +179,7 @@ class ModelArchitecture(LayerFeatures):
         for field in _SIZES:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        for field in _POSITIVE:
+        for field in (*_POSITIVE, *_WINDOWS):
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field} must be a number above 0, got {value}")
@@ -193,8 +200,7 @@ class ModelArchitecture(LayerFeatures):
                 f"kv_channels={self.kv_channels}, rotary_percentage={self.rotary_percentage}: {self.turned_channels} "
                 "channels of each head would be rotated (an even number), more than it has; lower rotary_percentage"
             )
-        if not set(self.no_rope_layers) <= set(range(self.num_layers)):
-            raise ValueError(f"no_rope_layers {self.no_rope_layers} are not among the {self.num_layers} layers")
+        self._check_layers()
         if self.rope_scaling is not None:
             self._check_scaling(self.rope_scaling)
         if self.num_attention_heads % self.num_query_groups:
@@ -210,6 +216,17 @@ class ModelArchitecture(LayerFeatures):
             raise ValueError("qk_norm_over_heads says which norm of queries and keys: set qk_layernorm, too")
         if self.layer_norms not in get_args(NormPlaces):
             raise ValueError(f"layer_norms={self.layer_norms!r} is not one of {', '.join(get_args(NormPlaces))}")
+
+    def _check_layers(self) -> None:
+        for field in ("no_rope_layers", "windowed_layers"):
+            if not set(getattr(self, field)) <= set(range(self.num_layers)):
+                raise ValueError(f"{field} {getattr(self, field)} are not among the {self.num_layers} layers")
+        if (self.sliding_window is None) != (not self.windowed_layers):
+            raise ValueError(
+                f"sliding_window={self.sliding_window}, windowed_layers={self.windowed_layers}: give both or neither"
+            )
+        if self.local_rotary_base is not None and not self.windowed_layers:
+            raise ValueError(f"local_rotary_base={self.local_rotary_base} is of windowed_layers, and there are none")
 
     def _check_scaling(self, scaling: RopeScaling) -> None:
         if scaling.limit is not None and self.max_position_embeddings > scaling.limit:
@@ -281,7 +298,9 @@ class ModelArchitecture(LayerFeatures):
             layer_norms=cfg.get("layer_norms") or "before",
             tied_embeddings=_flag(cfg, _TIED),
             rope_scaling=RopeScaling.from_nemo_config(_rope_keys(cfg)),
-            no_rope_layers=_no_rope_layers(cfg.get("no_rope_freq"), sizes["num_layers"]),
+            no_rope_layers=_marked_layers(cfg.get("no_rope_freq"), sizes["num_layers"], "no_rope_freq"),
+            attention_sinks=_has_sinks(cfg),
+            **_windows(cfg, sizes["num_layers"]),
             family=str(cfg.get(_FAMILY, "llama")),
         )
 
@@ -302,7 +321,12 @@ class ModelArchitecture(LayerFeatures):
             config["no_rope_freq"] = [int(layer in self.no_rope_layers) for layer in range(self.num_layers)]
         if self.normalization == "rmsnorm1p":  # NeMo has no name for it
             config |= {"normalization": "rmsnorm", _ZERO_CENTERED: True}
-        own = ("layer_norms", "qk_norm_over_heads", "softmax_scale", *MULTIPLIERS, *_SOFTCAPS)
+        if self.attention_sinks:
+            config["softmax_type"] = "learnable"
+        if self.sliding_window is not None:
+            config["window_size"] = [self.sliding_window - 1, 0]
+            config["window_attn_skip_freq"] = [int(i in self.windowed_layers) for i in range(self.num_layers)]
+        own = ("layer_norms", "qk_norm_over_heads", "softmax_scale", "local_rotary_base", *MULTIPLIERS, *_SOFTCAPS)
         config |= {key: getattr(self, key) for key in own if getattr(self, key) != DEFAULTS[key]}
         if kind[0] == "gelu":
             config |= {"openai_gelu": is_tanh, "bias_activation_fusion": False}
@@ -312,10 +336,23 @@ class ModelArchitecture(LayerFeatures):
 
     @functools.cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """What each layer computes."""
+        """What each layer computes. A window as long as the longest sequence is none."""
         common = {field.name: getattr(self, field.name) for field in dataclasses.fields(LayerFeatures)}
-        kinds = {no_rope: Layer(**common, no_rope=no_rope) for no_rope in (True, False)}
-        return tuple(kinds[index in self.no_rope_layers] for index in range(self.num_layers))
+        window, no_rope = self.sliding_window, self.no_rope_layers
+        window = None if window is None or window >= self.max_position_embeddings else window
+
+        @functools.cache
+        def layer(no_rope: bool, windowed: bool) -> Layer:
+            local_rope = windowed and not no_rope and self.local_rotary_base is not None
+            return Layer(**common, no_rope=no_rope, local_rope=local_rope, window=window if windowed else None)
+
+        return tuple(layer(index in no_rope, index in self.windowed_layers) for index in range(self.num_layers))
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions, its own included, any layer's query sees at most; None: all before it."""
+        windows = [layer.window for layer in self.layers]
+        return None if None in windows else max(window for window in windows if window is not None)
 
     def unknown(self, known: Collection[str]) -> list[str]:
         """Features of any layer, or of the model's ends, that are not as in Llama and not among the ``known``."""
@@ -344,6 +381,11 @@ class ModelArchitecture(LayerFeatures):
         """Of the rotary embedding: radians per position, fp32 [turned channels / 2]; factor of cosines and sines."""
         return inverse_frequencies(self.rotary_base, self.rotary_size, self.rope_scaling)
 
+    def local_frequencies(self) -> torch.Tensor | None:
+        """`frequencies` of layers with a base of their own, which have no factor; None: there are none."""
+        base = self.local_rotary_base
+        return None if base is None else inverse_frequencies(base, self.rotary_size, None)[0]
+
     @property
     def num_parameters(self) -> int:
         """Parameters of the language model; tied embeddings count once."""
@@ -352,7 +394,7 @@ class ModelArchitecture(LayerFeatures):
         attention = h * qkv_out + h * d * self.num_attention_heads
         attention += qkv_out if self.bias or self.qkv_bias else 0
         attention += h if self.bias else 0
-        attention += sum(self.qk_norm_sizes)
+        attention += sum(self.qk_norm_sizes) + self.num_attention_heads * self.attention_sinks
         fc1_out = self.ffn_hidden_size * (2 if self.gated else 1)
         mlp = h * fc1_out + h * self.ffn_hidden_size + (fc1_out + h if self.bias else 0)
         norm = 2 * h if self.norm_has_bias else h
@@ -396,23 +438,28 @@ class ModelArchitecture(LayerFeatures):
         return self.num_parameters - self.output_parameters * (1 if self.tied_embeddings else 2)
 
     @property
-    def attention_operations(self) -> int:
-        """Floating-point operations of attention, in all layers, for each pair of a query and a key."""
-        return 4 * self.num_layers * self.num_attention_heads * self.kv_channels
+    def pair_operations(self) -> int:
+        """Floating-point operations of attention, in one layer, for each pair of a query and a key."""
+        return 4 * self.num_attention_heads * self.kv_channels
+
+    def attention_pairs(self, num_tokens: int) -> int:
+        """Pairs of a query and a key that it sees in a sequence, in all layers."""
+        reaches = [min(num_tokens, layer.window or num_tokens) for layer in self.layers]
+        return sum(reach * (reach + 1) // 2 + (num_tokens - reach) * reach for reach in reaches)
 
     def forward_operations(self, num_tokens: int, num_outputs: int) -> int:
         """Floating-point operations of matrix products in the forward pass of one sequence.
 
         Two per weight and token, and four per channel of a head and pair of a query and a key, of which causal
-        attention has n (n + 1) / 2. The last layer counts for all tokens, though its MLP needs only the positions whose
-        outputs are wanted: with 30 layers up to 2.5% too many.
+        attention has n (n + 1) / 2, or less with a window. The last layer counts for all tokens, though its MLP needs
+        only the positions whose outputs are wanted: with 30 layers up to 2.5% too many.
 
         Args:
             num_tokens: of the sequence.
             num_outputs: positions with logits.
         """
         weights = self.layer_parameters * num_tokens + self.output_parameters * num_outputs
-        return 2 * weights + self.attention_operations * (num_tokens * (num_tokens + 1) // 2)
+        return 2 * weights + self.pair_operations * self.attention_pairs(num_tokens)
 
     # ---- layouts ----------------------------------------------------------------------------
 
@@ -450,15 +497,41 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelArchi
 """Llama's values of an architecture's fields; sizes have none."""
 
 
-def _no_rope_layers(frequency: Any, num_layers: int) -> tuple[int, ...]:
-    """The layers that Megatron-Core's ``no_rope_freq`` names: every n-th, or those with a 1 in a list."""
+def _marked_layers(frequency: Any, num_layers: int, key: str) -> tuple[int, ...]:
+    """The layers that a key of Megatron-Core like ``no_rope_freq`` names: every n-th, or those with a 1 in a list."""
     if not frequency:
         return ()
     if isinstance(frequency, int):
         return tuple(range(frequency - 1, num_layers, frequency))
     if len(frequency) != num_layers:
-        raise ValueError(f"no_rope_freq has {len(frequency)} numbers for {num_layers} layers")
-    return tuple(layer for layer, skips in enumerate(frequency) if skips)
+        raise ValueError(f"{key} has {len(frequency)} numbers for {num_layers} layers")
+    return tuple(layer for layer, marked in enumerate(frequency) if marked)
+
+
+def _windows(cfg: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The fields of windows: Megatron-Core's ``window_size`` counts the positions before and after a query's own."""
+    size, skipped, base = cfg.get("window_size"), cfg.get("window_attn_skip_freq"), cfg.get("local_rotary_base")
+    if size is None or list(size) == [-1, -1]:
+        return {}
+    if len(size) != 2 or size[0] < 0 or size[1] != 0:
+        raise ValueError(f"model.window_size={size}: must be [positions before a token's own, 0]")
+    every = range(num_layers)
+    if isinstance(skipped, int) and skipped:  # every n-th layer has none
+        windowed = tuple(layer for layer in every if (layer + 1) % skipped)
+    else:
+        windowed = _marked_layers(skipped, num_layers, "window_attn_skip_freq") if skipped else tuple(every)
+    if not windowed:
+        return {}
+    own = {} if base is None else {"local_rotary_base": _number(cfg, "local_rotary_base")}
+    return {"sliding_window": size[0] + 1, "windowed_layers": windowed, **own}
+
+
+def _has_sinks(cfg: Mapping[str, Any]) -> bool:
+    """Whether the softmax has a learned score of nothing, by Megatron-Core's name for it."""
+    kind = cfg.get("softmax_type") or "vanilla"
+    if kind not in ("vanilla", "learnable"):
+        raise ValueError(f"model.softmax_type={kind!r} is not vanilla or learnable")
+    return bool(kind == "learnable")
 
 
 # ---- values of a model_config.yaml ------------------------------------------------------------------

@@ -155,6 +155,8 @@ class ModelShard:
             return tensor.narrow(1, self.rank * self.query_size, self.query_size)
         if projection == "down_proj" and kind == "weight":
             return tensor.narrow(1, self.rank * self.ffn_size, self.ffn_size)
+        if kind == "sinks":
+            return tensor.narrow(0, self.rank * self.num_heads, self.num_heads)
         if projection in ("embed_tokens", "lm_head"):
             return tensor[self.vocab_start : self.vocab_start + self.vocab_rows]  # the last rank's may be shorter
         return tensor  # norms, and biases added once after the ranks' sum

@@ -1,4 +1,4 @@
-"""Soft caps (Gemma 2): numbers are bent so that none leaves (-c, c)."""
+"""Soft caps (Gemma 2): numbers are bent so that none leaves (-c, c). Attention that has them, or sinks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ def capped(x: torch.Tensor, cap: float | None, *, in_place: bool = False) -> tor
     return x.div_(cap).tanh_().mul_(cap) if in_place else torch.tanh(x / cap) * cap
 
 
-def capped_attention(
+def stored_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
-    cap: float,
+    cap: float | None,
+    sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` with capped scores, all of which it stores; fp32 from the scores to their softmax.
+    """`scaled_dot_product_attention` that stores all scores, to change them; fp32 from the scores to their softmax.
 
     Args:
         query: [..., heads, s, d].
         key, value: [..., groups, n, d], where ``heads`` is a multiple of ``groups``.
         mask: bool, True where a query sees a key, or added to the scores.
+        cap: of the scores; None: as they are.
+        sinks: scores of nothing beside those of the keys: weights of keys add up to less than 1; as [..., heads, s, 1].
 
     Returns:
         [..., heads, s, d].
@@ -35,5 +38,7 @@ def capped_attention(
     key, value = (x if shared == 1 else x.repeat_interleave(shared, -3) for x in (key, value))
     scores = capped((query @ key.transpose(-1, -2)).float() * scale, cap)
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weights = torch.nn.functional.dropout(scores.softmax(-1), dropout)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1)
+    weights = torch.nn.functional.dropout(scores.softmax(-1)[..., : key.shape[-2]], dropout)
     return weights.to(value.dtype) @ value

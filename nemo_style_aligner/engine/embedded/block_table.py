@@ -22,8 +22,9 @@ class BlockTable:
     until the memory is needed. Pages that several slots own are full, so nobody writes to them.
 
     Attributes:
-        table: int32 [num_slots, pages_per_sequence]: page of each 16 positions of a slot. Unused entries repeat the
-            slot's first page, so that a step which reads and masks them sees no other sequence's numbers.
+        table: int32 [num_slots, pages_per_sequence]: page of each 16 positions of a slot. Unused entries, and those of
+            pages given back, repeat the slot's first page, so that a step which reads and masks them sees no other
+            sequence's numbers.
         keeps_idle: idle pages will be asked for: they are evicted only where no page is free.
     """
 
@@ -39,7 +40,8 @@ class BlockTable:
         # A heap: low pages first, so the memory touched grows with the tokens held.
         self._free = list(range(self.num_pages))
         self._owners = [0] * self.num_pages
-        self._held = [0] * len(self.table)  # pages of each slot
+        self._held = [0] * len(self.table)  # pages of each slot, with those given back
+        self._given_back = [0] * len(self.table)  # of these, from the first on
         self._pages: dict[_PrefixKey, int] = {}  # the last page of each known prefix
         self._prefixes: dict[int, tuple[int, _PrefixKey]] = {}  # page -> number and key of the prefix it ends
         self._idle: dict[int, None] = {}  # least recently used first; later pages of a prefix before earlier ones
@@ -58,7 +60,7 @@ class BlockTable:
         return self.num_pages - self.available
 
     def held(self, slot: int) -> int:
-        """Number of pages of ``slot``."""
+        """Number of pages that the positions of ``slot`` have, or had."""
         return self._held[slot]
 
     def enter(self, slot: int, token_ids: Sequence[int], watermark: int, most_shared: int | None = None) -> int | None:
@@ -104,23 +106,39 @@ class BlockTable:
         self._held[slot] += 1
         return True
 
+    def give_back(self, slot: int, position: int) -> None:
+        """Take from ``slot`` the pages of which it reads nothing any more: all that end before ``position``.
+
+        All of their positions have been computed.
+        """
+        first, last = self._given_back[slot], min(position // PAGE_TOKENS, self._held[slot] - 1)
+        if last <= first:
+            return
+        for page in self.table[slot, first:last].tolist():
+            self._disown(page, is_computed=True)
+        self.table[slot, :last] = self.table[slot, self._held[slot] :] = self.table[slot, last]
+        self._given_back[slot] = last
+
     def release(self, slot: int, token_ids: Sequence[int]) -> None:
         """Take all pages from ``slot``, whose first positions hold these tokens, for longer prompts."""
-        prefix, computed = _NO_PREFIX, len(token_ids)
-        for index in range(computed // PAGE_TOKENS):
+        prefix, computed, first = _NO_PREFIX, len(token_ids), self._given_back[slot]
+        for index in range(computed // PAGE_TOKENS if first == 0 else 0):  # else what comes before is not known
             chunk = tuple(token_ids[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
             prefix = self._learn((prefix, chunk), int(self.table[slot, index]))
-        for index in reversed(range(self._held[slot])):  # so that eviction takes a prefix from its end
-            page = int(self.table[slot, index])
-            self._owners[page] -= 1
-            if self._owners[page]:
-                continue
-            if page in self._prefixes and (index + 1) * PAGE_TOKENS <= computed:
-                self._idle[page] = None
-            else:
-                self._forget(page)
-                heapq.heappush(self._free, page)
-        self._held[slot] = 0
+        for index in reversed(range(first, self._held[slot])):  # so that eviction takes a prefix from its end
+            self._disown(int(self.table[slot, index]), (index + 1) * PAGE_TOKENS <= computed)
+        self._held[slot] = self._given_back[slot] = 0
+
+    def _disown(self, page: int, is_computed: bool) -> None:
+        """Take an owner from ``page``. Without another it is idle, if it ends a prefix that is computed, else free."""
+        self._owners[page] -= 1
+        if self._owners[page]:
+            return
+        if page in self._prefixes and is_computed:
+            self._idle[page] = None
+        else:
+            self._forget(page)
+            heapq.heappush(self._free, page)
 
     def _match(self, chunks: Sequence[tuple[int, ...]]) -> tuple[list[int], int]:
         """Pages of the longest known prefix of ``chunks``, and that prefix's number."""

@@ -10,7 +10,7 @@ import torch
 
 from nemo_style_aligner.engine.architecture import ENDS, EVERY_FEATURE
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
-from nemo_style_aligner.engine.embedded.torch_operations import Batch, ChunkSegment, TorchOperations
+from nemo_style_aligner.engine.embedded.torch_operations import Batch, ChunkSegment, HeadWeights, TorchOperations
 from nemo_style_aligner.engine.native.with_triton import with_triton
 
 logger = logging.getLogger(__name__)
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 # Largest error, relative to the largest magnitude of the exact result.
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 2e-5}
 _KNOWN = EVERY_FEATURE - {"layer_norms", "qk_norm_over_heads", "attn_logit_softcapping"} | {*ENDS}
+_KNOWN -= {"attention_sinks", "local_rope", "window"}
 _POSITIONS = 1280  # of the longest sequence in the check
 _MANY_PROCESSORS = 2**16  # so many that the check divides attention into parts, whatever the number of heads
 
@@ -79,16 +80,16 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
     compare("activation", operations.activate(x), expected.activate(x.float()))
 
     pages = random(120, PAGE_TOKENS, 2 * groups, a.kv_channels)
-    head_norms = None
+    heads_of = HeadWeights()
     if a.qk_layernorm:
-        head_norms = random(a.kv_channels, of=torch.float32), random(a.kv_channels, of=torch.float32)
+        heads_of = HeadWeights((random(a.kv_channels, of=torch.float32), random(a.kv_channels, of=torch.float32)))
     cases = [(pages, layer) for layer in dict.fromkeys(a.layers) for pages in (4, 80)]
     for num_pages, layer in cases:  # pages of decoding tokens: attended to in one part, and in several
         batch = example(num_pages, len(pages), device)
         qkv = random(len(batch.positions), groups * (heads + 2) * a.kv_channels)
         exact_qkv, exact_pages = (x.to(torch.float32, copy=True) for x in (qkv, pages))  # both are written to
-        exact = expected.attention_of(batch)(exact_qkv, head_norms, exact_pages, layer)
-        attended = operations.attention_of(batch)(qkv, head_norms, pages, layer)
+        exact = expected.attention_of(batch)(exact_qkv, heads_of, exact_pages, layer)
+        attended = operations.attention_of(batch)(qkv, heads_of, pages, layer)
         compare("attention", attended, exact)
         compare("keys and values", pages, exact_pages)
 

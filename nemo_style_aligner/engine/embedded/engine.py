@@ -36,7 +36,7 @@ from nemo_style_aligner.engine.embedded.scheduler import (
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape, ModelStep
 from nemo_style_aligner.engine.embedded.torch_step import TorchStep
 from nemo_style_aligner.engine.embedded.trainer_weights import Offer, TrainerWeights
-from nemo_style_aligner.engine.native.compilation import NativeUnavailable
+from nemo_style_aligner.engine.native.compilation import NativeUnavailable, ahead
 from nemo_style_aligner.engine.sampling import SamplingRows, request_key
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.engine.transfers import moved
@@ -221,6 +221,7 @@ class EmbeddedEngine(GenerationEngine):
             self._blocks,
             prefill_chunk_tokens=self._prefill_chunk_tokens,
             max_step_tokens=self._shape.max_step_tokens,
+            reach=self._shape.architecture.reach,
         )
         statistics = self._statistics
         statistics.num_pages = self._shape.num_pages
@@ -419,6 +420,21 @@ class SlotSampler:
             counts=None if counts is None else counts[moved(torch.from_numpy(slots), self._device)],
         )
         return self._step.sample(logits, params, rows, stop_ids, self._vocab_limit)
+
+
+def compile_ahead(
+    choice: StepChoice, architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device, num_ranks: int = 1
+) -> None:
+    """Begin to compile what an engine like this needs, while its weights are still being read; see `choose_step`.
+
+    Args:
+        num_ranks: that will share the engine.
+    """
+    if choice != "torch" and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
+        # Nothing is compiled for the other sizes.
+        sizes = {"num_slots": 1, "max_sequence_length": 1, "num_pages": 1, "max_step_tokens": 1}
+        shape = EngineShape(architecture, dtype, tensor_parallel=TensorParallel(size=num_ranks), **sizes)
+        ahead(lambda: NativeStep(shape, TrainerWeights(None)).load())
 
 
 def choose_step(choice: StepChoice, shape: EngineShape, device: torch.device, trainer: TrainerWeights) -> ModelStep:

@@ -162,6 +162,7 @@ class Scheduler:
         *,
         prefill_chunk_tokens: int,
         max_step_tokens: int,
+        reach: int | None = None,
     ) -> None:
         """Begin with empty slots.
 
@@ -170,6 +171,7 @@ class Scheduler:
             blocks: must have room for the longest sequence, else it could never finish.
             prefill_chunk_tokens: the most prompt tokens of a pass that also decodes.
             max_step_tokens: the most tokens of a pass that only prefills.
+            reach: positions that a token sees, its own included: pages before them are given back; None: all.
         """
         num_slots = len(blocks.table)
         self.newest = np.zeros(num_slots, dtype=np.int32)
@@ -180,6 +182,7 @@ class Scheduler:
         self._blocks = blocks
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._max_step_tokens = max_step_tokens
+        self._reach = reach
         self._free_slots = list(range(num_slots))  # a heap: low slots first
         self._active: dict[int, ScheduledSequence] = {}  # by slot
         self._waiting: collections.deque[ScheduledSequence] = collections.deque()  # for memory; the oldest first
@@ -279,11 +282,18 @@ class Scheduler:
         """Give a page to every sequence whose newest token begins one, oldest first; may preempt the youngest."""
         decode, slots = self._decode_rows()
         starved = np.flatnonzero(self.positions[slots] % PAGE_TOKENS == 0)
+        for row in starved:
+            self._give_back(decode[row].slot, int(self.positions[decode[row].slot]))
         for sequence in sorted((decode[row] for row in starved), key=lambda sequence: sequence.number):
             while sequence.slot != _WAITING and not self._blocks.grow(sequence.slot):
                 self._preempt(max(self._active.values(), key=lambda candidate: candidate.number))
             if sequence.slot != _WAITING and self._blocks.held(sequence.slot) * PAGE_TOKENS >= sequence.longest:
                 self._growing.discard(sequence.slot)
+
+    def _give_back(self, slot: int, position: int) -> None:
+        """Give pages back that no token of ``slot`` from ``position`` on sees."""
+        if self._reach is not None:
+            self._blocks.give_back(slot, position - self._reach + 1)
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         """Take the memory of ``sequence``; it will compute prompt and response again, then go on as before."""
@@ -326,6 +336,7 @@ class Scheduler:
                 length = min(length, first - start + rows)
                 num_outputs = max(0, start + length - first)
                 rows -= num_outputs
+            self._give_back(sequence.slot, start)
             chunks.append(PrefillChunk(sequence, start, length, output, num_outputs))
             output += num_outputs
             sequence.prefilled += length

@@ -54,9 +54,15 @@ class EngineShape:
         """This rank's share of the model."""
         return ModelShard(self.architecture, self.tensor_parallel.rank, self.tensor_parallel.size)
 
-    def rotary_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, float32 [max_sequence_length, turned channels / 2], times the scaling's factor."""
+    def rotary_tables(self, local: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, float32 [max_sequence_length, turned channels / 2], times the scaling's factor.
+
+        ``local``: of layers with a rotary embedding of their own, if there are any.
+        """
         frequencies, factor = self.architecture.frequencies()
+        own = self.architecture.local_frequencies()
+        if local and own is not None:
+            frequencies, factor = own, 1.0
         angles = torch.outer(torch.arange(self.max_sequence_length).float(), frequencies)
         return angles.cos() * factor, angles.sin() * factor
 

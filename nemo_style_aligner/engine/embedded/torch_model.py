@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nemo_style_aligner.engine.embedded.step import EngineShape
-from nemo_style_aligner.engine.embedded.torch_operations import Batch, HeadNorms, Norm, TorchOperations
+from nemo_style_aligner.engine.embedded.torch_operations import Batch, HeadWeights, Norm, TorchOperations
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.embedded.weight_table import Rows, Write, layer_rows
 from nemo_style_aligner.engine.softcaps import capped
@@ -87,11 +87,15 @@ class LayerWeights:
         self.fc2, self.fc2_bias = weights.linear(matrices["fc2"], shard.ffn_size, a.bias)
         names = LAYER_NORMS[a.layers[layer].layer_norms]
         self.norms = {kind: weights.norm(prefix + name) for kind, name in names.items()}
-        self.head_norms: HeadNorms = None  # of queries, of keys
+        head_norms = sinks = None
         if sizes := shard.qk_norm_sizes:
             names_and_sizes = zip((f"{prefix}self_attn.{part}_norm.weight" for part in "qk"), sizes, strict=True)
             query, key = (weights.tensor({name: Rows(0, n)}, (n,), torch.float32) for name, n in names_and_sizes)
-            self.head_norms = query, key
+            head_norms = query, key
+        if a.attention_sinks:
+            rows = Rows(0, shard.num_heads)
+            sinks = weights.tensor({f"{prefix}self_attn.sinks": rows}, (shard.num_heads,), torch.float32)
+        self.heads = HeadWeights(head_norms, sinks)
 
 
 def _writing(view: torch.Tensor) -> Write:
@@ -126,7 +130,7 @@ class TorchModel:
             norms = layer.norms
             normed = ops.add_and_norm(hidden, product, bias, norms.get("input_norm"))
             qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-            product = F.linear(attention(qkv, layer.head_norms, pages, features), layer.output)
+            product = F.linear(attention(qkv, layer.heads, pages, features), layer.output)
             reduce(product)  # each rank has multiplied its columns of the matrix
             product, bias = self._to_add(product, layer.output_bias, norms.get("attention_out_norm"))
             normed = ops.add_and_norm(hidden, product, bias, norms.get("mlp_norm"))

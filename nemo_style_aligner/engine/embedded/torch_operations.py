@@ -6,8 +6,9 @@ Each sequence's pages are gathered for torch's `scaled_dot_product_attention`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 
 from nemo_style_aligner.engine.architecture import Layer
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
-from nemo_style_aligner.engine.softcaps import capped_attention
+from nemo_style_aligner.engine.softcaps import stored_attention
 from nemo_style_aligner.engine.transfers import moved
 
 
@@ -41,17 +42,26 @@ class Batch:
     output_rows: torch.Tensor | None = None  # int64 [o]: tokens whose logits are wanted; None: all
 
 
-HeadNorms: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | None"
-"""Weights of the norms of queries and keys, of models that have them: float32 [d] each, or [this rank's heads * d]."""
+class HeadWeights(NamedTuple):
+    """What a layer's attention has beside its matrices, where models have it, float32.
+
+    Attributes:
+        norms: weights of the norms of queries and of keys, [d] each, or [this rank's heads * d].
+        sinks: scores [this rank's heads].
+    """
+
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    sinks: torch.Tensor | None = None
+
 
 Norm: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 """Weight and bias of a norm of the residual stream, float32 [h] each; only RMSNorm has no bias."""
 
-Attention: TypeAlias = Callable[[torch.Tensor, HeadNorms, torch.Tensor, Layer], torch.Tensor]
+Attention: TypeAlias = Callable[[torch.Tensor, HeadWeights, torch.Tensor, Layer], torch.Tensor]
 """Attention of one pass in one layer: [t, heads * d], before the output projection.
 
 Called with the output of the qkv projection [t, groups * (heads per group + 2) * d] (for each group its query heads,
-its key head and its value head), which it may overwrite; with the weights of the head norms; with the layer's pages
+its key head and its value head), which it may overwrite; with the weights of the heads; with the layer's pages
 [pages, PAGE_TOKENS, 2 * groups, d], into which it writes the pass's keys and values; and with what the layer computes.
 """
 
@@ -67,6 +77,9 @@ class TorchOperations:
         self.heads = shape.shard.num_heads // self.groups
         self.dtype = shape.dtype
         self.cos, self.sin = (table.to(device) for table in shape.rotary_tables())
+        self.local_cos, self.local_sin = self.cos, self.sin
+        if shape.architecture.local_rotary_base is not None:
+            self.local_cos, self.local_sin = (table.to(device) for table in shape.rotary_tables(local=True))
         self.tensor_parallel = shape.tensor_parallel
 
     def add_and_norm(
@@ -115,24 +128,36 @@ class TorchOperations:
             active = F.relu(gate).square()
         return active if value is None else active * value
 
+    def rotary(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of all positions by which a layer rotates."""
+        return (self.local_cos, self.local_sin) if layer.local_rope else (self.cos, self.sin)
+
     def attention_of(self, batch: Batch) -> Attention:
         """The attention function for all layers of the pass ``batch``, whose tables and masks are made once."""
-        cos, sin = self.cos[batch.positions][:, None, None], self.sin[batch.positions][:, None, None]
         scale, num_decode, device = self.architecture.attention_scale, len(batch.tables), batch.positions.device
-        tables, mask = batch.tables.flatten(), self._decode_mask(batch)
-        chunks = [(segment, *_pages_and_mask(segment, device)) for segment in batch.segments]
 
-        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor, layer: Layer) -> torch.Tensor:
+        @functools.cache
+        def angles(layer: Layer) -> list[torch.Tensor]:
+            return [table[batch.positions][:, None, None] for table in self.rotary(layer)]
+
+        @functools.cache
+        def seen(window: int | None) -> tuple[_Seen, list[_Seen]]:
+            return self._seen_decoding(batch, window), [_seen_by(chunk, window, device) for chunk in batch.segments]
+
+        def attention(qkv: torch.Tensor, weights: HeadWeights, pages: torch.Tensor, layer: Layer) -> torch.Tensor:
             heads, channels, cap = self.heads, self.architecture.kv_channels, layer.attn_logit_softcapping
             qkv = qkv.view(len(qkv), self.groups, heads + 2, channels)
-            turning = qkv[:, :, : heads + 1]
+            turning, norms = qkv[:, :, : heads + 1], weights.norms
             normed = turning if norms is None else self._heads_normed(turning, norms)
             if norms is not None or layer.rotates:
-                turning.copy_(_rotated(normed, cos, sin) if layer.rotates else normed)
+                turning.copy_(_rotated(normed, *angles(layer)) if layer.rotates else normed)
             query, key_value = qkv[:, :, :heads], qkv[:, :, heads:].transpose(1, 2)
             pages.view(-1, 2, self.groups, channels).index_copy_(0, batch.places, key_value)
-            attended = [_attend_decoding(pages, query[:num_decode], tables, mask, scale, cap)] if num_decode else []
-            attended += [_attend_chunk(pages, query, *chunk, scale, cap) for chunk in chunks]
+            sinks = None if weights.sinks is None else weights.sinks.view(self.groups, heads, 1)
+            way, (by_decoding, by_chunks) = _Way(scale, cap, sinks), seen(layer.window)
+            attended = [_attend_decoding(pages, query[:num_decode], by_decoding, way)] if num_decode else []
+            chunks = zip(batch.segments, by_chunks, strict=True)
+            attended += [_attend_chunk(pages, query, chunk, by_chunk, way) for chunk, by_chunk in chunks]
             return attended[0] if len(attended) == 1 else torch.cat(attended)
 
         return attention
@@ -153,13 +178,43 @@ class TorchOperations:
             normed.append(part * (mean + a.layernorm_epsilon).rsqrt() * weight.view(part.shape[1:]))
         return torch.cat(normed, dim=2)
 
-    def _decode_mask(self, batch: Batch) -> torch.Tensor:
-        """Additive mask [n, 1, heads per group, positions of ``tables``] that hides what comes after each token."""
+    def _seen_decoding(self, batch: Batch, window: int | None) -> _Seen:
+        """What decoding tokens see: pages [n * p], those of each token's window alone where there is one.
+
+        The mask is added to scores: [n, 1, heads per group, positions of these pages].
+        """
         rows, num_pages = batch.tables.shape
-        device = batch.tables.device
-        hidden = torch.arange(num_pages * PAGE_TOKENS, device=device) > batch.positions[:rows, None]
+        device, own = batch.tables.device, batch.positions[:rows, None]
+        columns, pages = torch.arange(num_pages, device=device), batch.tables
+        if window is not None and (most := (window - 2) // PAGE_TOKENS + 2) < num_pages:
+            columns = (own - window + 1).clamp_(min=0) // PAGE_TOKENS + columns[:most]
+            pages = pages.gather(1, columns.clamp(max=num_pages - 1))
+        positions = (columns[..., None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten(-2)
+        hidden = positions > own
+        if window is not None:
+            hidden |= positions <= own - window
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=device).masked_fill_(hidden, -torch.inf)
-        return mask[:, None, None, :].expand(-1, 1, self.heads, -1)
+        return _Seen(pages.flatten(), mask[:, None, None, :].expand(-1, 1, self.heads, -1))
+
+
+class _Seen(NamedTuple):
+    """What some tokens of a pass attend to in layers with a window of one size, or without.
+
+    Attributes:
+        pages: int64, flat.
+        mask: of the positions in these; see `_attend_decoding` and `_attend_chunk`.
+    """
+
+    pages: torch.Tensor
+    mask: torch.Tensor
+
+
+class _Way(NamedTuple):
+    """How a layer's scores become weights: their factor, their soft cap, sinks [groups, heads per group, 1]."""
+
+    scale: float
+    cap: float | None
+    sinks: torch.Tensor | None
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -174,52 +229,42 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def _attended(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float, cap: float | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, way: _Way
 ) -> torch.Tensor:
-    """Attention of [..., heads, s, d] to [..., groups, n, d]."""
-    if cap is not None:
-        return capped_attention(query, keys, values, mask, scale, cap)
+    """Attention of [..., heads, s, d] to [..., groups, n, d]; the way's sinks as [..., heads, s, 1]."""
+    if way.cap is not None or way.sinks is not None:
+        return stored_attention(query, keys, values, mask, way.scale, way.cap, way.sinks)
     has_groups = query.shape[1] != keys.shape[1]
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=has_groups)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=way.scale, enable_gqa=has_groups)
 
 
-def _attend_decoding(
-    pages: torch.Tensor,
-    query: torch.Tensor,
-    tables: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    cap: float | None,
-) -> torch.Tensor:
-    """One token per sequence: ``query`` [n, groups, heads per group, d] -> [n, heads * d]. ``tables`` [n * p] is flat.
+def _attend_decoding(pages: torch.Tensor, query: torch.Tensor, seen: _Seen, way: _Way) -> torch.Tensor:
+    """One token per sequence: ``query`` [n, groups, heads per group, d] -> [n, heads * d].
 
     The query heads that share a key head become the rows of one product with it, so keys are never expanded.
     """
     n, groups, _, channels = query.shape
-    seen = pages.index_select(0, tables).view(n, -1, 2 * groups, channels).transpose(1, 2)
-    keys, values = seen[:, :groups], seen[:, groups:]
-    return _attended(query, keys, values, mask, scale, cap).reshape(n, -1)
+    read = pages.index_select(0, seen.pages).view(n, -1, 2 * groups, channels).transpose(1, 2)
+    keys, values = read[:, :groups], read[:, groups:]
+    return _attended(query, keys, values, seen.mask, way).reshape(n, -1)
 
 
 def _attend_chunk(
-    pages: torch.Tensor,
-    query: torch.Tensor,
-    segment: ChunkSegment,
-    seen_pages: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    cap: float | None,
+    pages: torch.Tensor, query: torch.Tensor, segment: ChunkSegment, seen: _Seen, way: _Way
 ) -> torch.Tensor:
     """Attention of one chunk, [length, heads * d]; ``query`` is that of the whole pass."""
-    seen = pages.index_select(0, seen_pages).flatten(0, 1)[: segment.start + segment.length].unflatten(1, (2, -1))
-    keys, values = seen.permute(1, 2, 0, 3)[:, :, None]  # each [groups, 1, end, d]: groups are the batch dimension
+    read = pages.index_select(0, seen.pages).flatten(0, 1)[: seen.mask.shape[1]].unflatten(1, (2, -1))
+    keys, values = read.permute(1, 2, 0, 3)[:, :, None]  # each [groups, 1, end, d]: groups are the batch dimension
     own = query[segment.first : segment.first + segment.length].permute(1, 2, 0, 3)
-    out = _attended(own, keys, values, mask, scale, cap)
+    sinks = None if way.sinks is None else way.sinks[..., None]
+    out = _attended(own, keys, values, seen.mask, way._replace(sinks=sinks))
     return out.permute(2, 0, 1, 3).flatten(1)
 
 
-def _pages_and_mask(segment: ChunkSegment, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages that a chunk attends to, int64, and its mask, bool [length, positions]."""
-    pages = moved(torch.from_numpy(segment.pages).long(), device)
-    mask = torch.ones(segment.length, segment.start + segment.length, dtype=torch.bool, device=device)
-    return pages, mask.tril_(segment.start)
+def _seen_by(segment: ChunkSegment, window: int | None, device: torch.device) -> _Seen:
+    """What a chunk attends to, and its mask, bool [length, positions from the first of these pages on]."""
+    first = 0 if window is None else max(0, segment.start - window + 1) // PAGE_TOKENS
+    pages = moved(torch.from_numpy(segment.pages[first:]).long(), device)
+    start = segment.start - first * PAGE_TOKENS
+    mask = torch.ones(segment.length, start + segment.length, dtype=torch.bool, device=device).tril_(start)
+    return _Seen(pages, mask if window is None else mask.triu_(start - window + 1))

@@ -14,7 +14,7 @@ import triton.language as tl
 from nemo_style_aligner.engine.architecture import Layer
 from nemo_style_aligner.engine.embedded.paged_attention import PagedAttention
 from nemo_style_aligner.engine.embedded.step import EngineShape
-from nemo_style_aligner.engine.embedded.torch_operations import Attention, Batch, HeadNorms, Norm, TorchOperations
+from nemo_style_aligner.engine.embedded.torch_operations import Attention, Batch, HeadWeights, Norm, TorchOperations
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
 _ACTIVE_BLOCK = 1024  # results per program of `activate_kernel`
@@ -86,8 +86,8 @@ class TritonOperations(TorchOperations):
         """As `TorchOperations.attention_of`."""
         attend = self._paged.of_pass(batch)
 
-        def attention(qkv: torch.Tensor, norms: HeadNorms, pages: torch.Tensor, layer: Layer) -> torch.Tensor:
-            channels, turned = self.architecture.kv_channels, self.cos.shape[1]
+        def attention(qkv: torch.Tensor, weights: HeadWeights, pages: torch.Tensor, layer: Layer) -> torch.Tensor:
+            channels, turned, norms = self.architecture.kv_channels, self.cos.shape[1], weights.norms
             qkv = qkv.view(len(qkv), self.groups, self.heads + 2, channels)
             query_norm, key_norm = map(self.scales, norms or (self.cos, self.cos))  # not touched where there are none
             rotate_and_store_kernel[len(qkv), self.groups](

@@ -16,6 +16,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -150,6 +151,19 @@ def find_or_compile(
             f"{folder} cannot be used ({error}): set NEMO_STYLE_ALIGNER_CACHE to a folder of your own on a "
             "local disk, or CXX to a compiler no newer than this Python's C++ library"
         ) from error
+
+
+def ahead(load: Callable[[], object]) -> None:
+    """Begin in a thread to load, and first to compile, what this process will need once it has read its model.
+
+    Who needs it calls ``load`` as well: that waits for what is left of the work, and tells what is wrong.
+    """
+
+    def begin() -> None:
+        with contextlib.suppress(NativeUnavailable):
+            load()
+
+    threading.Thread(target=begin, name="compiling ahead", daemon=True).start()
 
 
 def prepare(library: ctypes.CDLL, kernel: str) -> None:

@@ -42,12 +42,15 @@ class Family:
 
     Attributes:
         class_prefix: of its classes' names in transformers.
+        classifier_prefix: of the sequence classifier's, where that differs.
         fixed: fields of the architecture that are the same in all its models, and not Llama's.
         keys: further fields that its configs say, or say under another key than Llama's -> the key.
         bias_keys: which of ``attention_bias`` (on q, k, v and o) and ``mlp_bias`` it has.
         scales_embeddings: by the root of the hidden size.
         fused: q, k and v are one tensor, gate and up another.
-        window: what a config says where no layer has a sliding window: nothing, null, or a window as long as sequences.
+        windows: which layers can have a sliding window: none, all if one has, or any (``layer_types``).
+        window_flag: ``use_sliding_window`` says whether any has.
+        local_rope: layers with a window have a rotary base of their own.
     """
 
     class_prefix: str
@@ -59,7 +62,10 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
     fused: bool = False
     no_rope_layers: bool = False
-    window: Literal["nothing", "null", "length"] = "nothing"
+    windows: Literal["none", "all", "any"] = "none"
+    window_flag: bool = False
+    local_rope: bool = False
+    classifier_prefix: str = ""
 
     def key(self, field: str) -> str | None:
         """Under which key a config of the family says a field of the architecture; None: it does not."""
@@ -76,11 +82,20 @@ _KEYS = {"layernorm_epsilon": "rms_norm_eps", "activation": "hidden_act"}  # Lla
 _FEATURES = [*(field.name for field in dataclasses.fields(LayerFeatures) if field.name != "bias"), *ENDS]
 _BOTH_BIASES = ("attention_bias", "mlp_bias")
 
+_OLMO = {"layer_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True}
+_GEMMA = {"layer_norms": "both", "normalization": "rmsnorm1p"}
+_GEMMA_KEYS = {
+    "activation": "hidden_activation",
+    "softmax_scale": "query_pre_attn_scalar",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", bias_keys=_BOTH_BIASES),
-    "mistral": Family("Mistral", bias_keys=(), window="null"),
-    "qwen2": Family("Qwen2", {"qkv_bias": True}, bias_keys=(), window="null"),
-    "qwen3": Family("Qwen3", {"qk_layernorm": True}, window="null"),
+    "mistral": Family("Mistral", bias_keys=(), windows="all"),
+    "ministral": Family("Ministral", bias_keys=(), windows="any"),
+    "qwen2": Family("Qwen2", {"qkv_bias": True}, bias_keys=(), windows="any", window_flag=True),
+    "qwen3": Family("Qwen3", {"qk_layernorm": True}, windows="any", window_flag=True),
     "nemotron": Family(
         "Nemotron",
         {"gated": False, "normalization": "layernorm1p"},
@@ -88,24 +103,30 @@ FAMILIES: dict[str, Family] = {
         bias_keys=_BOTH_BIASES,
         partial_rotary=True,
     ),
-    "phi3": Family("Phi3", bias_keys=(), partial_rotary=True, scalings=("longrope",), fused=True, window="null"),
-    "smollm3": Family("SmolLM3", bias_keys=_BOTH_BIASES, no_rope_layers=True, window="null"),
+    "phi3": Family("Phi3", bias_keys=(), partial_rotary=True, scalings=("longrope",), fused=True, windows="all"),
+    "smollm3": Family("SmolLM3", bias_keys=_BOTH_BIASES, no_rope_layers=True, windows="any", window_flag=True),
     "granite": Family(
         "Granite",
         keys={"softmax_scale": "attention_multiplier", **{multiplier: multiplier for multiplier in MULTIPLIERS}},
         bias_keys=_BOTH_BIASES,
     ),
-    "olmo2": Family("Olmo2", {"layer_norms": "after", "qk_layernorm": True, "qk_norm_over_heads": True}),
+    "olmo2": Family("Olmo2", _OLMO),
+    "olmo3": Family("Olmo3", _OLMO, windows="any", local_rope=True),
     "gemma2": Family(
         "Gemma2",
-        {"layer_norms": "both", "normalization": "rmsnorm1p"},
-        {
-            "activation": "hidden_activation",
-            "softmax_scale": "query_pre_attn_scalar",
-            **{cap: cap for cap in ("attn_logit_softcapping", "final_logit_softcapping")},
-        },
+        _GEMMA,
+        {**_GEMMA_KEYS, "attn_logit_softcapping": "attn_logit_softcapping"},
         scales_embeddings=True,
-        window="length",
+        windows="any",
+    ),
+    "gemma3_text": Family(
+        "Gemma3",
+        {**_GEMMA, "qk_layernorm": True},
+        _GEMMA_KEYS,
+        scales_embeddings=True,
+        windows="any",
+        local_rope=True,
+        classifier_prefix="Gemma3Text",
     ),
 }
 
@@ -152,6 +173,8 @@ def read_architecture(directory: str | Path) -> ModelArchitecture:
         _family_name(written)
         _refuse_quantization(written)
         _refuse_other_models(written)
+        if written["model_type"] == "mistral" and written.get("layer_types") is not None:
+            written["model_type"] = "ministral"  # as transformers takes it
         # As some files have it, and as transformers does not take it: the weights have their own.
         is_auto = {"dtype", "torch_dtype"} & {key for key, value in written.items() if value == "auto"}
         described = {key: value for key, value in written.items() if key not in is_auto}
@@ -166,18 +189,17 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
     """As `read_architecture`, from a complete config in transformers' current form (with ``rope_parameters``)."""
     name = _family_name(config)
     family = FAMILIES[name]
-    _refuse_sliding_window(config)
     attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if attention_bias != mlp_bias:
         raise ValueError("attention_bias and mlp_bias differ: biases on some linear layers only are not supported")
-    rope = config["rope_parameters"]
+    rope = _full_rope(family, config)
     turned = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if turned != 1.0 and not family.partial_rotary:
         raise ValueError(
             f"partial_rotary_factor={turned}, which transformers ignores in {name} models: it rotates all "
             "channels. If this one was trained that way, remove the key"
         )
-    heads, scaling = config["num_attention_heads"], _rope_scaling(config)
+    heads, scaling = config["num_attention_heads"], _rope_scaling(rope, config["max_position_embeddings"])
     return ModelArchitecture(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -193,6 +215,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         rotary_percentage=turned,
         rope_scaling=scaling,
         no_rope_layers=_no_rope_layers(config) if family.no_rope_layers else (),
+        **_windows(family, config),
         **{field: _value(family, field, config) for field in (*_FEATURES, "layernorm_epsilon")},
         init_method_std=config["initializer_range"],
         family=name,
@@ -227,12 +250,11 @@ def _said(family: Family, field: str, a: ModelArchitecture) -> Any:
 
 
 def _family_name(config: Mapping[str, Any]) -> str:
-    """The config's key in `FAMILIES`. transformers calls Mistral's models with ``layer_types`` "ministral"."""
+    """The config's key in `FAMILIES`."""
     model_type = config.get("model_type")
-    name = "mistral" if model_type == "ministral" else model_type
-    if name not in FAMILIES:
+    if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not one of {', '.join(FAMILIES)}")
-    return str(name)
+    return str(model_type)
 
 
 def _refuse_absurd_counts(config: Mapping[str, Any]) -> None:
@@ -275,17 +297,44 @@ def _refuse_other_models(config: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
-    window = config.get("sliding_window")
-    if config.get("layer_types") is not None:
-        used = "sliding_attention" in config["layer_types"]
-    else:
-        used = window is not None and config.get("use_sliding_window", True)
-    if used and window is not None and window < config["max_position_embeddings"]:
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+
+
+def _windows(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The architecture's fields of windows."""
+    window, every = config.get("sliding_window"), config["num_hidden_layers"]
+    if family.windows == "none" and window is not None and window < config["max_position_embeddings"]:
         raise ValueError(
-            f"attention with a sliding window of {window} tokens is not supported. If no sequence of yours is "
-            f"longer, set max_position_embeddings to {window}: then the window makes no difference"
+            f"sliding_window={window}, which transformers ignores in {config['model_type']} models. If this one was "
+            "trained with it, it cannot be computed here; else remove the key"
         )
+    types = config["layer_types"] if family.windows == "any" else [_WINDOWED] * every
+    if others := sorted({*types} - {_WINDOWED, _FULL}):
+        raise ValueError(f"layer_types: {', '.join(others)} is not supported")
+    windowed = tuple(layer for layer in range(every) if types[layer] == _WINDOWED)
+    if family.windows == "none" or window is None or not windowed:
+        return {}
+    return {"sliding_window": window, "windowed_layers": windowed, **_local_rope(family, config)}
+
+
+def _full_rope(family: Family, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary parameters of layers without a window, which most families' other layers have, too."""
+    rope: Mapping[str, Any] = config["rope_parameters"]
+    return rope[_FULL] if family.local_rope else rope
+
+
+def _local_rope(family: Family, config: Mapping[str, Any]) -> dict[str, float]:
+    """The rotary base of layers with a window, if it is their own."""
+    if not family.local_rope:
+        return {}
+    rope = config["rope_parameters"]
+    own, scaling = rope[_WINDOWED], RopeScaling.from_mapping(rope[_WINDOWED])
+    if scaling is not None:
+        raise ValueError(
+            f"rope_parameters of {_WINDOWED} with rope_type {scaling.rope_type!r}: only 'default' is known"
+        )
+    same = own["rope_theta"] == rope[_FULL]["rope_theta"] and RopeScaling.from_mapping(rope[_FULL]) is None
+    return {} if same else {"local_rotary_base": own["rope_theta"]}
 
 
 def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -293,9 +342,9 @@ def _no_rope_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(layer for layer, does in enumerate(rotates) if not does)
 
 
-def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
-    """The scaling, with the values that transformers takes from the rest of the config."""
-    rope, positions = dict(config["rope_parameters"]), config["max_position_embeddings"]
+def _rope_scaling(parameters: Mapping[str, Any], positions: int) -> RopeScaling | None:
+    """The scaling, with the values that transformers takes from ``positions``, the config's longest sequence."""
+    rope = dict(parameters)
     if rope.get("rope_type") == "dynamic":
         rope["original_max_position_embeddings"] = positions
     elif "original_max_position_embeddings" in rope and rope.get("factor") is None:
@@ -324,7 +373,8 @@ def hf_family(architecture: ModelArchitecture) -> str:
     for name in dict.fromkeys((architecture.family, *FAMILIES)):
         if name in FAMILIES and _can_express(FAMILIES[name], architecture):
             return name
-    named = (*_FEATURES, "bias", "rotary_percentage", "rope_scaling", "no_rope_layers")
+    named = (*_FEATURES, "bias", "rotary_percentage", "rope_scaling", "no_rope_layers", "sliding_window")
+    named += ("windowed_layers", "local_rotary_base")
     has = [f"{name}={getattr(architecture, name)}" for name in named if getattr(architecture, name) != DEFAULTS[name]]
     raise ValueError(f"no Hugging Face family ({', '.join(FAMILIES)}) combines this model's {', '.join(has)}")
 
@@ -339,8 +389,35 @@ def _can_express(family: Family, a: ModelArchitecture) -> bool:
         and (family.partial_rotary or a.rotary_percentage == 1.0)
         and (a.rope_scaling is None or a.rope_scaling.rope_type in family.scalings)
         and (family.no_rope_layers or not a.no_rope_layers)
+        and (family.windows == "any" or len(a.windowed_layers) in (0, *[a.num_layers] * (family.windows == "all")))
+        and (a.local_rotary_base is None if not family.local_rope else _has_local_rope(a))
         and not (family.fused and a.kv_channels * a.num_attention_heads != a.hidden_size)
     )
+
+
+def _has_local_rope(a: ModelArchitecture) -> bool:
+    """Whether layers with a window, if there are any, rotate without the scaling that others may have."""
+    return a.local_rotary_base is not None or a.rope_scaling is None or not a.windowed_layers
+
+
+def _said_of_windows(family: Family, a: ModelArchitecture) -> dict[str, Any]:
+    """What a config says of windows, and of the rotary embeddings of layers with and without one."""
+    if family.windows == "none":
+        return {}
+    always = family.windows == "any" and not family.window_flag  # transformers makes both masks, whatever the layers
+    said: dict[str, Any] = {"sliding_window": a.sliding_window or (a.max_position_embeddings if always else None)}
+    if family.windows == "any":
+        said["layer_types"] = [_WINDOWED if layer in a.windowed_layers else _FULL for layer in range(a.num_layers)]
+    if family.window_flag:
+        first = a.num_layers - len(a.windowed_layers)  # older readers know no other order: full layers come first
+        said |= {"use_sliding_window": a.sliding_window is not None, "max_window_layers": first}
+    if family.local_rope:
+        base = a.rotary_base if a.local_rotary_base is None else a.local_rotary_base
+        scaling = {"rope_type": "default"} if a.rope_scaling is None else a.rope_scaling.to_mapping()
+        own = {"rope_type": "default", "rope_theta": base}
+        said["rope_parameters"] = {_FULL: {**scaling, "rope_theta": a.rotary_base}, _WINDOWED: own}
+        said["rope_local_base_freq"] = base
+    return said
 
 
 def _exported_positions(a: ModelArchitecture) -> int:
@@ -378,8 +455,9 @@ def hf_config(
     a = architecture
     model_type = hf_family(a)
     family = FAMILIES[model_type]
+    classifier = (family.classifier_prefix or family.class_prefix) + "ForSequenceClassification"
     config: dict[str, Any] = {
-        "architectures": [family.class_prefix + ("ForSequenceClassification" if num_attributes else "ForCausalLM")],
+        "architectures": [classifier if num_attributes else f"{family.class_prefix}ForCausalLM"],
         "model_type": model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "num_hidden_layers": a.num_layers,
@@ -408,8 +486,7 @@ def hf_config(
         config["partial_rotary_factor"] = a.rotary_percentage
     if family.no_rope_layers:
         config["no_rope_layers"] = [int(layer not in a.no_rope_layers) for layer in range(a.num_layers)]
-    if family.window != "nothing":
-        config["sliding_window"] = a.max_position_embeddings if family.window == "length" else None
+    config |= _said_of_windows(family, a)
     if num_attributes:
         config["id2label"] = {str(i): f"LABEL_{i}" for i in range(num_attributes)}
         config["label2id"] = {f"LABEL_{i}": i for i in range(num_attributes)}

@@ -297,6 +297,9 @@ def _attention(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:
         )  # fmt: skip
     for name, size in zip("qk", a.qk_norm_sizes, strict=False):  # the norms may be none
         yield from _norm(a, _names(layer, f"self_attention.{name}_layernorm."), f"{hf}.{name}_norm", layer, size)
+    if a.attention_sinks:
+        sinks, names = HFTensor(f"{hf}.sinks", (a.num_attention_heads,)), "self_attention.core_attention.softmax_offset"
+        yield LayoutEntry(_names(layer, names), (sinks,), 0, "plain", layer, a.num_attention_heads)
     width = a.num_attention_heads * a.kv_channels
     yield from _row_parallel(a, layer, "self_attention.linear_proj", f"{hf}.o_proj", width)
 

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from nemo_style_aligner.errors import UserError
+from nemo_style_aligner.tools.cli.main import announce
 from nemo_style_aligner.wording import spelt
 
 _EXAMPLES = """\b
@@ -244,6 +245,7 @@ def _served_here(checkpoint: Path, precision: str) -> Iterator[Server]:
     """The checkpoint behind an API of this process, for this process alone."""
     if not checkpoint.exists():
         raise click.BadParameter(f"{checkpoint} does not exist", param_hint="CHECKPOINT")
+    announce(f"torch, then {checkpoint}")
     from nemo_style_aligner.engine.parallel.groups import single_process
     from nemo_style_aligner.engine.serving.app import ServedModel
     from nemo_style_aligner.tools.cli.serve import model_name

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.tools.cli.main import SETTINGS, run
+from nemo_style_aligner.tools.cli.main import SETTINGS, announce, run
+from nemo_style_aligner.wording import download_hint
 
 _EXAMPLES = """\b
 Examples:
@@ -53,6 +54,9 @@ def command(source: Path, target: Path, **options: Any) -> None:
 def _convert(
     source: Path, target: Path, to_archive: bool, tensor_parallel: int, pipeline_parallel: int, **options: Any
 ) -> None:
+    if not source.expanduser().exists():
+        raise UserError(f"{source} does not exist{download_hint(str(source))}")
+    announce(f"torch and megatron-core, then {source}")
     from nemo_style_aligner.trainer.models.conversion import run_conversion
     from nemo_style_aligner.trainer.models.files import convert
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from nemo_style_aligner.tools.cli.main import announce
 from nemo_style_aligner.wording import unescaped
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def show(
         if job not in (None, "ppo"):
             raise click.UsageError(f"--rewards is of reinforcement learning: leave out --job {job}")
         job, keys = "ppo", (*keys, f"trainer.ppo.rewards={rewards}")
+    announce(f"torch, then {model}")
     from nemo_style_aligner.engine.text.jsonl import parse_line, read_lines
     from nemo_style_aligner.trainer.models.files import tokenizer_of
     from nemo_style_aligner.trainer.telemetry.log_lines import configure_logging

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,12 +13,12 @@ import click
 
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.seeds import LARGEST_SEED
-from nemo_style_aligner.tools.cli.main import SETTINGS, run, writable
+from nemo_style_aligner.tools.cli.main import SETTINGS, announce, run, writable
 from nemo_style_aligner.wording import distinct_names, download_hint, unescaped
 
 if TYPE_CHECKING:
     from nemo_style_aligner.tools.evaluation.evaluation import Results
-    from nemo_style_aligner.tools.reports.report import Table
+    from nemo_style_aligner.tools.reports.comparison import Table
 
 _EXAMPLES = """\b
 Examples:
@@ -80,7 +79,7 @@ def command(output: Path | None, sheet: Path | None, **options: Any) -> None:
     """
     _check(sheet=sheet, **options)
     options["end_strings"] = tuple(map(unescaped, options["end_strings"]))
-    print(f"loading torch and megatron-core, then {options['model']}", file=sys.stderr, flush=True)
+    announce(f"torch and megatron-core, then {options['model']}")
     from nemo_style_aligner.engine.parallel.groups import single_process
     from nemo_style_aligner.tools.evaluation.evaluation import (
         EvaluationSettings,
@@ -105,17 +104,14 @@ def command(output: Path | None, sheet: Path | None, **options: Any) -> None:
 
     with single_process(settings.seed):
         (evaluate_policies if settings.comparisons is None else evaluate_reward_model)(settings, tell)
-    rows = list(_rows(found[-1]))
-    width = max(len(name) for _, name, _ in rows)
-    for what, group in itertools.groupby(rows, lambda row: row[0]):
-        click.echo("\n".join([what, *(f"  {name:<{width}}  {value}" for _, name, value in group)]))
+    models = [path for path in (settings.model, settings.against) if path is not None]
+    names = dict(zip(map(str, models), distinct_names(models), strict=True))
+    results = {names.get(what, what): part for what, part in found[-1].items()}
+    table = _table(results, by_measure=settings.comparisons is None)
+    click.echo("\n".join(_lines(table)))
     if sheet is not None:
-        models = [path for path in (settings.model, settings.against) if path is not None]
-        names = dict(zip(map(str, models), distinct_names(models), strict=True))
-        results = {names.get(what, what): part for what, part in found[-1].items()}
         sections = sheet_of({what: part["responses"] for what, part in results.items() if "responses" in part})
         facts = list(zip(("MODEL", "AGAINST"), models, strict=False))
-        table = _table(results, by_measure=settings.comparisons is None)
         click.echo(write_sheet(sheet, f"Evaluation of {settings.model.name}", facts, table, sections))
 
 
@@ -141,11 +137,13 @@ def _check(**given: Any) -> None:
         raise click.UsageError("--greedy gives the same response each time: leave out --samples")
 
 
-def _rows(results: Results) -> Iterator[tuple[str, str, str]]:
-    """Of what, which measure, its value with its interval."""
-    for what, part in results.items():
-        for name in part["summary"]:
-            yield what, name, "  ".join(_cell(part, name))
+def _lines(table: Table) -> Iterator[str]:
+    """A table for a terminal: columns beneath each other, the last ones ragged."""
+    columns, rows = table
+    cells = [["", *columns], *([name, *map("  ".join, texts)] for name, texts in rows.items())]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "   ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _cell(part: dict[str, Any], name: str) -> tuple[str, ...]:

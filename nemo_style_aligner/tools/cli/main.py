@@ -7,6 +7,7 @@ modules import at their top only what is light: ``--help`` of any command, and c
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ import click
 
 from nemo_style_aligner import __version__
 from nemo_style_aligner.arguments import why_unwritable
+from nemo_style_aligner.engine.parallel.detection import detect_launch
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.guard.masking import masked_text
 from nemo_style_aligner.wording import spelt
@@ -62,6 +64,12 @@ def writable(context: click.Context, parameter: click.Parameter, value: Path | N
     if value is not None and (reason := why_unwritable(value.absolute().parent)) is not None:
         raise click.BadParameter(f"{value} cannot be written: {reason}")
     return value
+
+
+def announce(what: str) -> None:
+    """Say on standard error, on the first rank, what is about to take seconds: importing torch, reading a model."""
+    if detect_launch(os.environ).rank == 0:
+        click.echo(f"loading {spelt(what)}", err=True)
 
 
 class _Imported(click.Command):

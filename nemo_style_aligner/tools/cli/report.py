@@ -11,6 +11,7 @@ _EXAMPLES = """\b
 Examples:
   nsa report results/actor
   nsa report results/demo --output demo.html
+  nsa report results/lr_1e-6 results/lr_3e-6
   nsa report results/actor --compare SFT=sft.json --compare PPO=ppo.json
   nsa report results/actor --trace trace.json --steps 3-5
 
@@ -39,9 +40,15 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="[default: RUN/report.html]")
-@click.option("--title", help="Heading of the page.  [default: RUN's name]")
+@click.argument(
+    "runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path)
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="[default: RUN/report.html; of several, report.html here]",
+)
+@click.option("--title", help="Heading of the page.  [default: the runs' names]")
 @click.option(
     "--compare", multiple=True, metavar="NAME=FILE", callback=_named_files, help="Responses to show side by side."
 )
@@ -50,7 +57,7 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 )
 @click.option("--steps", callback=_steps, metavar="A-B", help="Steps of the trace.  [default: all]")
 def command(
-    run: Path,
+    runs: tuple[Path, ...],
     output: Path | None,
     title: str | None,
     compare: dict[str, Path],
@@ -59,13 +66,19 @@ def command(
 ) -> None:
     """Write a page about RUN, a job's log directory, or a folder of them: outcome, samples, charts.
 
+    Several runs of one kind are also shown side by side: in one chart, and in a table of what differs in their configs.
     The page is one file that needs nothing else, and may be written while the job runs. A trace has the phases of each
     rank of a job with exp_manager.timeline or a dashboard.
     """
     from nemo_style_aligner.tools.reports.report import find_runs, write_report
     from nemo_style_aligner.trainer.telemetry.timeline import write_trace
 
+    if trace is not None and len(runs) > 1:
+        raise click.UsageError("--trace is of one RUN")
+    found = find_runs(*runs)
     if trace is not None:
-        print(f"{trace}: {write_trace(run, trace, *steps)} phases")
-    page = write_report(output or run / "report.html", title or run.resolve().name, find_runs(run), compare=compare)
+        print(f"{trace}: {write_trace(runs[0], trace, *steps)} phases")
+    of_all = Path("report.html") if len(runs) > 1 else runs[0] / "report.html"
+    names = ", ".join(run.resolve().name for run in runs)
+    page = write_report(output or of_all, title or names, found, compare=compare)
     print(page)

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from nemo_style_aligner.tools.cli.main import announce
+
 _EXAMPLES = """\b
 Examples:
   nsa serve policy.nemo
@@ -84,6 +86,7 @@ def command(
     import sys
     import threading
 
+    announce(f"torch, then {checkpoint}")
     from nemo_style_aligner.engine.lockstep import Lockstep
     from nemo_style_aligner.engine.parallel.detection import detect_launch
     from nemo_style_aligner.engine.serving.app import ServedModel

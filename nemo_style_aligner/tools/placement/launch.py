@@ -26,12 +26,14 @@ from nemo_style_aligner.trainer.launch.ending import EXIT_INTERRUPTED
 from nemo_style_aligner.trainer.launch.stop_signals import EXIT_REQUEUE, ignore, taken
 from nemo_style_aligner.trainer.launch.supervisor import FORWARDED, POLL_SECONDS, Ranks
 from nemo_style_aligner.trainer.telemetry.log_lines import configure_logging
+from nemo_style_aligner.trainer.telemetry.progress import newest_line
 from nemo_style_aligner.wording import counted, spelt
 
 _logger = logging.getLogger(__name__)
 
 _SERVICE_SECONDS = 90.0  # for a service's last requests, after its clients have ended; it takes up to 60 for them
 _SHOWN_LINES = 25  # of the output of a job that failed
+_LOOK_SECONDS = 2.0  # for how far the jobs are
 _FINAL = (0, 2, EXIT_REQUEUE, EXIT_INTERRUPTED)  # statuses that another start would not mend, or must not follow
 
 
@@ -84,6 +86,8 @@ class _Watch:
         self._plan = plan
         self._running: dict[str, Running] = {}
         self.received: list[int] = []
+        self._shown: dict[str, str] = {}  # how far each job was
+        self._look_again = 0.0
         self._is_waiting = True  # for devices: no job is there yet
         for number in taken(FORWARDED):
             signal.signal(number, self._on_signal)
@@ -130,7 +134,20 @@ class _Watch:
             for name, status in states.items():
                 if status is not None and (name in services or status not in (0, EXIT_REQUEUE)):
                     return self._status_of_failed(name, status)
+            self._show_progress()
             time.sleep(POLL_SECONDS)
+
+    def _show_progress(self) -> None:
+        """Log what is new of how far each job is."""
+        if time.monotonic() < self._look_again:
+            return
+        self._look_again = time.monotonic() + _LOOK_SECONDS
+        for name in self._running:
+            lines = filter(None, map(newest_line, sorted(self._plan.log_dir(name).glob("output-*.log"))))
+            line = next(lines, self._shown.get(name, ""))
+            if line != self._shown.get(name, ""):
+                self._shown[name] = line
+                _logger.info("%s: %s", name, spelt(line))
 
     def _status_of_failed(self, name: str, status: int) -> int:
         if signal.SIGINT in self.received:

@@ -9,18 +9,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
+from nemo_style_aligner.tools.reports.comparison import Table, side_by_side
 from nemo_style_aligner.tools.reports.run_view import QUESTIONS, RunView, number
 from nemo_style_aligner.tools.reports.samples import Section, Shown, compared, samples_of
 from nemo_style_aligner.trainer.telemetry.log_files import METRICS_FILE, NoRunError
+from nemo_style_aligner.wording import distinct_names
 
 _PAGES = Path(__file__).with_name("pages")
-Table: TypeAlias = tuple[Sequence[str], Mapping[str, Sequence[Sequence[str]]]]
-"""Names of the columns, and a row's cells by its name: texts, the first of which matters most."""
 _ORDER = ("actor", "policy", "ppo", "grpo", "reinforce", "dpo", "sft", "reward_model", "critic", "base")
 """Names of runs in the order in which a reader wants them; others come last."""
 
@@ -94,6 +94,7 @@ def render(
         .render(
             title=title,
             runs=runs,
+            comparisons=side_by_side(runs),
             summary=list(summary),
             note=note,
             comparison=comparison,
@@ -125,22 +126,29 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def find_runs(folder: Path) -> dict[str, Path]:
-    """The log directory itself, or those in it, by name.
+def find_runs(*folders: Path) -> dict[str, Path]:
+    """The log directories among the folders, and those in them, by names that tell them apart.
 
     Raises:
-        NoRunError: there is none.
+        NoRunError: a folder is none, and holds none.
     """
+    found = list(dict.fromkeys(path for folder in folders for path in _runs_in(folder)))
+    names = distinct_names(found)
+    rank = {name: place for place, name in enumerate(_ORDER)}
+    order = sorted(range(len(found)), key=lambda i: rank.get(found[i].name, len(rank)))
+    return {names[i]: found[i] for i in order}
+
+
+def _runs_in(folder: Path) -> list[Path]:
     if (folder / METRICS_FILE).exists():
-        return {folder.resolve().name: folder}
-    found = {path.parent.name: path.parent for path in sorted(folder.glob(f"*/{METRICS_FILE}")) if path.stat().st_size}
+        return [folder.resolve()]
+    found = [path.parent for path in sorted(folder.resolve().glob(f"*/{METRICS_FILE}")) if path.stat().st_size]
     if not found:
         raise NoRunError(
             f"{folder} is no run's log directory and holds none: give the job's exp_manager.explicit_log_dir, the "
             f"folder with {METRICS_FILE}"
         )
-    rank = {name: place for place, name in enumerate(_ORDER)}
-    return dict(sorted(found.items(), key=lambda item: rank.get(item[0], len(rank))))
+    return found
 
 
 def _asset(name: str) -> str:

@@ -100,7 +100,8 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """What draws it in the browser."""
         low, high = (None if math.isinf(bound) else bound for bound in (self.metric.low, self.metric.high))
-        series = [[name, *points] for name, points in self.series.items()]
+        # A name may hold what is no text (half of a surrogate pair), on which a browser ends.
+        series = [[name.encode("utf-8", "replace").decode(), *points] for name, points in self.series.items()]
         of_metric = {"title": self.metric.title, "unit": self.metric.unit, "low": low, "high": high}
         return of_metric | {"series": series, "kind": self.kind, "x": self.x}
 
@@ -241,24 +242,30 @@ class RunView:
 
     # ---- charts -----------------------------------------------------------------------------
 
-    def charts(self, question: str) -> tuple[list[Chart], list[tuple[Metric, float]]]:
-        """The charts that answer a question, and the metrics that never changed, of which a number says it all."""
+    def grouped(self, question: str) -> list[tuple[Metric, dict[str, str]]]:
+        """The metrics that answer a question, in the table's order: names of their curves by what tells these apart."""
         groups: dict[str, list[str]] = {}
         for name in self.curves:
             metric = find_metric(name)
             if question == (STABLE if metric is None else metric.question) and not self._is_inner(name):
                 groups.setdefault(metric.title if metric else name, []).append(name)
-        charts = [self._phases()] if question == TIME and _STEP in self.curves else []
-        constants: list[tuple[Metric, float]] = []
+        grouped = []
         for _, names in sorted(groups.items(), key=lambda group: _place(group[1][0])):
             metric = find_metric(names[0]) or Metric(names[0], names[0], "", "Of your own policy loss.", STABLE)
-            values = {value for name in names for _, value in self.curves[name]}
+            grouped.append((metric, {_series(name, metric): name for name in names}))
+        return grouped
+
+    def charts(self, question: str) -> tuple[list[Chart], list[tuple[Metric, float]]]:
+        """The charts that answer a question, and the metrics that never changed, of which a number says it all."""
+        charts = [self._phases()] if question == TIME and _STEP in self.curves else []
+        constants: list[tuple[Metric, float]] = []
+        for metric, names in self.grouped(question):
+            values = {value for name in names.values() for _, value in self.curves[name]}
             if len(values) == 1:
                 constants.append((metric, values.pop()))
             else:
-                series = {_series(name, metric): _thinned(self.curves[name]) for name in names}
-                is_by_update = all(name.startswith("train_optim/") for name in names)
-                charts.append(Chart(metric, series, x="update" if is_by_update else "step"))
+                series = {part: thinned(self.curves[name]) for part, name in names.items()}
+                charts.append(Chart(metric, series, x=axis_of(names.values())))
         return charts, constants
 
     def _is_inner(self, name: str) -> bool:
@@ -324,7 +331,12 @@ def _series(name: str, metric: Metric) -> str:
     return f"{part}, {side}" if metric.name.endswith("*") else part
 
 
-def _thinned(points: Sequence[Point]) -> tuple[list[int], list[float | None]]:
+def axis_of(names: Iterable[str]) -> str:
+    """What curves run over, by their names: an actor's steps have several updates."""
+    return "update" if all(name.startswith("train_optim/") for name in names) else "step"
+
+
+def thinned(points: Sequence[Point]) -> tuple[list[int], list[float | None]]:
     """At most `_MOST_POINTS` of a curve, the smallest and the largest of each stretch: no peak is lost."""
     size = math.ceil(len(points) / (_MOST_POINTS // 2))
     if len(points) > _MOST_POINTS:

@@ -17,6 +17,7 @@ from nemo_style_aligner.trainer.telemetry.log_files import SAMPLES_FILE, TABLES_
 T = TypeVar("T")
 
 _SHOWN = 12  # prompts side by side
+_VALIDATIONS = 4  # beside each other
 _SHOWN_TOKENS = 64  # samples with their tokens
 _WORST = -1e30  # finite, so that differences are numbers
 _FOUND, _SEARCHED_BYTES = 30, 2**24  # in one search
@@ -168,17 +169,14 @@ def _evaluated(name: str, response: Mapping[str, Any]) -> Answer:
 
 
 def validated(tables: Sequence[Mapping[str, Any]]) -> list[Shown]:
-    """The responses to the same validation prompts, in the first and in the last validation."""
+    """The responses to the same validation prompts, in the first, the last and some validations between."""
     logged = [table for table in tables if table["key"] == "table/val_rollouts"]
     if len(logged) < 2:
         return []
-    before, after = logged[0], logged[-1]
-    answers = {row[0]: row for row in before["rows"]}
-    return [
-        Shown(row[0], [_logged(before, answers[row[0]]), _logged(after, row)])
-        for row in after["rows"][:_SHOWN]
-        if row[0] in answers
-    ]
+    chosen = spread(logged, _VALIDATIONS)
+    answers = [{row[0]: _logged(table, row) for row in table["rows"]} for table in chosen]
+    prompts = [row[0] for row in chosen[-1]["rows"] if all(row[0] in of_step for of_step in answers)]
+    return [Shown(prompt, [of_step[prompt] for of_step in answers]) for prompt in dict.fromkeys(prompts[:_SHOWN])]
 
 
 def _logged(table: Mapping[str, Any], row: Sequence[Any]) -> Answer:
@@ -309,6 +307,6 @@ def samples_of(run: RunView, comparison: Sequence[Shown]) -> Iterator[Section]:
     )
     side_by_side = comparison or validated(run.tables)
     if not comparison:
-        yield "Side by side", "The same prompts in the first and in the last validation.", side_by_side
+        yield "Side by side", "The same prompts in validations from the first to the last.", side_by_side
     if not side_by_side and not tokens:
         yield "Samples", "The newest.", find_samples(run.log_dir)[0][:_SHOWN]

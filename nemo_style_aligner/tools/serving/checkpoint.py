@@ -8,7 +8,7 @@ import torch
 
 from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import WeightStream
-from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine, compile_ahead
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS
 from nemo_style_aligner.engine.parallel.groups import all_reduce_max, device
 from nemo_style_aligner.engine.parallel.machine import available_memory, ranks_on_this_machine
@@ -51,7 +51,7 @@ def load_model(
     """
     ranks = ranks or TensorParallel()
     dtype = parse_precision(precision)
-    architecture, tokenizer, weights = _open(path, precision)
+    architecture, tokenizer, weights = _open(path, precision, ranks.size)
     positions = architecture.max_position_embeddings
     if max_length is not None and max_length > positions:
         raise UserError(f"{path} has {positions} positions, fewer than a maximum length of {max_length}")
@@ -86,12 +86,13 @@ def _kv_cache_tokens(
     return max(max_length + PAGE_TOKENS, min(num_slots * (max_length + PAGE_TOKENS), fitting))
 
 
-def _open(path: Path, precision: str) -> tuple[ModelArchitecture, Tokenizer, WeightStream]:
+def _open(path: Path, precision: str, num_ranks: int) -> tuple[ModelArchitecture, Tokenizer, WeightStream]:
     kind = kind_of(path)
     if kind == ".nemo archive":
         base = read_base_model(str(path), {}, precision)
         if "reward_model_type" in base.config:
             raise UserError(f"{path} {_NO_LANGUAGE_MODEL}")
+        compile_ahead("auto", base.architecture, base.dtype, device(), num_ranks)
         return base.architecture, base.tokenizer, export_weights(base.load(trainable=False))
     if kind not in ("Hugging Face directory", "GGUF file"):
         a_kind = f"a{'n' * (kind == 'adapter')} {kind}"
@@ -101,6 +102,7 @@ def _open(path: Path, precision: str) -> tuple[ModelArchitecture, Tokenizer, Wei
         if source.num_attributes:
             raise UserError(f"{path} {_NO_LANGUAGE_MODEL}")
         check_shapes(source.architecture, source.shapes())
+        compile_ahead("auto", source.architecture, parse_precision(precision), device(), num_ranks)
         return source.architecture, tokenizer_of(path), _read_all(source)
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error

@@ -39,6 +39,7 @@ from nemo_style_aligner.trainer.rl.rollouts.prompts import build_prompt_sources
 from nemo_style_aligner.trainer.rl.rollouts.setup import (
     build_generator,
     build_rollout_rank,
+    compile_engine_ahead,
     episode_journal,
     open_work_queue,
     require_kv_cache,
@@ -64,6 +65,7 @@ def run_actor(config: PPOActor) -> int:
         return serve_rollouts(config)
     run = start_run(config)
     base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)
+    compile_engine_ahead(config, base.architecture, base.dtype)
     register_model(config, run, base)
     trainer = build_ppo_trainer(config, run, base)
     trainer.fit()
@@ -160,6 +162,7 @@ def serve_rollouts(config: PPOActor) -> int:
     watchdog = start_watchdog(config.exp_manager.watchdog_minutes, log_dir)
     start_timeline(config.exp_manager, log_dir)
     base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)
+    compile_engine_ahead(config, base.architecture, base.dtype)
     status = build_rollout_rank(config, channel, base.architecture, base.dtype, base.tokenizer).serve()
     if watchdog is not None:
         watchdog.stop()

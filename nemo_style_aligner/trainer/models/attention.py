@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from nemo_style_aligner.engine.architecture import EVERY_FEATURE, Layer
-from nemo_style_aligner.engine.softcaps import capped_attention
+from nemo_style_aligner.engine.softcaps import stored_attention
 from nemo_style_aligner.trainer.models.gpu_kernels import gpu_kernels
 from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
-from nemo_style_aligner.trainer.models.spans import PackedSequences, Spans, taken
+from nemo_style_aligner.trainer.models.spans import PackedSequences, Spans, rotary_angles, taken
 from nemo_style_aligner.trainer.models.varlen_attention import has_varlen_attention, varlen_attention
 
 if TYPE_CHECKING:
@@ -34,10 +35,12 @@ class LayerConfig(TransformerConfig):
     Attributes:
         layers: what each of the model's layers computes.
         attention_factor: what cosines and sines of the rotary embedding are multiplied by.
+        local_frequencies: radians per position of layers that rotate otherwise than the others (`Layer.local_rope`).
     """
 
     layers: tuple[Layer, ...] = ()
     attention_factor: float = 1.0
+    local_frequencies: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,13 +71,14 @@ class LocalSelfAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, h] -> [s, b, h] and the bias yet to be added; b = 1 for packed rows."""
         if packed_seq_params is None:
+            if self.config.layer(self.layer_number).local_rope:
+                return self._attend_padded(hidden_states)
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         layer, drops_out = self.config.layer(self.layer_number), self.training and self.core_attention.dropout > 0
         kernels = None if drops_out or layer.unknown(EVERY_FEATURE) else kernels_for(hidden_states)
         in_fp32 = kernels or _rotating_kernels(hidden_states)
-        angles = rotary_pos_emb if layer.rotates else None
         dtype = torch.float32 if in_fp32 else hidden_states.dtype
-        rotary = packed_seq_params.rotate_by(angles, dtype, self.config.attention_factor)
+        rotary = rotary_of(self.config, self.layer_number, packed_seq_params, rotary_pos_emb, dtype)
         if kernels:
             return self.linear_proj(self._attend_compiled(kernels, hidden_states, rotary, packed_seq_params.spans))
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
@@ -82,6 +86,16 @@ class LocalSelfAttention(SelfAttention):
             tables = [table[:, None] for table in rotary]
             query, key = _Rotation.apply(query, *tables), _Rotation.apply(key, *tables)
         return self.linear_proj(self.core_attention(query, key, value, packed_seq_params=packed_seq_params))
+
+    def _attend_padded(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> [s, b, h] and a bias, with rotary embedding of its own: megatron-core has one for all layers."""
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        positions = torch.arange(len(query), device=query.device)
+        angles = rotary_angles(positions, self.config.local_frequencies)[:, None, None]
+        angles = angles.expand(-1, query.shape[1], 1, -1).flatten(0, 1)
+        cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+        query, key = (_Rotation.apply(x.flatten(0, 1), cos, sin).view(x.shape) for x in (query, key))
+        return self.linear_proj(self.core_attention(query, key, value))
 
     def _attend_compiled(
         self,
@@ -99,8 +113,8 @@ class LocalSelfAttention(SelfAttention):
             mixed = torch.cat([query.reshape(*key.shape[:3], -1), key, value], -1)
         t, _, groups, _ = mixed.shape
         layer = self.config.layer(self.layer_number)
-        row = AttentionRow(rotary, spans, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping)
-        out = _Attention.apply(mixed.reshape(t, groups, -1, d), row, kernels)
+        row = AttentionRow(rotary, spans, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping, layer.window)
+        out = _Attention.apply(mixed.reshape(t, groups, -1, d), self.core_attention.softmax_offset, row, kernels)
         return out.view(t, 1, -1)
 
 
@@ -110,13 +124,31 @@ class CausalAttention(MegatronModule):
     Padded batches are padded on the right, so causality already hides the padding from every real token and no
     other mask is needed. A packed row takes one call of torch's varlen attention where it is available, otherwise one
     call for each sequence.
+
+    Attributes:
+        softmax_offset: the scores of sinks, of this rank's heads, under megatron-core's name; None: there are none.
     """
 
     def __init__(self, config: LayerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
+        layer = config.layer(layer_number)
         self.dropout = config.attention_dropout
-        self.scale = config.layer(layer_number).softmax_scale  # None: torch's own, 1 / sqrt(d)
-        self.softcap = config.layer(layer_number).attn_logit_softcapping
+        self.scale = layer.softmax_scale  # None: torch's own, 1 / sqrt(d)
+        self.softcap, self.window = layer.attn_logit_softcapping, layer.window
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if layer.attention_sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """As megatron-core's core attention has it."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        return cast(
+            dict[str, Any], make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
+        )
 
     def forward(
         self,
@@ -142,9 +174,10 @@ class CausalAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
         drops_out = self.training and self.dropout > 0
-        can = len(packed.spans.spans) > 1 and not drops_out and self.softcap is None
-        if can and has_varlen_attention(query, key):
-            return varlen_attention(query, key, value, packed, self.scale).flatten(1)[:, None]
+        stores_scores = self.softcap is not None or self.softmax_offset is not None
+        can = len(packed.spans.spans) > 1 and not drops_out and not stores_scores
+        if can and has_varlen_attention(query, key, self.window):
+            return varlen_attention(query, key, value, packed, self.scale, self.window).flatten(1)[:, None]
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         attended = [
             self._attend(taken(query, [span.queries]), taken(key, span.keys), taken(value, span.keys))
@@ -167,8 +200,9 @@ class CausalAttention(MegatronModule):
         has_own_stream = not dropout or self.config.sequence_parallel
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with contextlib.nullcontext() if has_own_stream else get_cuda_rng_tracker().fork():
-            if self.softcap is None:
-                mask = None if s == key.shape[2] else _visible(query, key)
+            if self.softcap is None and self.softmax_offset is None:
+                is_plain = s == key.shape[2] and (self.window is None or self.window >= s)
+                mask = None if is_plain else _visible(query, key, self.window)
                 out = F.scaled_dot_product_attention(
                     query,
                     key,
@@ -180,41 +214,65 @@ class CausalAttention(MegatronModule):
                     enable_gqa=has_groups,
                 )
             else:
-                out = self._attend_capped(query, key, value, dropout)
+                out = self._attend_storing(query, key, value, dropout)
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)
 
-    def _attend_capped(
+    def _attend_storing(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
     ) -> torch.Tensor:
         """``query`` [b, heads, s, d]. Scores are computed again in the backward pass, unless some are dropped out."""
-        assert self.softcap is not None
-        arguments = query, key, value, _visible(query, key), self.scale or query.shape[-1] ** -0.5, self.softcap
+        mask, scale = _visible(query, key, self.window), self.scale or query.shape[-1] ** -0.5
+        sinks = None if self.softmax_offset is None else self.softmax_offset[:, None, None]
+        arguments = query, key, value, mask, scale, self.softcap, sinks
         if dropout or not torch.is_grad_enabled():
-            return capped_attention(*arguments, dropout)
-        return cast(torch.Tensor, checkpoint(capped_attention, *arguments, use_reentrant=False))
+            return stored_attention(*arguments, dropout)
+        return cast(torch.Tensor, checkpoint(stored_attention, *arguments, use_reentrant=False))
 
 
-def _visible(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Which keys [b, groups, m, d] each query [b, heads, n, d] sees, the last one all: bool [n, m]."""
+def _visible(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which keys [b, groups, m, d] each query [b, heads, n, d] sees, the last one the last ones: bool [n, m]."""
     n, m = query.shape[2], key.shape[2]
-    return torch.ones(n, m, dtype=torch.bool, device=query.device).tril_(m - n)
+    mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril_(m - n)
+    return mask if window is None else mask.triu_(m - n - window + 1)
+
+
+def rotary_of(
+    config: LayerConfig, layer_number: int, packed: PackedSequences, angles: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Cosines and sines [t, r] by which a layer (1-based) rotates the tokens of a row; None: it does not.
+
+    Args:
+        angles: of all positions [s, 1, 1, r], of layers without a rotary embedding of their own.
+    """
+    layer = config.layer(layer_number)
+    if layer.local_rope:
+        return packed.rotate_locally(config.local_frequencies, dtype)
+    return packed.rotate_by(angles if layer.rotates else None, dtype, config.attention_factor)
 
 
 class _Attention(torch.autograd.Function):
     """`LayerKernels.attention`: saves its input and the log-sum-exp of the scores, not its output."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, row: AttentionRow, kernels: LayerKernels) -> torch.Tensor:
-        qkv = qkv.contiguous()
+    def forward(
+        ctx: Any, qkv: torch.Tensor, sinks: torch.Tensor | None, row: AttentionRow, kernels: LayerKernels
+    ) -> torch.Tensor:
+        qkv, row = qkv.contiguous(), row if sinks is None else row._replace(sinks=sinks.detach().float().contiguous())
         out, lse = kernels.attention(qkv, row)
         ctx.save_for_backward(qkv, lse)
-        ctx.row, ctx.kernels = row, kernels
+        ctx.row, ctx.kernels, ctx.dtype = row, kernels, None if sinks is None else sinks.dtype
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         qkv, lse = ctx.saved_tensors
-        return ctx.kernels.attention_backward(grad.contiguous(), lse, qkv, ctx.row), None, None
+        sinks = ctx.row.sinks
+        products = None if sinks is None else torch.empty_like(lse)
+        grad_qkv = ctx.kernels.attention_backward(grad.contiguous(), lse, qkv, ctx.row, products=products)
+        if sinks is None or products is None:
+            return grad_qkv, None, None, None
+        # A sink's weight takes from what all keys give: of its score the gradient is -weight * output * its gradient.
+        return grad_qkv, -((sinks - lse).exp() * products).sum(0).to(ctx.dtype), None, None
 
 
 class _Rotation(torch.autograd.Function):

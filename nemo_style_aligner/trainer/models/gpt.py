@@ -180,7 +180,7 @@ def transformer_config(
     if problems := architecture.layout_problems(layout.tp_size, layout.pp_size):
         raise ValueError("; ".join(problems))
     granularity, skipped = model_cfg.get("activations_checkpoint_granularity"), architecture.no_rope_layers
-    is_te = uses_transformer_engine(dtype, architecture.layers)
+    is_te, local = uses_transformer_engine(dtype, architecture.layers), architecture.local_frequencies()
     recompute: dict[str, Any] = {}
     if granularity == "full":
         recompute = {
@@ -230,6 +230,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         attention_factor=architecture.frequencies()[1],
+        local_frequencies=() if local is None else tuple(local.tolist()),
         no_rope_freq=[int(layer in skipped) for layer in range(architecture.num_layers)] if skipped else None,
         softmax_scale=architecture.softmax_scale,
         apply_rope_fusion=is_te,  # unfused, packed rows make the CPU wait for the GPU in every layer

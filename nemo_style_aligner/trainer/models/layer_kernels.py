@@ -52,15 +52,17 @@ _PANEL = 32  # columns of a panel of packed weights, as in ``packed_products.h``
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest relative error in the check, by dtype: several times the rounding error."""
 _Pointer = ctypes.c_void_p
+_ALL = 1 << 30  # a window longer than any sequence
 
 
 class _Attention(ctypes.Structure):
     """The struct `Attention` of ``attention.h``."""
 
     _fields_ = [
-        *[(name, _Pointer) for name in ("qkv", "out", "grad_out", "grad_qkv", "lse", "cos", "sin", "spans", "runs")],
+        *[(name, _Pointer) for name in ("qkv", "out", "grad_out", "grad_qkv", "lse", "sinks", "products")],
+        *[(name, _Pointer) for name in ("cos", "sin", "spans", "runs")],
         *[(name, ctypes.c_int32) for name in ("num_spans", "groups", "per_group", "channels", "rotary")],
-        *[(name, ctypes.c_int32) for name in ("is_bf16", "threads")],
+        *[(name, ctypes.c_int32) for name in ("is_bf16", "threads", "window")],
         *[(name, ctypes.c_float) for name in ("scale", "softcap")],
     ]
 
@@ -73,12 +75,16 @@ class AttentionRow(NamedTuple):
         spans: what each token sees.
         scale: factor of the scores, the products of queries and keys.
         softcap: c, where scores x are c tanh(x / c) after that.
+        window: keys that a query sees at most, its own included; None: all of its span up to its own.
+        sinks: fp32 [heads], scores of nothing beside those of the keys: weights of keys add up to less than 1.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     spans: Spans
     scale: float
     softcap: float | None = None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
 
 
 class LayerKernels:
@@ -170,10 +176,15 @@ class LayerKernels:
         qkv: torch.Tensor,
         row: AttentionRow,
         out: torch.Tensor | None = None,
+        products: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The gradient with respect to ``qkv`` from that of the output; ``out``, where it goes, may be ``qkv``."""
+        """The gradient with respect to ``qkv`` from that of the output; ``out``, where it goes, may be ``qkv``.
+
+        ``products``, fp32 [t, heads], receives each query's output times its gradient.
+        """
         grad_qkv = torch.empty_like(qkv) if out is None else out
         call = self._attention(qkv, row)
+        call.products = None if products is None else products.data_ptr()
         call.grad_out, call.grad_qkv, call.lse = grad.data_ptr(), grad_qkv.data_ptr(), lse.data_ptr()
         self._check(self._library.layer_attention_backward(ctypes.byref(call)))
         return grad_qkv
@@ -199,6 +210,8 @@ class LayerKernels:
             rotary=0 if cos is None else cos.shape[-1],
             is_bf16=_is_bf16(qkv),
             threads=torch.get_num_threads(),
+            window=_ALL if row.window is None else row.window,
+            sinks=None if row.sinks is None else row.sinks.data_ptr(),
             scale=row.scale,
             softcap=row.softcap or 0.0,
         )

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 _KNOWN_TO_TE = EVERY_FEATURE - {"layer_norms", "qk_norm_over_heads", "attn_logit_softcapping"}
+_KNOWN_TO_TE -= {"attention_sinks", "local_rope", "window"}
 
 
 @functools.cache

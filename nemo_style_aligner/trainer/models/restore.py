@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.native.compilation import ahead
+from nemo_style_aligner.engine.parallel.groups import device
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer
 from nemo_style_aligner.guard.file_source import ArchiveError
 from nemo_style_aligner.log_fields import warn_for_all_ranks
@@ -31,6 +33,7 @@ from nemo_style_aligner.trainer.config.section_names import translated
 from nemo_style_aligner.trainer.models.adapter_files import adapter_identity, adapter_kind, load_adapter
 from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
+from nemo_style_aligner.trainer.models.layer_kernels import best_kernels
 from nemo_style_aligner.trainer.models.lora import LoraSettings
 from nemo_style_aligner.wording import download_hint
 
@@ -133,6 +136,8 @@ def open_base_model(path: str | None, config: Config, *, key: str = ARCHIVE) -> 
         The model, and the job's config with the merged section, so that what the job logs is what it runs with.
     """
     base = read_base_model(path, config.model_given(), config.trainer.precision, key=key)
+    if device().type == "cpu":
+        ahead(best_kernels)
     return base, config.changed({"model": base.config})
 
 

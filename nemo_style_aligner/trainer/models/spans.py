@@ -109,6 +109,7 @@ class PackedSequences(PackedSeqParams):
         key_index: int64 [k], those keys' places in the row; None: they are the row.
         outputs: int64 [k], the only positions that the model's last layer computes after its attention; None: all.
         rotary: cosines and sines of the row's positions [t, r], stored by the first layer for the others.
+        local_rotary: the same of layers with frequencies of their own.
     """
 
     spans: Spans = Spans()
@@ -116,6 +117,7 @@ class PackedSequences(PackedSeqParams):
     key_index: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(cls, spans: Spans, positions: torch.Tensor) -> PackedSequences:
@@ -148,6 +150,20 @@ class PackedSequences(PackedSeqParams):
             angles = angles[self.positions, 0, 0].float()
             self.rotary = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
         return self.rotary
+
+    def rotate_locally(self, frequencies: Sequence[float], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """``local_rotary`` in ``dtype``, by radians per position of each pair of channels."""
+        if self.local_rotary is None:
+            assert self.positions is not None
+            angles = rotary_angles(self.positions, frequencies)
+            self.local_rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+        return self.local_rotary
+
+
+def rotary_angles(positions: torch.Tensor, frequencies: Sequence[float]) -> torch.Tensor:
+    """Angles of a rotary embedding, fp32 [t, 2 * frequencies]: channel i and its partner have the same."""
+    radians = torch.tensor(frequencies, dtype=torch.float32, device=positions.device)
+    return torch.outer(positions.float(), radians).repeat(1, 2)
 
 
 def taken(x: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:

@@ -25,6 +25,7 @@ def varlen_attention(
     value: torch.Tensor,
     packed: PackedSequences,
     scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention of each token to the keys that its span sees, up to its own. Differentiable.
 
@@ -35,6 +36,7 @@ def varlen_attention(
         key, value: [t, groups, d]; ``heads`` is a multiple of ``groups``.
         packed: what the row's tokens see, on its device.
         scale: factor of the scores; None: 1 / sqrt(d).
+        window: keys that each token sees, its own included; None: all up to its own.
 
     Returns:
         [t, heads, d].
@@ -47,23 +49,28 @@ def varlen_attention(
     if packed.key_index is not None:
         key, value = gathered(key, packed.key_index), gathered(value, packed.key_index)
     boundaries, longest = (packed.cu_seqlens_q, packed.cu_seqlens_kv), (packed.max_seqlen_q, packed.max_seqlen_kv)
-    causal = (-1, 0)  # aligned at the end of a span's keys
-    out = varlen_attn(query, key, value, *boundaries, *longest, window_size=causal, **options)
+    seen = (
+        -1 if window is None else window - 1,
+        0,
+    )  # before and after a token's own; aligned at the end of a span's keys
+    out = varlen_attn(query, key, value, *boundaries, *longest, window_size=seen, **options)
     assert isinstance(out, torch.Tensor)  # nothing else was asked for
     return out
 
 
-def has_varlen_attention(query: torch.Tensor, key: torch.Tensor) -> bool:
+def has_varlen_attention(query: torch.Tensor, key: torch.Tensor, window: int | None = None) -> bool:
     """Whether `varlen_attention` works, with correct outputs and gradients, for heads of these shapes and dtype."""
     if query.device.type != "cuda" or query.dtype.itemsize != 2:  # flash attention takes no fp32
         return False
-    return _works(query.shape[1], key.shape[1], query.shape[2], query.dtype, query.device)
+    return _works(query.shape[1], key.shape[1], query.shape[2], query.dtype, query.device, window is not None)
 
 
 @functools.cache
-def _works(heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _works(
+    heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, has_window: bool = False
+) -> bool:
     try:
-        error = _largest_error(heads, groups, channels, dtype, device)
+        error = _largest_error(heads, groups, channels, dtype, device, 40 if has_window else None)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # says nothing of varlen attention
     except (ImportError, TypeError, RuntimeError) as failure:  # older versions of torch, older GPUs, odd sizes
@@ -78,7 +85,9 @@ def _works(heads: int, groups: int, channels: int, dtype: torch.dtype, device: t
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _largest_error(heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device) -> float:
+def _largest_error(
+    heads: int, groups: int, channels: int, dtype: torch.dtype, device: torch.device, window: int | None = None
+) -> float:
     """Relative, of outputs and gradients, against `scaled_dot_product_attention` of each span in fp32."""
     first, second, third = (Run(*ends) for ends in ((1, 131), (131, 138), (138, 202)))
     others = (Span(first, (first,)), Span(second, (first, second)), Span(third, (first, third)))
@@ -104,10 +113,12 @@ def _largest_error(heads: int, groups: int, channels: int, dtype: torch.dtype, d
             q, k, v = (x.transpose(0, 1).repeat_interleave(heads // x.shape[1], 0) for x in seen)
             visible = torch.ones(len(seen[0]), len(seen[1]), dtype=torch.bool, device=device)
             mask = visible.tril_(len(seen[1]) - len(seen[0]))
+            if window is not None:
+                mask.triu_(len(seen[1]) - len(seen[0]) - window + 1)
             outputs.append(F.scaled_dot_product_attention(q[None], k[None], v[None], mask)[0].transpose(0, 1))
         return torch.cat(outputs)
 
-    computed = results(lambda q, k, v: varlen_attention(q, k, v, packed), dtype)
+    computed = results(lambda q, k, v: varlen_attention(q, k, v, packed, window=window), dtype)
     expected = results(one_by_one, torch.float32)
     errors = [(a.float() - b).abs().max() / b.abs().max() for a, b in zip(computed, expected, strict=True)]
     return torch.stack(errors).max().item()  # NaN if one is

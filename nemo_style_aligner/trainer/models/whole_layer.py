@@ -4,7 +4,7 @@ A layer's parts are some ten modules and as many nodes of autograd's graph, and 
 a pass that shows (docs/decisions/0004-layer-kernels.md). Here a layer is one node, which computes the same numbers, bit
 for bit, and keeps the same tensors for the backward pass.
 
-Layers that differ from Llama's in more than whether they rotate, dropout, recomputed activations and tensor parallelism
+Layers that differ from Llama's in more than window and rotation, dropout, recomputed activations and tensor parallelism
 are computed module by module (`layers.Layer`).
 """
 
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from nemo_style_aligner.trainer.models.attention import LayerConfig
+from nemo_style_aligner.trainer.models.attention import LayerConfig, rotary_of
 from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
 from nemo_style_aligner.trainer.models.linear import input_gradient, main_grad_of, multiplied, weight_gradient
 from nemo_style_aligner.trainer.models.products import widened
 from nemo_style_aligner.trainer.models.spans import PackedSequences
 
-_KNOWN = ("no_rope",)  # in which layers may differ from Llama's
+_KNOWN = ("no_rope", "local_rope", "window")  # in which layers may differ from Llama's
 
 
 def is_one_function(config: LayerConfig) -> bool:
@@ -58,10 +58,10 @@ def whole_layer(
     )
     if x.dtype != weights.qkv.dtype:
         return None
-    angles = angles if config.layer(layer.layer_number).rotates else None
-    rotary = packed.rotate_by(angles, torch.float32, config.attention_factor)
+    rotary = rotary_of(config, layer.layer_number, packed, angles, torch.float32)
     channels = layer.self_attention.hidden_size_per_attention_head
-    attention = AttentionRow(rotary, packed.spans, channels**-0.5)
+    window = config.layer(layer.layer_number).window
+    attention = AttentionRow(rotary, packed.spans, channels**-0.5, window=window)
     row = _Row(kernels, attention, config.num_query_groups, channels, config.layernorm_epsilon)
     if not torch.is_grad_enabled():
         products = _Products(

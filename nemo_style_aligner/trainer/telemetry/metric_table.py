@@ -138,6 +138,7 @@ METRICS = (
     Metric("*/accuracy", "Pairs ranked right", "share", "Comparisons in which the better response has the higher "
            "reward; 0.5 is guessing.", LEARNS, low=0.55, below="better responses are told from worse ones hardly "
            "better than by a coin: are the comparisons consistent, and is the learning rate high enough?", goal="up"),
+    Metric("*/lr", "Learning rate", "", "Of the update.", LEARNS),
     Metric("*_rollouts/best_rewards", "Reward of the best", "", "Mean over the responses that top_n_rollouts chose.",
            LEARNS, goal="up"),
     Metric("*/rewards_chosen_mean", "Reward of the better", "", "Mean reward of the preferred responses.", LEARNS),
@@ -249,7 +250,6 @@ METRICS = (
     Metric("*_rollouts/consumed_samples", "Prompts used", "prompts", "Since the start.", COUNTS),
     Metric("*_rollouts/epoch", "Epoch", "", "Passes over the prompts, counted from 1.", COUNTS),
     Metric("*_rollouts/sampling_rounds", "Sampling rounds", "rounds", "Of dynamic sampling.", COUNTS),
-    Metric("*/lr", "Learning rate", "", "Of the update.", COUNTS),
     Metric("train_optim/optim_step", "Updates", "updates", "Made before this one.", COUNTS),
 )  # fmt: skip
 """The table. Where several rows fit a name, the first counts."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
 from nemo_style_aligner import activity
 from nemo_style_aligner.wording import duration
+
+SECONDS_VARIABLE = "NEMO_STYLE_ALIGNER_PROGRESS_SECONDS"
+"""Seconds between lines, for who shows them to a person beside the job's log."""
+
+_LINE = re.compile(rb"[^\r\n:]*: \d+/\d+ after \d+ s[^\r\n]*")
+_TAIL_BYTES = 2**16  # of a log
 
 
 class Progress:
@@ -28,7 +37,7 @@ class Progress:
         description: what is going on, in one or two words.
         rank: this process's rank.
         initial: units done before this run (after resuming).
-        interval: seconds between lines; None: 5 on a terminal, elsewhere 30.
+        interval: seconds between lines; None: those of `SECONDS_VARIABLE`, else 5 on a terminal, elsewhere 30.
         stream: where it is shown; None: standard error.
         clock: seconds, monotonic.
     """
@@ -50,7 +59,8 @@ class Progress:
         self._done = initial
         self._initial = initial
         self._metrics: dict[str, float] = {}
-        self._interval = (5.0 if self._stream.isatty() else 30.0) if interval is None else interval
+        usual = float(os.environ.get(SECONDS_VARIABLE) or (5.0 if self._stream.isatty() else 30.0))
+        self._interval = usual if interval is None else interval
         self._clock = clock
         self._started = self._last_line = self._counted = clock()
         self._shown_done: int | None = None
@@ -99,6 +109,15 @@ class Progress:
         line = f"{self._description}: {self._done}/{self._total} after {elapsed:.0f} s{rate}{metrics}{where}"
         with contextlib.suppress(OSError, ValueError):  # a reader that is gone, a full disk: the loop goes on
             print(line, file=self._stream, flush=True)
+
+
+def newest_line(log: Path) -> str | None:
+    """The newest line of a `Progress` near the end of a log; None if there is none, or no log."""
+    with contextlib.suppress(OSError), open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = _LINE.findall(file.read())
+        return lines[-1].decode(errors="replace").strip() if lines else None
+    return None
 
 
 def how_far(counts: Sequence[activity.Count]) -> str:

@@ -14,11 +14,12 @@ constexpr int PAGE_SIZE = PAGE * CHANNELS;       // elements
 constexpr int QUERY_TOKENS = PER_GROUP >= 24 ? 1 : 24 / PER_GROUP;
 constexpr int QUERY_ROWS = QUERY_TOKENS * PER_GROUP;
 
-// The keys and values of a group's head in one layer, of one sequence up to some position.
+// The keys and values of a group's head in one layer, of one sequence from a page up to some position.
 struct Cached {
     const panel_t *keys, *values; // of page 0
-    const int32_t* table;         // the sequence's pages
+    const int32_t* table;         // the sequence's pages, from that one on
     int pages;
+    int first; // position: of that page
 
     const panel_t* key_page(int i) const { return keys + (size_t)table[i] * GROUPS * PAGE_SIZE; }
     const panel_t* value_page(int i) const { return values + (size_t)table[i] * GROUPS * PAGE_SIZE; }
@@ -37,7 +38,7 @@ static INLINE void prefetch_ahead(const Cached& cached, const Cached& next, int 
     for (size_t j = 0; j < PAGE_SIZE * sizeof(panel_t); j += 64) __builtin_prefetch((const char*)page + j);
 }
 
-// Scores [rows][stride] of `rows` queries against positions 0 .. 16 * pages - 1.
+// Scores [rows][stride] of `rows` queries against the 16 * pages positions of `cached`.
 static INLINE void score_pages(const act_t* const* query, int rows, const Cached& cached, const Cached& next,
                                float* scores, int stride) {
     constexpr int V = PAGE / LANES;
@@ -63,17 +64,19 @@ static INLINE void score_pages(const act_t* const* query, int rows, const Cached
 // Bends numbers so that none leaves (-cap, cap).
 static INLINE vf soft_cap(vf x, float cap) { return vtanh(x / cap) * cap; }
 
-// Overwrites one row of scores with weights, as act_t, and returns the factor that makes these sum to 1. Positions from
-// `length` on get 0.
-static INLINE float softmax_row(float* scores, int length, int padded) {
+// Overwrites one row of scores with weights, as act_t, and returns the factor that makes these, and that of `sink`, sum
+// to 1. Positions before `begin` and from `length` on get 0. sink: a score of nothing, or null.
+static INLINE float softmax_row(float* scores, int begin, int length, int padded, const float* sink) {
     constexpr float scale = ATTN_LOGIT_SOFTCAPPING > 0 ? 1.0f : (float)SOFTMAX_SCALE;
     if (ATTN_LOGIT_SOFTCAPPING > 0)
         for (int i = 0; i < padded; i += LANES)
             store(scores + i, soft_cap(load<vf>(scores + i) * (float)SOFTMAX_SCALE, ATTN_LOGIT_SOFTCAPPING));
+    for (int i = 0; i < begin; ++i) scores[i] = -INFINITY;
     for (int i = length; i < padded; ++i) scores[i] = -INFINITY;
     vf most = splat(-INFINITY);
     for (int i = 0; i < padded; i += LANES) most = vmax(most, load<vf>(scores + i));
-    const float peak = max_lanes(most);
+    float peak = max_lanes(most);
+    if (sink) peak = std::max(peak, *sink / scale);
     act_t* weights = (act_t*)scores; // never ahead of what is read
     vf sum = {};
     for (int i = 0; i < padded; i += LANES) {
@@ -81,7 +84,7 @@ static INLINE float softmax_row(float* scores, int length, int padded) {
         sum += e;
         store_as(weights + i, e);
     }
-    return 1.0f / sum_lanes(sum);
+    return 1.0f / (sum_lanes(sum) + (sink ? std::exp(*sink - peak * scale) : 0.0f));
 }
 
 // Vectors of channels that `rows` rows accumulate at a time: all if there are registers for them, at least 16 channels.
@@ -121,12 +124,15 @@ static INLINE void weigh_pages(const act_t* const* weights, const float* factor,
 
 // Pages of a sequence that has `length` positions.
 constexpr int pages_of(int length) { return (length - 1) / PAGE + 1; }
+// The first page that a query at `position` sees with a window of so many positions, its own included; 0: all before it.
+constexpr int first_page(int position, int window) { return window ? std::max(0, position - window + 1) / PAGE : 0; }
 
 // Attention of all query heads of key head `group`, for `tokens` tokens of one sequence, from `position` on.
-//   queries [tokens][HEADS][CHANNELS], out [tokens][out_stride], cached: up to the last of the tokens,
+//   queries [tokens][HEADS][CHANNELS], out [tokens][out_stride], window: positions that each sees, 0: all before it,
+//   cached: from the first token's first page up to the last of the tokens, sinks: scores of nothing [HEADS], or null,
 //   next: what this thread attends to afterwards, scratch [QUERY_ROWS][positions rounded up to a page]
-static void attend(const act_t* queries, int tokens, int position, int group, const Cached& cached, const Cached& next,
-                   float* scratch, act_t* out, int out_stride) {
+static void attend(const act_t* queries, int tokens, int position, int window, const float* sinks, int group,
+                   const Cached& cached, const Cached& next, float* scratch, act_t* out, int out_stride) {
     const int stride = cached.pages * PAGE, rows = tokens * PER_GROUP;
     const act_t* query[QUERY_ROWS];
     const act_t* weights[QUERY_ROWS];
@@ -139,7 +145,10 @@ static void attend(const act_t* queries, int tokens, int position, int group, co
         weights[i] = (const act_t*)(scratch + (size_t)i * stride);
     }
     score_pages(query, rows, cached, next, scratch, stride);
-    for (int i = 0; i < rows; ++i)
-        factor[i] = softmax_row(scratch + (size_t)i * stride, position + i / PER_GROUP + 1, stride);
+    for (int i = 0; i < rows; ++i) {
+        const int end = position + i / PER_GROUP + 1 - cached.first, begin = window ? std::max(0, end - window) : 0;
+        const float* sink = sinks ? sinks + group * PER_GROUP + i % PER_GROUP : nullptr;
+        factor[i] = softmax_row(scratch + (size_t)i * stride, begin, end, stride, sink);
+    }
     weigh_pages(weights, factor, rows, cached, next, result);
 }

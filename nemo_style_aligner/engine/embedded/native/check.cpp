@@ -39,7 +39,8 @@ static double product_error(int rows, int features, int half) {
 }
 
 // Relative error of the attention of `tokens` tokens that follow `position` earlier ones, against sums in double.
-static double attention_error(int position, int tokens) {
+// window: positions that each sees, 0: all before it; sink: a score of nothing, or null.
+static double attention_error(int position, int tokens, int window, const float* sink) {
     const int length = position + tokens, pages = pages_of(length);
     std::vector<panel_t> keys((size_t)pages * GROUPS * PAGE_SIZE), values(keys.size());
     std::vector<act_t> queries((size_t)tokens * HEADS * CHANNELS), out((size_t)tokens * HEADS_K);
@@ -58,15 +59,18 @@ static double attention_error(int position, int tokens) {
     std::vector<float> scratch((size_t)QUERY_ROWS * pages * PAGE);
     for (int t = 0; t < tokens; t += QUERY_TOKENS) {
         const int n = std::min(QUERY_TOKENS, tokens - t);
-        const Cached cached{keys.data(), values.data(), table.data(), pages_of(position + t + n)};
-        attend(&queries[(size_t)t * HEADS * CHANNELS], n, position + t, 0, cached, cached, scratch.data(),
-               &out[(size_t)t * HEADS_K], HEADS_K);
+        const int first = first_page(position + t, window);
+        const Cached cached{keys.data(), values.data(), table.data() + first, pages_of(position + t + n) - first,
+                            first * PAGE};
+        const std::vector<float> sinks(HEADS, sink ? *sink : 0);
+        attend(&queries[(size_t)t * HEADS * CHANNELS], n, position + t, window, sink ? sinks.data() : nullptr, 0, cached,
+               cached, scratch.data(), &out[(size_t)t * HEADS_K], HEADS_K);
     }
     double error = 0, size = 0;
     for (int t = 0; t < tokens; ++t) { // the first head
         std::vector<double> weights(position + t + 1);
-        double total = 0;
-        for (size_t s = 0; s < weights.size(); ++s) {
+        double total = sink ? std::exp((double)*sink) : 0;
+        for (size_t s = window ? std::max(0, (int)weights.size() - window) : 0; s < weights.size(); ++s) {
             double dot = 0;
             for (int i = 0; i < HEAD_DIM; ++i)
                 dot += (double)widen(queries[(size_t)t * HEADS * CHANNELS + i]) * widen(key((int)s, i));
@@ -107,7 +111,11 @@ int main() {
         worst = worse(worst, product_error(rows, 69, WHOLE));
         worst = worse(worst, product_error(rows, 40, UP));
     }
-    for (int position : {0, 3, 61}) worst = worse(worst, attention_error(position, position == 3 ? 1 : 30));
+    const float sink = 2;
+    for (int position : {0, 3, 61}) {
+        worst = worse(worst, attention_error(position, position == 3 ? 1 : 30, 0, nullptr));
+        worst = worse(worst, attention_error(position, position == 3 ? 1 : 30, 21, &sink));
+    }
     printf("largest relative error %.2g (limit %.2g)\n", worst, limit);
     return worst < limit ? 0 : 1;
 }

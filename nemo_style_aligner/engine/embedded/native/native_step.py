@@ -76,13 +76,13 @@ class NativeStep(ModelStep):
 
     def build(self) -> None:
         """See `ModelStep.build`. Raises NativeUnavailable."""
-        self._load()
+        self.load()
         self._allocate()
         self._context = Context(self._library, self._describe(), self._threads)
         self.weights = self._weight_table()
 
-    def _load(self) -> None:
-        """Load the library of the best kernel that works here."""
+    def load(self) -> None:
+        """Load the library of the best kernel that works here. Raises NativeUnavailable."""
         while True:
             self._kernel = self._kernels[0]
             try:
@@ -211,9 +211,12 @@ class NativeStep(ModelStep):
                 regions[f"{index}.{name}"] = regions[f"{index}.{name}_bias"] = ((a.hidden_size,), torch.float32)
             for name, size in zip(_HEAD_NORMS, shard.qk_norm_sizes, strict=False):  # there may be none
                 regions[f"{index}.{name}"] = ((size,), torch.float32)
+            if layer.attention_sinks:
+                regions[f"{index}.sinks"] = ((shard.num_heads,), torch.float32)
         regions["final_norm"] = regions["final_norm_bias"] = ((a.hidden_size,), torch.float32)
         self._weights = Arena(regions, huge_pages=True)
         self._rotary = [table.contiguous() for table in shape.rotary_tables()]
+        self._local_rotary = [table.contiguous() for table in shape.rotary_tables(local=True)]
 
     def _describe(self) -> Model:
         """Every address the library needs."""
@@ -224,10 +227,13 @@ class NativeStep(ModelStep):
             norms = list(LAYER_NORMS[features.layer_norms])
             biases = [f"{norm}_bias" for norm in norms if a.norm_has_bias]
             biases += [f"{matrix}_bias" for matrix in _MATRICES if _has_bias(a, matrix) and self._adds_bias(matrix)]
-            for name in (*_MATRICES, *norms, *biases, *(_HEAD_NORMS if features.qk_layernorm else ())):
+            heads = [*(_HEAD_NORMS if features.qk_layernorm else ()), *(["sinks"] if features.attention_sinks else ())]
+            for name in (*_MATRICES, *norms, *biases, *heads):
                 setattr(layer, name, weights[f"{index}.{name}"].data_ptr())
             if features.rotates:
-                layer.cosines, layer.sines = (table.data_ptr() for table in self._rotary)
+                tables = self._local_rotary if features.local_rope else self._rotary
+                layer.cosines, layer.sines = (table.data_ptr() for table in tables)
+            layer.window = features.window or 0
             layer.keys = self._pages[f"keys.{index}"].data_ptr()
             layer.values = self._pages[f"values.{index}"].data_ptr()
         activations: dict[str, Any] = {
@@ -280,6 +286,8 @@ class NativeStep(ModelStep):
             norms = LAYER_NORMS[a.layers[layer].layer_norms]
             for region, module in {**norms, **(_HEAD_NORMS if a.qk_layernorm else {})}.items():
                 writes[f"{prefix}{module}.weight"] = weights[f"{layer}.{region}"].copy_
+            if a.attention_sinks:
+                writes[f"{prefix}self_attn.sinks"] = weights[f"{layer}.sinks"].copy_
             for region, module in norms.items() if a.norm_has_bias else ():
                 writes[f"{prefix}{module}.bias"] = weights[f"{layer}.{region}_bias"].copy_
         writes["model.norm.weight"] = weights["final_norm"].copy_

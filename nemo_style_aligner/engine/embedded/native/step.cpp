@@ -30,6 +30,8 @@ struct Layer {
     const float *query_norm, *key_norm;
     const float *cosines, *sines; // [positions][ROTARY / 2]; null: the layer does not rotate
     panel_t *keys, *values; // [page][GROUPS][PAGE_SIZE]
+    const float* sinks; // [HEADS]; null: none
+    int32_t window; // positions that a query sees, its own included; 0: all before it
 };
 struct Model {
     const Layer* layers;
@@ -248,7 +250,8 @@ class Worker {
         c.counters[phase++].each_knowing_next(num_items, thread, c.team.size, [&](int i, int following) {
             const AttentionItem& item = c.items[i / GROUPS];
             attend(m.queries + (size_t)item.first * HEADS * CHANNELS, item.tokens, pass.positions[item.first],
-                   i % GROUPS, cached(layer, i), following < num_items ? cached(layer, following) : Cached{}, scores,
+                   layer.window, layer.sinks, i % GROUPS, cached(layer, i),
+                   following < num_items ? cached(layer, following) : Cached{}, scores,
                    m.attended + (size_t)item.first * HEADS_K, HEADS_K);
         });
         c.team.barrier();
@@ -349,10 +352,11 @@ class Worker {
     // What item i / GROUPS attends to in group i % GROUPS.
     Cached cached(const Layer& layer, int i) const {
         const AttentionItem& item = c.items[i / GROUPS];
-        const int offset = i % GROUPS * PAGE_SIZE;
+        const int offset = i % GROUPS * PAGE_SIZE, position = pass.positions[item.first];
+        const int first = first_page(position, layer.window);
         return {layer.keys + offset, layer.values + offset,
-                pass.block_table + (size_t)pass.slots[item.first] * pass.pages_per_sequence,
-                pages_of(pass.positions[item.first] + item.tokens)};
+                pass.block_table + (size_t)pass.slots[item.first] * pass.pages_per_sequence + first,
+                pages_of(position + item.tokens) - first, first * PAGE};
     }
 
     int rows_chunk() const { return std::max(1, pass.num_tokens / (c.team.size * 4)); }

@@ -19,7 +19,8 @@ class Layer(ctypes.Structure):
         *[(name, Pointer) for name in ("input_norm", "input_norm_bias", "mlp_norm", "mlp_norm_bias")],
         *[(name, Pointer) for name in ("attention_out_norm", "attention_out_norm_bias")],
         *[(name, Pointer) for name in ("mlp_out_norm", "mlp_out_norm_bias")],
-        *[(name, Pointer) for name in ("query_norm", "key_norm", "cosines", "sines", "keys", "values")],
+        *[(name, Pointer) for name in ("query_norm", "key_norm", "cosines", "sines", "keys", "values", "sinks")],
+        ("window", ctypes.c_int32),
     ]
 
 

@@ -8,12 +8,15 @@ extern "C" struct Attention {
     void *out, *grad_out; // [token][head][channel]
     void* grad_qkv;
     float* lse;             // [token][head]: log of the sum of the exponentials of a query's scores
+    const float* sinks;     // [head]: scores of nothing beside those of the keys; null: none
+    float* products;        // [token][head]: backward, a query's result times its gradient; null: not wanted
     const float *cos, *sin; // [token][rotary]
     // Of each span, in the order of their tokens: first query, queries, first run of keys, runs. Spans that see common
     // keys are neighbours.
     const int32_t (*spans)[4];
     const int32_t (*runs)[2]; // first token, tokens
     int32_t num_spans, groups, per_group, channels, rotary, is_bf16, threads;
+    int32_t window; // keys that a query sees at most, its own included
     float scale, softcap; // of the scores; softcap c: they are c tanh(score / c), 0: as they are
 };
 
@@ -64,11 +67,17 @@ struct Seen {
     int own;  // position of the first query
     int keys; // up to here some query sees them; each sees those up to its own position
     int last; // up to here weights may be read: 0 from `keys` on
-    Seen(int column, int begin, int count)
-        : own(begin + column), keys(std::min(own + LANES, begin + count)),
-          last(std::min(keys + TILE, begin + count)) {}
+    int old;  // up to here some query does not see them any more: each sees `window`
+    int window;
+    Seen(int column, int begin, int count, int window)
+        : own(begin + column), keys(std::min(own + LANES, begin + count)), last(std::min(keys + TILE, begin + count)),
+          old(std::min(keys, own + LANES - window)), window(window) {}
     // Replaces what a query cannot see by `hidden`; x: its vector of the first key.
     void hide(float* x, float hidden) const {
+        for (int key = 0; key < old; ++key) {
+            float* at = x + (size_t)key * BLOCK;
+            store(at, lane_numbers() >= key - own + window ? splat(hidden) : load<vf>(at));
+        }
         for (int key = own; key < keys; ++key) {
             float* at = x + (size_t)key * BLOCK;
             store(at, lane_numbers() >= key - own ? load<vf>(at) : splat(hidden));
@@ -77,9 +86,9 @@ struct Seen {
 };
 
 // Replaces scores by what their soft cap makes of them. slopes: the derivatives of these, in the same places; or null.
-inline void cap_scores(float* scores, int count, int begin, float cap, float* slopes) {
+inline void cap_scores(float* scores, int count, int begin, int window, float cap, float* slopes) {
     for (int column = 0; column < count; column += LANES) {
-        const Seen seen(column, begin, count);
+        const Seen seen(column, begin, count, window);
         for (int key = 0; key < seen.keys; ++key) {
             const size_t at = (size_t)key * BLOCK + column;
             const vf t = vtanh(load<vf>(scores + at) / cap);
@@ -90,14 +99,17 @@ inline void cap_scores(float* scores, int count, int begin, float cap, float* sl
 }
 
 // Replaces scores by their exponentials after subtracting each query's largest, in words of neighbouring keys:
-// [words(keys)][BLOCK]. sums: of a query's exponentials; lse: the log of what the sum would be otherwise.
-template <int P> void exponentiate(float* scores, int count, int begin, float* sums, float* lse) {
+// [words(keys)][BLOCK]. sums: of a query's exponentials, and of that of `sink`, a score of nothing, if it is not null;
+// lse: the log of what the sum would be otherwise.
+template <int P>
+void exponentiate(float* scores, int count, int begin, int window, const float* sink, float* sums, float* lse) {
     for (int column = 0; column < count; column += LANES) {
-        const Seen seen(column, begin, count);
+        const Seen seen(column, begin, count, window);
         float* x = scores + column;
         seen.hide(x, -INFINITY);
         vf most = splat(-INFINITY), sum = {};
         for (int key = 0; key < seen.keys; ++key) most = vmax(most, load<vf>(x + (size_t)key * BLOCK));
+        if (sink) most = vmax(most, splat(*sink)), sum = vexp(splat(*sink) - most);
         for (int key = 0; key < seen.keys; key += P) {
             vf e[2] = {};
 #pragma GCC unroll 2
@@ -114,11 +126,13 @@ template <int P> void exponentiate(float* scores, int count, int begin, float* s
 // From scores and their `lse` to weights p, and from gradients g of weights to those of scores, p (g - sum of p g):
 // both are replaced, at the beginning of each row, by factors of type F. across: the latter in words of neighbouring
 // keys, [words(keys)][BLOCK]; it may be `grads` for words of one number. caps: factors of the latter, or null.
+// sums: of p g, by query.
 template <class F>
-void differentiate(float* scores, float* grads, float* across, int count, int begin, const float* lse, const float* caps) {
+void differentiate(float* scores, float* grads, float* across, int count, int begin, int window, const float* lse,
+                   const float* caps, float* sums) {
     constexpr int P = sizeof(F) == 2 ? 2 : 1;
     for (int column = 0; column < count; column += LANES) {
-        const Seen seen(column, begin, count);
+        const Seen seen(column, begin, count, window);
         float *x = scores + column, *g = grads + column;
         seen.hide(x, -INFINITY);
         seen.hide(g, 0);
@@ -130,6 +144,7 @@ void differentiate(float* scores, float* grads, float* across, int count, int be
             sum += p * load<vf>(g + at);
             store(x + at, p);
         }
+        store(sums + column, sum);
         // Rows get shorter, so that what is written here has been read.
         for (int key = 0; key < seen.last; key += P) {
             vf slopes[2] = {};
@@ -226,6 +241,10 @@ template <class T> struct Heads {
             store_some(out + i, load<vf>(x + i) * factor, a.channels - i);
     }
 
+    // The first key from which on a block's numbers are computed, whose first query is key `own`: no query of the block
+    // sees any before it. Words of two numbers begin at even ones.
+    int origin(int own) const { return std::max(0, own - a.window + 1) / 2 * 2; }
+
     std::vector<Family> families() const {
         std::vector<Family> all;
         for (int i = 0; i < a.num_spans; ++i) {
@@ -289,7 +308,8 @@ template <class T> void attention_forward(const Attention& a) {
             for (int head = task.first_head; head < task.end_head; ++head)
                 for (int begin = 0; begin < span.queries; begin += BLOCK) {
                     const int count = std::min(BLOCK, span.queries - begin);
-                    const int own = span.hidden + begin, end = own + count; // keys
+                    const int origin = h.origin(span.hidden + begin);
+                    const int own = span.hidden + begin - origin, end = own + count; // keys from there on
                     const int64_t token = span.first + begin;
                     for (int i = 0; i < count; ++i)
                         h.fetch((const T*)a.qkv + h.place(token + i, task.group, head), token + i, true, a.scale,
@@ -301,12 +321,13 @@ template <class T> void attention_forward(const Attention& a) {
                         if (i < count) h.template expect<1>((const T*)a.out + h.place_out(token + i, task, head));
                     }
                     transpose(query, count, stride, across);
-                    multiply<ROWS_UP_TO_COLUMNS, P>(keys, stride, 1, across, BLOCK, scores, BLOCK, end,
-                                                    round_up(count, LANES), words(a.channels, P), own);
-                    if (a.softcap) cap_scores(scores, count, own, a.softcap, nullptr);
-                    exponentiate<P>(scores, count, own, sums, lse);
-                    multiply<DEPTH_UP_TO_ROWS, P>(scores, 1, BLOCK, values, width, out, width, count, width,
-                                                  words(end, P), own);
+                    multiply<ROWS_UP_TO_COLUMNS, P>(keys + (size_t)origin * stride, stride, 1, across, BLOCK, scores,
+                                                    BLOCK, end, round_up(count, LANES), words(a.channels, P), own);
+                    if (a.softcap) cap_scores(scores, count, own, a.window, a.softcap, nullptr);
+                    exponentiate<P>(scores, count, own, a.window, a.sinks ? a.sinks + h.head_of(task, head) : nullptr,
+                                    sums, lse);
+                    multiply<DEPTH_UP_TO_ROWS, P>(scores, 1, BLOCK, values + (size_t)origin / P * width, width, out,
+                                                  width, count, width, words(end, P), own);
                     for (int i = 0; i < count; ++i) {
                         const float factor = 1 / sums[i];
                         T* row = (T*)a.out + h.place_out(token + i, task, head);
@@ -353,13 +374,13 @@ template <class T> void attention_backward(const Attention& a) {
         const size_t all = (size_t)(family.end - family.first) * width, rows = (size_t)BLOCK * width;
         const size_t matrix = (size_t)family.most_keys * width, block = (size_t)BLOCK * family.most_keys;
         const size_t apart = family.is_apart ? matrix : 0;
-        Scratch scratch(6 * all + matrix + 4 * apart + (a.softcap ? 4 : 3) * block + 7 * rows + BLOCK);
+        Scratch scratch(6 * all + matrix + 4 * apart + (a.softcap ? 4 : 3) * block + 7 * rows + 2 * BLOCK);
         float *sum = scratch.take(2 * all), *own = scratch.take(2 * all), *piece = scratch.take(2 * apart);
         float *all_keys = scratch.take(all), *all_values = scratch.take(all);
         float *keys_memory = scratch.take(apart), *values_memory = scratch.take(apart), *memory = scratch.take(matrix);
         float *query = scratch.take(rows), *query_memory = scratch.take(rows), *query_across = scratch.take(rows);
         float *grad = scratch.take(rows), *grad_memory = scratch.take(rows), *grad_across = scratch.take(rows);
-        float *result = scratch.take(rows), *lse = scratch.take(BLOCK);
+        float *result = scratch.take(rows), *lse = scratch.take(BLOCK), *sums = scratch.take(BLOCK);
         float *weights = scratch.take(block), *slopes = scratch.take(block);
         float* slopes_across = P == 1 ? slopes : scratch.take(block);
         float* caps = a.softcap ? scratch.take(block) : nullptr;
@@ -385,7 +406,9 @@ template <class T> void attention_backward(const Attention& a) {
                 if (is_apart) std::fill(piece, piece + 2 * size, 0.0f);
                 for (int begin = 0; begin < span.queries; begin += BLOCK) {
                     const int count = std::min(BLOCK, span.queries - begin);
-                    const int first = span.hidden + begin, end = first + count; // keys
+                    const int origin = h.origin(span.hidden + begin);
+                    const int first = span.hidden + begin - origin, end = first + count; // keys from there on
+                    const size_t from = (size_t)origin * stride, from_key = (size_t)origin * width;
                     const int columns = round_up(count, LANES), depth = words(a.channels, P);
                     const int64_t token = span.first + begin;
                     for (int i = 0; i < count; ++i) {
@@ -407,18 +430,20 @@ template <class T> void attention_backward(const Attention& a) {
                     }
                     transpose(query, count, stride, query_across);
                     transpose(grad, count, stride, grad_across);
-                    multiply<ROWS_UP_TO_COLUMNS, P>(keys, stride, 1, query_across, BLOCK, weights, BLOCK, end, columns,
-                                                    depth, first);
-                    multiply<ROWS_UP_TO_COLUMNS, P>(values, stride, 1, grad_across, BLOCK, slopes, BLOCK, end, columns,
-                                                    depth, first);
-                    if (caps) cap_scores(weights, count, first, a.softcap, caps);
-                    differentiate<F>(weights, slopes, slopes_across, count, first, lse, caps);
+                    multiply<ROWS_UP_TO_COLUMNS, P>(keys + from, stride, 1, query_across, BLOCK, weights, BLOCK, end,
+                                                    columns, depth, first);
+                    multiply<ROWS_UP_TO_COLUMNS, P>(values + from, stride, 1, grad_across, BLOCK, slopes, BLOCK, end,
+                                                    columns, depth, first);
+                    if (caps) cap_scores(weights, count, first, a.window, a.softcap, caps);
+                    differentiate<F>(weights, slopes, slopes_across, count, first, a.window, lse, caps, sums);
                     multiply<DEPTH_FROM_ROWS, P>(weights, BLOCK, 1, joined<P>(grad, count, width, grad_memory), width,
-                                                 grad_values, width, end, width, words(count, P), first);
+                                                 grad_values + from_key, width, end, width, words(count, P), first);
                     multiply<DEPTH_FROM_ROWS, P>(slopes, BLOCK, 1, joined<P>(query, count, width, query_memory), width,
-                                                 grad_keys, width, end, width, words(count, P), first);
-                    multiply<DEPTH_UP_TO_ROWS, P>(slopes_across, 1, BLOCK, keys_joined, width, result, width, count,
-                                                  width, words(end, P), first);
+                                                 grad_keys + from_key, width, end, width, words(count, P), first);
+                    multiply<DEPTH_UP_TO_ROWS, P>(slopes_across, 1, BLOCK, keys_joined + from_key / P, width, result,
+                                                  width, count, width, words(end, P), first);
+                    for (int i = 0; a.products && i < count; ++i)
+                        a.products[(token + i) * h.heads + h.head_of(task, head)] = sums[i];
                     for (int i = 0; i < count; ++i)
                         h.put(result + i * width, token + i, true, a.scale,
                               (T*)a.grad_qkv + h.place(token + i, task.group, head));

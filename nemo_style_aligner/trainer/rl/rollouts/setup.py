@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationEngine, SamplingParams, text_before_end
-from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine, num_pages
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine, compile_ahead, num_pages
 from nemo_style_aligner.engine.parallel.groups import (
     ParallelLayout,
     broadcast_object,
@@ -119,6 +119,14 @@ def require_kv_cache(section: Generation, max_sequence_length: int) -> None:
             raise ConfigError(f"trainer.ppo.generation.{error}") from error
 
 
+def compile_engine_ahead(config: PPOActor, architecture: ModelArchitecture, dtype: torch.dtype) -> None:
+    """Begin to compile what this rank's engine will need, if it is to have the embedded one."""
+    ppo = config.trainer.ppo
+    generates = not ppo.rollout_devices or roles.is_rollout_rank()
+    if generates and choose_engine(ppo) != "trtllm":
+        compile_ahead(ppo.generation.step, architecture, dtype, device(), _size_of_engine(config))
+
+
 def build_engine(
     config: PPOActor, model: MegatronModel, tokenizer: Tokenizer, max_sequence_length: int
 ) -> tuple[GenerationEngine, EngineGroup]:
@@ -214,15 +222,19 @@ def engine_size(asked: int | None, reshard: bool, tp_size: int, pp_size: int) ->
     return asked or (tp_size if reshard and pp_size > 1 else 1)
 
 
+def _size_of_engine(config: PPOActor) -> int:
+    ppo, model = config.trainer.ppo, config.model
+    tp_size, pp_size = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    return engine_size(ppo.generation.tensor_parallel_size, ppo.trt_llm.reshard, tp_size, pp_size)
+
+
 def _generation_ranks(config: PPOActor) -> EngineGroup:
     """The ranks that share this rank's embedded engine. Collective.
 
     Raises:
         ValueError: the ranks of the job cannot be divided into groups of that size.
     """
-    ppo, model = config.trainer.ppo, config.model
-    tp_size, pp_size = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
-    size = engine_size(ppo.generation.tensor_parallel_size, ppo.trt_llm.reshard, tp_size, pp_size)
+    size = _size_of_engine(config)
     try:
         process_group = neighbour_group(size, config.trainer.distributed_timeout_minutes)
     except ValueError as error:
