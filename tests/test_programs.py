@@ -198,6 +198,19 @@ print(0.5)
     assert sums["rows"] == 2
 
 
+def test_an_empty_reply_may_come_back_as_null(run: Run) -> None:
+    text = """
+messages = [{"role": "user", "content": "a"}]
+chat(messages, max_tokens=1, stop_token_ids=list(range(100)))
+messages[1] = {"role": "assistant", "content": messages[1]["content"] or None}
+assert messages[1]["content"] is None, messages
+chat([*messages, {"role": "user", "content": "b"}], max_tokens=2)
+print(1)
+"""
+    done, _ = run(text)
+    assert done[0].problem is None and len(done[0].row_lengths) == 1
+
+
 def test_the_page_s_agent_is_an_environment(run: Run, trial: Trial) -> None:
     page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
     _, example = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -602,6 +602,8 @@ def _message(number: int, message: Any) -> Record:
     if not isinstance(message, dict):
         raise RequestError(400, f"messages:{number} should be an object", "messages")
     content = message.get("content")
+    if content is None and message.get("role") == "assistant" and not message.get("tool_calls"):
+        message = message | {"content": ""}  # clients return an empty answer so
     if isinstance(content, list):  # OpenAI's other form of text
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
