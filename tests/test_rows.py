@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nemo_style_aligner.engine.parallel.groups import single_process
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer
 from nemo_style_aligner.trainer.models.policy_losses import LossInput, LossSettings, policy_objective
+from nemo_style_aligner.trainer.models.sharing import Costs
 from nemo_style_aligner.trainer.rl.episodes.policy import Policy
 from nemo_style_aligner.trainer.rl.episodes.runner import Episode
 from nemo_style_aligner.trainer.rl.estimators import StepRewards, dr_grpo, gae
@@ -47,7 +48,7 @@ def collected(episodes: list[Episode]) -> Collected:
 
 def rollouts(episodes: list[Episode] = EPISODES) -> Rollouts:
     with single_process():
-        return collected(episodes).dealt([[*range(len(episodes))]], lambda length, sampled: length)
+        return collected(episodes).dealt([[*range(len(episodes))]], lambda sizes: Costs.apart(sizes.lengths.tolist()))
 
 
 def test_an_episode_of_two_rows_is_one_sample_and_two_sequences() -> None:
@@ -109,7 +110,7 @@ def test_a_mean_over_responses_is_over_episodes(aggregation: Any) -> None:
 
 def test_a_critic_learns_rows() -> None:
     with single_process():
-        made = collected(EPISODES).dealt([[0, 1, 2]], lambda length, sampled: length)
+        made = collected(EPISODES).dealt([[0, 1, 2]], lambda sizes: Costs.apart(sizes.lengths.tolist()))
         columns = {"returns": torch.arange(6.0), "values": torch.arange(6.0) + 10}
         batch = Experience(made, made.counts, columns).value_batch()
     assert batch is not None

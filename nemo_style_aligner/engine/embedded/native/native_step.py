@@ -33,7 +33,7 @@ from nemo_style_aligner.wording import counted
 logger = logging.getLogger(__name__)
 
 _MAX_STOP_IDS = 64  # as in sample.h
-_KNOWN = EVERY_FEATURE | {*ENDS}
+_KNOWN = EVERY_FEATURE - {"experts"} | {*ENDS}
 _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}  # in a layer -> Hugging Face's names
 _MATRICES = ("qkv", "output", "fc1", "fc2")  # of a layer
 _PANEL = 32  # output features per panel, as in panels.h
