@@ -245,7 +245,8 @@ print(1)
 @pytest.mark.parametrize(
     ("asked_for", "named"),
     [({"temperature": 0.5}, "temperature"), ({"top_p": 0.9}, "top_p"), ({"seed": 1}, "seed"), ({"n": 2}, "n"),
-     ({"logit_bias": {"5": 3}}, "logit_bias"), ({"min_tokens": 2}, "min_tokens"), ({"model": "gpt-4"}, "model")],
+     ({"logit_bias": {"5": 3}}, "logit_bias"), ({"min_tokens": 2}, "min_tokens"), ({"model": "gpt-4"}, "model"),
+     ({"response_format": {"type": "json_object"}}, "response_format")],
 )  # fmt: skip
 def test_what_is_the_jobs_to_say_is_refused_by_name(run: Run, asked_for: dict[str, Any], named: str) -> None:
     done, _ = run(

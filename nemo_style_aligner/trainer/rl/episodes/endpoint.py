@@ -23,7 +23,8 @@ from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence
 from nemo_style_aligner.engine.parallel.machine import own_address
 from nemo_style_aligner.engine.serving.answers import message_of
 from nemo_style_aligner.engine.serving.app import ServedModel
-from nemo_style_aligner.engine.serving.bodies import Asked, RequestError
+from nemo_style_aligner.engine.serving.bodies import Asked
+from nemo_style_aligner.engine.serving.fields import RequestError
 from nemo_style_aligner.engine.serving.generation import Response, Ticket
 from nemo_style_aligner.engine.text.chats import Turn, read_turn
 from nemo_style_aligner.engine.text.jsonl import Record
@@ -169,6 +170,9 @@ class EpisodeEndpoint:
                 raise RequestError(
                     400, f"'{name}' is the training job's, {value} (model.ppo.sampling_params): leave it out", name
                 )
+        if given.grammar is not None:
+            message = "the form of replies is not forced in an episode, as the policy would not be what says it: leave"
+            raise RequestError(400, f"{message} 'response_format' and the like, and a forced 'tool_choice', out")
         if given.min_new_tokens != min(job.min_new_tokens, given.max_new_tokens):
             raise RequestError(400, "'min_tokens' is the training job's: leave it out", "min_tokens")
         ends = tuple(dict.fromkeys([*job.stop_strings, *given.stop_strings]))
