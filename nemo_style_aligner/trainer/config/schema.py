@@ -165,6 +165,8 @@ class Model(Section):
     # Neighbouring ranks that share each expert. null: tensor_model_parallel_size.
     expert_tensor_parallel_size: Free[Count | None] = None
     sequence_parallel: Free[bool | None] = False  # shard activations between tensor-parallel regions too
+    # Compute a prompt once for all sequences of a pass that begin with it: samples of a group, answers of a pair.
+    share_prompts: Free[bool] = True
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 1234  # random seed: order of the data, sampling, dropout
 
 

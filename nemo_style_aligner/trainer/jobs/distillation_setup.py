@@ -112,7 +112,8 @@ def store_teacher_logits(config: TeacherLogits) -> int:
     missing = [index for index in range(first, last + 1) if index not in known]
     logger.info("%s: %d examples to compute, %d are there", path, len(missing), last + 1 - first - len(missing))
     model = base.load(trainable=False)
-    batching = MicroBatching(config.model.micro_batch_size, config.model.max_tokens_per_micro_batch)
+    own = config.model
+    batching = MicroBatching(own.micro_batch_size, own.max_tokens_per_micro_batch, shares_prompts=own.share_prompts)
     control.begin()
     done, size = 0, config.model.global_batch_size
     try:

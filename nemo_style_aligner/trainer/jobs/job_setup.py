@@ -314,12 +314,16 @@ def training_batching(model: schema.TrainedModel, group: int = 1, micro_batch_si
     ``micro_batch_size``, if given, replaces the section's.
     """
     examples = model.micro_batch_size if micro_batch_size is None else micro_batch_size
-    return MicroBatching(examples * group, model.max_tokens_per_micro_batch, group)
+    return MicroBatching(examples * group, model.max_tokens_per_micro_batch, group, model.share_prompts)
 
 
-def forward_batching(section: schema.Policy | schema.CriticModel | schema.ServedRewardModel) -> MicroBatching:
-    """Micro batches of passes without gradients, from ``model.ppo`` of an actor or ``model`` of a service."""
-    return MicroBatching(section.forward_micro_batch_size, section.forward_max_tokens_per_micro_batch)
+def forward_batching(
+    model: schema.ActorModel | schema.CriticModel | schema.ServedRewardModel,
+) -> MicroBatching:
+    """Micro batches of passes without gradients, from the ``model`` section: of an actor, what its ``ppo`` says."""
+    own = model.ppo if isinstance(model, schema.ActorModel) else model
+    num_rows, max_tokens = own.forward_micro_batch_size, own.forward_max_tokens_per_micro_batch
+    return MicroBatching(num_rows, max_tokens, shares_prompts=model.share_prompts)
 
 
 def announce_checkpoints(run: Run, base: BaseModel, critic: BaseModel | None = None) -> None:

@@ -133,6 +133,7 @@ def frozen_config(config: PPOActor, role: str) -> RewardService:
             "model.expert_model_parallel_size": 1,
             "model.expert_tensor_parallel_size": None,
             "model.sequence_parallel": False,
+            "model.share_prompts": config.model.share_prompts,
             "model.forward_micro_batch_size": ppo.forward_micro_batch_size,
             "model.forward_max_tokens_per_micro_batch": ppo.forward_max_tokens_per_micro_batch,
             "trainer.devices": spec.devices,

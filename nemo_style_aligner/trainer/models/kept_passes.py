@@ -30,6 +30,7 @@ from nemo_style_aligner.trainer.models.layers import uses_torch_attention, uses_
 from nemo_style_aligner.trainer.models.logprobs import Prediction
 from nemo_style_aligner.trainer.models.packing import PackedRow, Sequences
 from nemo_style_aligner.trainer.models.products import widened
+from nemo_style_aligner.trainer.models.sharing import Costs
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ class Part:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequences, without those that fill up the packed row."""
-        return sum(self.sequences.used)
+        """Tokens that are computed, without those that fill up the packed row."""
+        return self.sequences.num_tokens
 
     def contents(self) -> list[bytes]:
         """What identifies each sequence: the tokens that went through the model and the one that the last predicts."""
@@ -151,19 +152,19 @@ class KeptPasses:
         dtype = widened(torch.empty(0, dtype=config.params_dtype, device=device())).dtype
         return device().type == "cpu" and dtype == torch.bfloat16 and config.recompute_granularity is None
 
-    def dealt(self, parts: list[list[int]], work: list[int]) -> list[list[int]]:
+    def dealt(self, parts: list[list[int]], work: Costs) -> list[list[int]]:
         """Deal the shares of a new pass to the ranks: the most work to the rank that has had least.
 
         An update trains on many small passes, whose differences in work would otherwise add up.
 
         Args:
             parts: the rows of each share, one share per rank.
-            work: of each row of the pass.
+            work: of the rows of the pass.
 
         Returns:
             The rows of each rank.
         """
-        sums = [sum(work[row] for row in part) for part in parts]
+        sums = [work.of(part) for part in parts]
         largest_first = sorted(range(len(parts)), key=lambda i: -sums[i])
         least_first = sorted(range(len(parts)), key=lambda rank: self._work[rank])
         by_rank: list[list[int]] = [[] for _ in parts]

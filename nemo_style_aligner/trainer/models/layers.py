@@ -41,7 +41,12 @@ from megatron.core.transformer.transformer_layer import (
 from nemo_style_aligner.engine.architecture import EVERY_FEATURE, Layer
 from nemo_style_aligner.engine.parallel.groups import device
 from nemo_style_aligner.engine.weights.layout import LAYER_NORMS
-from nemo_style_aligner.trainer.models.attention import CausalAttention, LayerConfig, LocalSelfAttention
+from nemo_style_aligner.trainer.models.attention import (
+    CausalAttention,
+    EngineSelfAttention,
+    LayerConfig,
+    LocalSelfAttention,
+)
 from nemo_style_aligner.trainer.models.fused import SwiGLU, rms_norm
 from nemo_style_aligner.trainer.models.layer_kernels import kernels_for
 from nemo_style_aligner.trainer.models.linear import ColumnLinear, RowLinear
@@ -242,6 +247,7 @@ def block_spec(config: LayerConfig, *, separate_norms: bool = False) -> Transfor
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         spec.module = TrainedLayer
+        spec.submodules.self_attention.module = EngineSelfAttention
         spec.submodules.self_attn_bda = spec.submodules.mlp_bda = _add(config.layers[0])
         if separate_norms:
             _separate_norms(spec.submodules)
