@@ -177,7 +177,7 @@ docs: $(DOCS_STAMP)
 # What an earlier build has left would be packed, too. A wheel has no .git: it is told its commit.
 dist: $(STAMP)
 	rm -rf build dist
-	git describe --always --abbrev=12 --exclude='*' --dirty=+ >nemo_style_aligner/commit.txt
+	git describe --always --abbrev=12 --exclude='*' --dirty=+ >nemo_style_aligner/commit.txt || true
 	status=0; $(BIN)/python -m pip wheel --no-deps --wheel-dir dist . || status=$$?; \
 	    rm -rf build nemo_style_aligner/commit.txt; exit $$status
 
