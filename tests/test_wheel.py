@@ -118,11 +118,12 @@ def test_jobs_run_from_any_folder(nsa: Nsa, data: Path) -> None:
     assert "⟦yes" in nsa("data", "show", "train.jsonl", "--model", "base.nemo", cwd=data)
     said = nsa(
         "train", "sft", *COMMON, "model.restore_from_path=base.nemo", "model.data.train_ds.file_path=train.jsonl",
-        "model.data.validation_ds.file_path=train.jsonl", "model.data.train_ds.global_batch_size=8",
+        "model.data.train_ds.global_batch_size=8",
         "model.data.train_ds.micro_batch_size=8", "trainer.sft.max_steps=2", "exp_manager.explicit_log_dir=sft",
         cwd=data,
     )  # fmt: skip
     assert (data / "sft" / "checkpoints" / "megatron_gpt_sft.nemo").exists(), said
+    assert "there is no validation data: nothing is validated" in said
     refused = nsa("train", "dpo", "model.optim.lr=-1", status=2)
     assert refused.startswith("error: ") and "model.optim.lr=-1" in refused and "nanobind" not in refused
     assert "--tokenizer" in nsa("serve-reward", "--function", "f.py:f", status=2)

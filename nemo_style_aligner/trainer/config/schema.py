@@ -362,7 +362,7 @@ class SFTFiles(Section):
 
 
 class SFTValidationFiles(SFTFiles):
-    file_path: Given[Files | None] = of("???")  # null: no validation
+    file_path: Files | None = of(None)  # null: no validation
     global_batch_size: Count = of("${model.global_batch_size}")  # examples per validation batch, over all ranks
     micro_batch_size: Free[Count] = of("${model.micro_batch_size}")  # examples per forward pass and rank
     shuffle: bool = False  # False: the order of the file
