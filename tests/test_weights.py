@@ -25,6 +25,7 @@ from small_models import TensorSource
 from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.parallel.groups import ParallelLayout
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 from nemo_style_aligner.engine.weights import stream
@@ -673,7 +674,7 @@ def test_round_trips_at_every_parallel_layout() -> None:
 
 def test_ranks_gather_buckets_of_bounded_size() -> None:
     """An entry that is larger gets one of its own; no bucket has entries of two stages."""
-    layout, config = SimpleNamespace(tp_size=2, pp_size=2), SimpleNamespace(params_dtype=torch.float32)
+    layout, config = ParallelLayout(2, 2, 1, 0, 0, 0), SimpleNamespace(params_dtype=torch.float32)
     model: Any = SimpleNamespace(architecture=TINY, layout=layout, config=config)
     entries, limit = weight_layout(TINY, padded_vocab_size=112), 10_000
     buckets = list(stream._buckets(model, entries, torch.float32, limit))
