@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_style_aligner.engine.architecture import EVERY_FEATURE, Layer
 from nemo_style_aligner.engine.softcaps import stored_attention
+from nemo_style_aligner.trainer.models.context import all_keys
 from nemo_style_aligner.trainer.models.gpu_kernels import gpu_kernels
 from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
 from nemo_style_aligner.trainer.models.spans import PackedSequences, Spans, rotary_angles, taken
@@ -75,7 +76,8 @@ class LocalSelfAttention(SelfAttention):
                 return self._attend_padded(hidden_states)
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         layer, drops_out = self.config.layer(self.layer_number), self.training and self.core_attention.dropout > 0
-        kernels = None if drops_out or layer.unknown(EVERY_FEATURE) else kernels_for(hidden_states)
+        is_foreign = drops_out or layer.unknown(EVERY_FEATURE) or packed_seq_params.context
+        kernels = None if is_foreign else kernels_for(hidden_states)
         in_fp32 = kernels or _rotating_kernels(hidden_states)
         dtype = torch.float32 if in_fp32 else hidden_states.dtype
         rotary = rotary_of(self.config, self.layer_number, packed_seq_params, rotary_pos_emb, dtype)
@@ -94,6 +96,8 @@ class LocalSelfAttention(SelfAttention):
         if rotary is not None:
             tables = [table[:, None] for table in rotary]
             query, key = _Rotation.apply(query, *tables), _Rotation.apply(key, *tables)
+        if packed.context is not None:
+            key, value = all_keys(torch.stack([key, value], 1), packed.context).unbind(1)
         return self.linear_proj(core_attention(query, key, value, packed_seq_params=packed))
 
     def _attend_padded(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -148,7 +152,7 @@ class EngineSelfAttention(LocalSelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `LocalSelfAttention.forward`."""
         packed = packed_seq_params
-        if packed is None or packed.spans.are_whole:
+        if packed is None or (packed.spans.are_whole and packed.context is None):
             options = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed, **kwargs}
             return SelfAttention.forward(self, hidden_states, attention_mask, *args, **options)
         dtype = torch.float32 if _rotating_kernels(hidden_states) else hidden_states.dtype
