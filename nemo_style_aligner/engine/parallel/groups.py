@@ -24,6 +24,7 @@ from nemo_style_aligner.errors import excepthook_kept
 
 _TIMEOUT_MINUTES = 30.0  # as in the configs
 _SEED_STEP_OF_STAGES = 100  # as in Megatron-LM and NeMo
+_SEED_STEP_OF_CONTEXT = 1_000_000
 # For ranks to find each other over gloo. Where nothing answers, gloo takes five times as long to fail.
 _MEETING_TIMEOUT = timedelta(minutes=2)
 _CONTROL_MARGIN_MINUTES = 5.0  # for the leader to end a wait that ran out, before the others give up on the leader
@@ -110,8 +111,9 @@ def initialize_model_parallel(
 ) -> ParallelLayout:
     """Create megatron-core's process groups and seed every random stream.
 
-    torch.distributed must be initialised. Python and numpy are seeded alike on every rank, torch per pipeline stage (so
-    that dropout differs between stages), and megatron-core's tensor-parallel tracker also per tensor-parallel rank.
+    torch.distributed must be initialised. Python and numpy are seeded alike on every rank, torch per pipeline stage and
+    part of a sequence (so that dropout differs between these), and megatron-core's tensor-parallel tracker also per
+    tensor-parallel rank.
 
     Args:
         timeout_minutes: of the groups' collectives.
@@ -151,7 +153,7 @@ def initialize_model_parallel(
     random.seed(seed)
     np.random.seed(seed)
     layout = current_layout()
-    seed_of_stage = seed + _SEED_STEP_OF_STAGES * layout.pp_rank
+    seed_of_stage = seed + _SEED_STEP_OF_STAGES * layout.pp_rank + _SEED_STEP_OF_CONTEXT * layout.cp_rank
     torch.manual_seed(seed_of_stage)
     tensor_parallel.model_parallel_cuda_manual_seed(seed_of_stage)
     return layout

@@ -302,12 +302,13 @@ class _Search:
                 if divides and not run.policy.layout_problems(tp, engine_key="engine"):
                     yield _Split(training, critic, generating, tp)
 
-    def _layouts(self, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
+    def _layouts(self, shape: ModelArchitecture, ranks: int, cp: int = 1) -> Iterator[Layout]:
         """Layouts of a model over so many ranks: those that divide model, machines and updates."""
         for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
-            divides = self.cluster.devices % tp == 0 and ranks % (tp * pp) == 0
-            if divides and self.run.update % (ranks // (tp * pp)) == 0 and not shape.layout_problems(tp, pp):
-                yield Layout(tp, pp, ranks // (tp * pp))
+            dp, rest = divmod(ranks, tp * pp * cp)
+            divides = self.cluster.devices % (tp * cp) == 0 and rest == 0 and dp > 0
+            if divides and self.run.update % dp == 0 and not shape.layout_problems(tp, pp):
+                yield Layout(tp, pp, dp, cp)
 
     def _training(self, ranks: int) -> list[int]:
         """How many of the actor's ranks could train: the most over which the policy can be laid out, or some."""
@@ -369,7 +370,10 @@ class _Search:
         """
         found: list[Fit] = []
         short: list[tuple[float, str]] = []
-        for layout in self._layouts(shape, ranks):
+        # Sequences are divided only where nothing else fits.
+        for layout in itertools.chain.from_iterable(self._layouts(shape, ranks, cp) for cp in (1, 2, 4, 8)):
+            if found and layout.cp > found[-1].layout.cp:
+                break
             best: Fit | None = None
             for saved in LADDER:
                 used, slots = use(layout, saved)

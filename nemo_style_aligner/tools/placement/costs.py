@@ -92,23 +92,23 @@ class Model(Sizes):
         return seconds + math.ceil(len(samples) / update) * self.update(layout)
 
     def update(self, layout: Layout) -> float:
-        """Seconds to add up gradients over data-parallel ranks, step the optimizer, and gather weights.
+        """Seconds to add up gradients over ranks with the same weights, step the optimizer, and gather weights.
 
         Within a machine first: what passes the network is divided over the machine's ranks.
         """
-        parameters, d = self.parameters(layout), self.device
-        seconds = (3 * 12 + 4) * parameters / layout.dp / d.bandwidth  # reads and writes states, reads gradients
-        sent, neighbours = (4 + self.itemsize) * parameters, min(layout.dp, max(1, MACHINE // layout.tp))
+        parameters, d, replicas = self.parameters(layout), self.device, layout.dp * layout.cp
+        seconds = (3 * 12 + 4) * parameters / replicas / d.bandwidth  # reads and writes states, reads gradients
+        sent, neighbours = (4 + self.itemsize) * parameters, min(replicas, max(1, MACHINE // layout.tp))
         if neighbours > 1:
             seconds += d.all_reduce_seconds(sent) / 2  # adding up and gathering, each half of it
-        return seconds + sent / neighbours * (1 - neighbours / layout.dp) / d.network
+        return seconds + sent / neighbours * (1 - neighbours / replicas) / d.network
 
     def _passes(
         self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int, *, is_training: bool
     ) -> float:
         """The work of the rank that has most in each update, at the rate of passes, with sums and pipeline bubbles."""
         a, d = self.architecture, self.device
-        rate = layout.tp * layout.pp * d.products * (d.training_share if is_training else d.forward_share)
+        rate = layout.tp * layout.cp * layout.pp * d.products * (d.training_share if is_training else d.forward_share)
         factor = 3 if is_training else 1
         seconds = 0.0
         for begin in range(0, len(samples), update):
@@ -117,9 +117,13 @@ class Model(Sizes):
             passes = max(1, math.ceil(tokens / micro_batch))
             if layout.pp > 1:  # smaller ones, as far as samples go: fewer bubbles
                 passes = max(passes, min(math.ceil(len(part) / layout.dp), PASSES_PER_STAGE * layout.pp))
-            sums = passes * self._all_reduce(layout.tp, tokens / passes) * 2 * a.num_layers / layout.pp
+            of_pass = tokens / passes / layout.cp
+            sums = passes * self._all_reduce(layout.tp, of_pass) * 2 * a.num_layers / layout.pp
+            if layout.cp > 1:  # keys and values of all parts
+                size = 2 * self.itemsize * a.num_query_groups * a.kv_channels / layout.tp * tokens / passes
+                sums += passes * d.all_reduce_seconds(size) / 2 * a.num_layers / layout.pp
             if layout.pp > 1:  # what a stage hands to the next
-                sums += passes * SEND_SECONDS + tokens * a.hidden_size * self.itemsize / d.network
+                sums += passes * SEND_SECONDS + tokens / layout.cp * a.hidden_size * self.itemsize / d.network
             alone = factor * most / rate * self._slowest_stage(layout, part) + (2 if is_training else 1) * sums
             seconds += alone * (1 + (layout.pp - 1) / passes)
         return seconds

@@ -11,19 +11,21 @@ from nemo_style_aligner.trainer.models.activation_memory import activation_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Tensor-, pipeline- and data-parallel sizes."""
+    """Tensor-, pipeline-, data- and context-parallel sizes."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def __str__(self) -> str:
-        return f"TP {self.tp} x PP {self.pp} x DP {self.dp}"
+        context = f" x CP {self.cp}" if self.cp > 1 else ""
+        return f"TP {self.tp}{context} x PP {self.pp} x DP {self.dp}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +50,14 @@ class Sizes:
         return 4 * self.parameters(layout)
 
     def optimizer(self, layout: Layout) -> float:
-        """Bytes of Adam's moments, and of fp32 main weights in bf16, divided over data-parallel ranks."""
-        return (8 if self.itemsize == 4 else 12) * self.parameters(layout) / layout.dp
+        """Bytes of Adam's moments, and of fp32 main weights in bf16, divided over ranks with the same weights."""
+        return (8 if self.itemsize == 4 else 12) * self.parameters(layout) / (layout.dp * layout.cp)
 
     def activations(self, layout: Layout, tokens: int, granularity: str | None = None, **layers: Any) -> float:
         """Bytes kept for the backward pass of a micro batch, with sequence parallelism, without logits.
 
-        Of a pipeline's first stage: 1 / pp of the layers' for each of the pp micro batches that it has begun. Where
-        whole layers or MLPs are recomputed, one layer's besides.
+        Of its part of the tokens, with context parallelism. Of a pipeline's first stage: 1 / pp of the layers' for each
+        of the pp micro batches that it has begun. Where whole layers or MLPs are recomputed, one layer's besides.
 
         Args:
             layers: what they keep, see `activation_bytes`.
@@ -64,7 +66,7 @@ class Sizes:
         per_token = activation_bytes(a, e, granularity, **layers)
         if granularity == "full" or (granularity == "selective" and layers.get("recomputes_mlp")):
             per_token += activation_bytes(a, e, **layers) // a.num_layers
-        return tokens * per_token / layout.tp
+        return tokens * per_token / (layout.tp * layout.cp)
 
     def kv_bytes(self, tp: int) -> float:
         """Bytes of keys and values of one token, in an engine of ``tp`` ranks; each has a key head at least."""
