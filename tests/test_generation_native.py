@@ -143,11 +143,12 @@ def test_bf16_logits_are_those_of_rounded_weights(kernel: str) -> None:
     assert error < 0.02, error
 
 
+@pytest.mark.parametrize("family", ["llama", "glm4-moe"])
 @pytest.mark.parametrize("kernel", BF16_KERNELS)
-def test_bits_do_not_depend_on_the_pass(kernel: str) -> None:
+def test_bits_do_not_depend_on_the_pass(kernel: str, family: str) -> None:
     """Whole prompts at once, prompts in chunks beside others, and token by token: the same bits."""
-    step = native_step("llama", torch.bfloat16, kernel)
-    step.weights.copy_from(weights_of(hf_model("llama")).items())
+    step = native_step(family, torch.bfloat16, kernel)
+    step.weights.copy_from(weights_of(hf_model(family)).items())
     together = run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())])
     ids = prompts()[4]
     whole = together[-len(ids) :]
@@ -159,29 +160,32 @@ def test_bits_do_not_depend_on_the_pass(kernel: str) -> None:
     assert torch.equal(torch.stack(single), whole)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
-    shape = EngineShape(architecture("llama"), torch.float32, 6, 160, 60, 256)
+@pytest.mark.parametrize(("threads", "family"), [(1, "llama"), (2, "llama"), (3, "llama"), (3, "glm4-moe")])
+def test_bits_do_not_depend_on_the_number_of_threads(threads: int, family: str) -> None:
+    shape = EngineShape(architecture(family), torch.float32, 6, 160, 60, 256)
     logits = []
     for count in (1, threads):
         step = NativeStep(shape, TrainerWeights(), num_threads=count)
         step.build()
-        step.weights.copy_from(weights_of(hf_model("llama")).items())
+        step.weights.copy_from(weights_of(hf_model(family)).items())
         logits.append(run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())]))
     assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_native_sampling_is_that_of_the_sampling_module(greedy: bool) -> None:
+@pytest.mark.parametrize("grammar", [None, "masks"])
+def test_native_sampling_is_that_of_the_sampling_module(greedy: bool, grammar: str | None) -> None:
     step = native_step("llama", torch.float32, None)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(200, VOCAB, generator=generator) * 4
     logits[:100, EOS] += 12.0  # nearly certain, and held back in every other row
-    params = SamplingParams(max_new_tokens=5, temperature=0.7, use_greedy=greedy)
+    params = SamplingParams(max_new_tokens=5, temperature=0.7, use_greedy=greedy, grammar=grammar)
+    masks = torch.randint(0, 256, (200, 12), generator=generator, dtype=torch.uint8)  # of 96 ids, of which 80 count
     rows = SamplingRows(
         keys=torch.randint(-(2**62), 2**62, (200,), generator=generator),
         positions=torch.randint(0, 500, (200,), generator=generator),
         suppress_stop=torch.arange(200) % 2 == 0,
+        allowed=masks if grammar else None,
     )
     stop_ids = torch.tensor([EOS, 90])
     before = logits.clone()
@@ -191,6 +195,8 @@ def test_native_sampling_is_that_of_the_sampling_module(greedy: bool) -> None:
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(logprobs, expected_logprobs, atol=2e-5, rtol=1e-5)
     assert tokens[rows.suppress_stop].ne(EOS).all() and tokens.max() < 80
+    if grammar:
+        assert (masks[torch.arange(200), tokens // 8] >> (tokens % 8).to(torch.uint8) & 1).all()
 
 
 def test_native_sampling_reports_what_is_not_finite() -> None:
