@@ -307,7 +307,11 @@ class _Search:
         for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
             dp, rest = divmod(ranks, tp * pp * cp)
             divides = self.cluster.devices % (tp * cp) == 0 and rest == 0 and dp > 0
-            if divides and self.run.update % dp == 0 and not shape.layout_problems(tp, pp):
+            if not divides or self.run.update % dp or shape.layout_problems(tp, pp):
+                continue
+            if cp == 1:
+                yield from _with_experts(shape, Layout(tp, pp, dp), self.cluster.devices)
+            elif shape.experts is None:
                 yield Layout(tp, pp, dp, cp)
 
     def _training(self, ranks: int) -> list[int]:
@@ -447,3 +451,16 @@ class _Search:
 def _in_turn(trained: Mapping[str, float], saved: Savings) -> float:
     """Bytes of these that are there only while the model trains."""
     return trained["activations"] + (trained["gradients"] + trained["Adam"] if saved.offload else 0.0)
+
+
+def _with_experts(shape: ModelArchitecture, layout: Layout, devices: int) -> Iterator[Layout]:
+    """A layout and, of a model with experts, those that divide whole experts over a machine, and over more ranks."""
+    if not shape.expert_layout_problems(1, layout.tp):
+        yield layout
+    possible = [
+        ep
+        for ep in ((2, 4, 8, 16, 32, 64) if shape.experts is not None else ())
+        if layout.tp * layout.dp % ep == 0 and not shape.expert_layout_problems(ep, 1)
+    ]
+    for ep in sorted({*possible[-1:], *[ep for ep in possible if ep <= devices][-1:]}):
+        yield dataclasses.replace(layout, ep=ep, etp=1)
