@@ -33,6 +33,8 @@ _PROGRAMS_PER_PROCESSOR = 4  # wanted at least when tokens decode
 _POSITIONS_PER_PART = 256  # at least, a multiple of every block size: shorter parts cost more to combine than they gain
 _MOST_POSITIONS_PER_PART = 1024  # at most, about: else one long sequence would hold up many short ones
 _MOST_PARTS = 32
+_ALL = 1 << 30  # a window longer than any sequence
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,7 @@ class PagedAttention:
             *(query, pages, blocks.tables, positions, positions if decodes else blocks.chunks),
             *(out, partial, log_sums, positions if sinks is None else sinks),
             self._scale,
-            window or 0,
+            window or _ALL,
             # Strides in heads, so that Triton sees that a head's channels can be loaded side by side.
             *(query.stride(0) // self._channels, query.stride(1) // self._channels),
             *(blocks.tables.stride(0), positions.stride(0)),
@@ -146,7 +148,6 @@ class PagedAttention:
             LEAST=_POSITIONS_PER_PART,
             IN_CHUNKS=not decodes,
             IN_PARTS=parts > 1,
-            HAS_WINDOW=window is not None,
             HAS_SINKS=sinks is not None,
             num_warps=8 if rows * self._width >= _MANY_RESULTS else 4,
             num_stages=_STAGES,
@@ -165,6 +166,13 @@ class PagedAttention:
 def _block(bytes_per_position: int) -> int:
     """Positions that a program loads at a time: a power of two."""
     return max(_LEAST_ROWS, min(_MOST_POSITIONS, _BLOCK_BYTES // bytes_per_position))
+
+
+@triton.jit
+def load_heads(place, channels, is_there, is_channel, VALUES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys and values of a head, whose first numbers are at ``place``, those of values ``VALUES`` numbers later."""
+    places, is_stored = place[:, None] + channels[None, :], is_there[:, None] & is_channel[None, :]
+    return tl.load(places, mask=is_stored, other=0.0), tl.load(places + VALUES, mask=is_stored, other=0.0)
 
 
 # What differs between calls must not make Triton compile anew: neither values nor the alignment of views.
@@ -198,7 +206,6 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     LEAST: tl.constexpr,
     IN_CHUNKS: tl.constexpr,
     IN_PARTS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """Attention of one program: its place in the grid is a block of tokens (see `_Blocks`), a group and a part.
@@ -229,7 +236,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     first_position = tl.load(positions + first_token * position_stride).to(tl.int32)
     own_positions = first_position + tokens
     end = first_position + num_tokens
-    low = tl.maximum(first_position - window + 1, 0) if HAS_WINDOW else 0
+    low = tl.maximum(first_position - window + 1, 0)
     per_part = tl.maximum(tl.cdiv(tl.cdiv(end - low, BLOCK), num_parts) * BLOCK, LEAST)
     begin = low + part * per_part
     end = tl.minimum(begin + per_part, end)
@@ -241,31 +248,23 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
 
     own = (first_token + tokens) * query_stride + group * group_stride + heads
     q = tl.load(query + own[:, None] * CHANNELS + channels[None, :], mask=is_real, other=0.0)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    nothing = tl.full([ROWS], float("-inf"), tl.float32)
+    sink = tl.load(sinks + group * HEADS + heads) * LOG2_E if HAS_SINKS else nothing
+    highest = tl.where(part == 0, sink, nothing)
+    total = tl.where(highest > float("-inf"), 1.0, 0.0)
     attended = tl.zeros([ROWS, WIDTH], tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks + group * HEADS + heads) * 1.4426950408889634  # log2(e)
-        highest = tl.where(part == 0, sink, highest)
-        total = tl.where(part == 0, 1.0, total)
     for start in range(begin, end, BLOCK):
         seen = start + tl.arange(0, BLOCK)
         is_there = seen < end
         page = tl.load(tables + sequence * table_stride + seen // PAGE, mask=is_there, other=0).to(tl.int64)
         place = pages + (page * PAGE + seen % PAGE) * (2 * GROUPS * CHANNELS) + group * CHANNELS
-        places = place[:, None] + channels[None, :]
-        is_stored = is_there[:, None] & is_channel[None, :]
-        key = tl.load(places, mask=is_stored, other=0.0)
-        value = tl.load(places + GROUPS * CHANNELS, mask=is_stored, other=0.0)
+        key, value = load_heads(place, channels, is_there, is_channel, GROUPS * CHANNELS)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
         is_seen = is_there[None, :] & (seen[None, :] <= own_positions[:, None])
-        if HAS_WINDOW:
-            is_seen &= seen[None, :] > own_positions[:, None] - window
+        is_seen &= seen[None, :] > own_positions[:, None] - window
         scores = tl.where(is_seen, scores, float("-inf"))
         now_highest = tl.maximum(highest, tl.max(scores, 1))
-        base = now_highest
-        if HAS_WINDOW:  # a token's own begins after the block's first
-            base = tl.where(now_highest == float("-inf"), 0.0, now_highest)
+        base = tl.where(now_highest == float("-inf"), 0.0, now_highest)  # a token's window begins after the block
         shrunk = tl.exp2(highest - base)
         weights = tl.exp2(scores - base[:, None])
         total = total * shrunk + tl.sum(weights, 1)

@@ -107,17 +107,19 @@ void exponentiate(float* scores, int count, int begin, int window, const float* 
         const Seen seen(column, begin, count, window);
         float* x = scores + column;
         seen.hide(x, -INFINITY);
-        vf most = splat(-INFINITY), sum = {};
+        vf most = splat(-INFINITY), sum = {}, total = {};
         for (int key = 0; key < seen.keys; ++key) most = vmax(most, load<vf>(x + (size_t)key * BLOCK));
         if (sink) most = vmax(most, splat(*sink)), sum = vexp(splat(*sink) - most);
         for (int key = 0; key < seen.keys; key += P) {
             vf e[2] = {};
+            if (key % SUMMED == 0) total += sum, sum = vf{};
 #pragma GCC unroll 2
             for (int p = 0; p < P; ++p)
                 if (key + p < seen.keys) sum += e[p] = vexp(load<vf>(x + (size_t)(key + p) * BLOCK) - most);
             store(x + (size_t)(key / P) * BLOCK, word_of<P>(e[0], e[1]));
         }
         for (int k = words(seen.keys, P); k < words(seen.last, P); ++k) store(x + (size_t)k * BLOCK, vf{});
+        sum += total;
         store(sums + column, sum);
         store(lse + column, most + vlog(sum));
     }
@@ -137,13 +139,15 @@ void differentiate(float* scores, float* grads, float* across, int count, int be
         seen.hide(x, -INFINITY);
         seen.hide(g, 0);
         const vf normalizer = load<vf>(lse + column);
-        vf sum = {};
+        vf sum = {}, total = {};
         for (int key = 0; key < seen.keys; ++key) {
+            if (key % SUMMED == 0) total += sum, sum = vf{};
             const size_t at = (size_t)key * BLOCK;
             const vf p = vexp(load<vf>(x + at) - normalizer);
             sum += p * load<vf>(g + at);
             store(x + at, p);
         }
+        sum += total;
         store(sums + column, sum);
         // Rows get shorter, so that what is written here has been read.
         for (int key = 0; key < seen.last; key += P) {
