@@ -4,7 +4,8 @@
 
 The server is a process as users start it, its clients are threads of another; each sends one request after the other.
 The bare engine, in this process, generates as many responses to the same prompts at the same time. Both take turns, so
-that a noisy machine is as noisy to both. Responses are of one length. "stream" clients read server-sent events.
+that a noisy machine is as noisy to both. Responses are of one length. "stream" clients read server-sent events; answers
+to "schema" clients are JSON objects, line by line, that conform to one: masks cost a token what these take longer.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ from nemo_style_aligner.tools.serving.checkpoint import load_model
 from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
 
 KEY = "sk-benchmark"
+# Never at its end, so that all responses are of one length.
+PERSONS = r"""start: (person "\n")+
+person: %json {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"},
+    "tags": {"type": "array", "items": {"enum": ["red", "green"]}}, "of": {"type": "object", "properties": {
+    "street": {"type": "string"}}}}, "required": ["name", "age", "tags"], "additionalProperties": false}
+"""
+WAYS: dict[str, dict[str, object]] = {
+    "whole": {"ignore_eos": True},
+    "stream": {"ignore_eos": True, "stream": True},
+    "schema": {"guided_grammar": PERSONS, "logit_bias": {"0": -100}},
+}
 READY_SECONDS = 180.0
 
 
@@ -52,15 +64,21 @@ def main() -> None:
     with work_folder(None) as folder, single_process():
         model = prepare(args.model, folder / "files", want_gguf=False).hf
         if not (model / "tokenizer.json").is_file():
-            train_bpe_tokenizer(["benchmark"], 300, model)
+            train_bpe_tokenizer(texts(), 32000, model)  # masks cost by the size of the vocabulary
         results = measure(args, model)
     rows = [
-        (f"{clients}", kind, f"{row['tokens_per_second']:.0f}", f"{100 * row['of_bare']:.1f}%")
+        (
+            f"{clients}",
+            kind,
+            f"{row['tokens_per_second']:.0f}",
+            f"{100 * row['of_bare']:.1f}%",
+            f"{row['microseconds_more_than_whole']:.0f}" if kind == "schema" else "",
+        )
         for clients, kinds in results.items()
         for kind, row in kinds.items()
     ]
     print(f"{args.model}, {args.precision}: medians of {args.rounds} rounds")
-    print_table(("clients", "way", "tokens/s", "of the bare engine"), rows)
+    print_table(("clients", "way", "tokens/s", "of the bare engine", "us/token for masks"), rows)
     write_json(args.json, {"settings": {key: str(value) for key, value in vars(args).items()}, "clients": results})
 
 
@@ -78,18 +96,27 @@ def measure(args: argparse.Namespace, model: Path) -> dict[str, dict[str, dict[s
                 requests = [GenerationRequest(i, ids, i) for i, ids in enumerate(prompts)]
                 assert len(list(engine.generate(requests, sampling))) == clients
                 seconds = {"bare engine": time.monotonic() - started}
-                for way in ("whole", "stream"):
-                    seconds[way] = pool.apply(ask_all, (port, prompts, args.response_tokens, way == "stream"))
+                for way in WAYS:
+                    seconds[way] = pool.apply(ask_all, (port, prompts, args.response_tokens, way))
                 for way, spent in seconds.items():
                     times.setdefault((clients, way), []).append(spent)
     results: dict[str, dict[str, dict[str, float]]] = {}
     for (clients, way), spent in times.items():
-        bare = times[clients, "bare engine"]
+        bare, whole = times[clients, "bare engine"], times[clients, "whole"]
         results.setdefault(str(clients), {})[way] = {
             "tokens_per_second": clients * args.response_tokens / statistics.median(spent[1:]),
             "of_bare": statistics.median(b / s for b, s in zip(bare[1:], spent[1:], strict=True)),
+            "microseconds_more_than_whole": 1e6
+            * statistics.median(s - w for w, s in zip(whole[1:], spent[1:], strict=True))
+            / (clients * args.response_tokens),
         }
     return results
+
+
+def texts() -> list[str]:
+    """This repository's sources and docs: a vocabulary as large as models have needs many words."""
+    root = Path(__file__).parents[1]
+    return [file.read_text() for kind in ("py", "md") for file in root.glob(f"[a-z]*/**/*.{kind}")]
 
 
 def prompt(length: int, number: int) -> list[int]:
@@ -117,7 +144,7 @@ def serving(model: Path, precision: str, slots: int, length: int) -> Iterator[in
             process.wait(60)
 
 
-def ask_all(port: int, prompts: list[list[int]], length: int, streams: bool) -> float:
+def ask_all(port: int, prompts: list[list[int]], length: int, way: str) -> float:
     """The seconds until all clients, each a thread with a connection, have their responses."""
     failures: list[BaseException] = []
     begin = threading.Barrier(len(prompts) + 1)
@@ -127,13 +154,16 @@ def ask_all(port: int, prompts: list[list[int]], length: int, streams: bool) -> 
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
             connection.connect()
             begin.wait()
-            body = {"prompt": ids, "max_tokens": length, "ignore_eos": True, "stream": streams}
+            body = {"prompt": ids, "max_tokens": length, **WAYS[way]}
             fields = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
             connection.request("POST", "/v1/completions", json.dumps(body), fields)
             answer = connection.getresponse()
             content = answer.read()
             assert answer.status == 200, content
-            assert content.endswith(b"data: [DONE]\n\n") if streams else json.loads(content)["usage"]
+            if way == "stream":
+                assert content.endswith(b"data: [DONE]\n\n")
+            else:
+                assert json.loads(content)["usage"]["completion_tokens"] == length, content
             connection.close()
         except BaseException as error:
             failures.append(error)

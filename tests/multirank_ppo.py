@@ -46,7 +46,7 @@ from nemo_style_aligner.trainer.models.restore import BaseModel, open_base_model
 from nemo_style_aligner.trainer.rl.experience import Experience, leave_out_nonfinite, make_experience
 from nemo_style_aligner.trainer.rl.loop import RLTrainer
 from nemo_style_aligner.trainer.rl.reward_models import ModelRewards
-from nemo_style_aligner.trainer.rl.rollouts.collector import deal
+from nemo_style_aligner.trainer.rl.rollouts.collector import SampleSizes, deal
 from nemo_style_aligner.trainer.rl.sample import Rollouts, Sample
 from nemo_style_aligner.trainer.rl.scoring import Scores
 from nemo_style_aligner.trainer.rl.settings import RLSettings
@@ -84,6 +84,7 @@ class Layout:
     keep: str = "never"
     room: int | None = None  # tokens whose activations the memory holds
     algorithm: str = "ppo"
+    shares: bool = True  # prompts
     is_long: bool = False  # computed with TEST_LONG alone
 
     @property
@@ -172,10 +173,11 @@ LAYOUTS = (
     Layout("kept_full_recompute", updates=1, placement="resident", keep="always", recompute="full", is_long=True),
     Layout("kept_tokens", updates=1, placement="resident", keep="always", max_tokens=40, is_long=True),
     Layout("kept_first_update", placement="resident", keep="always"),
-    Layout("gspo_reference", algorithm="gspo"),
+    Layout("gspo_reference", algorithm="gspo", shares=False),
+    Layout("gspo_tokens", algorithm="gspo", max_tokens=60),
     Layout("gspo_micro1", algorithm="gspo", micro=1, placement="resident", is_long=True),
-    Layout("rloo_reference", algorithm="rloo"),
-    Layout("distillation_reference", algorithm="distillation"),
+    Layout("rloo_reference", algorithm="rloo", shares=False),
+    Layout("distillation_reference", algorithm="distillation", shares=False),
     Layout("distillation_micro1", algorithm="distillation", micro=1, placement="resident", is_long=True),
     # two
     Layout("tp2", tp=2, is_long=True),
@@ -291,13 +293,17 @@ class Sequences:
         return self.sampled[own, 1:]
 
 
-def sequences(vocab_size: int) -> Sequences:
-    """Of all lengths; two responses are truncated, one prompt is a single token."""
+def sequences(vocab_size: int, group: int = 1) -> Sequences:
+    """Of all lengths; two responses are truncated, one prompt is a single token. ``group``: samples to a prompt."""
     generator = torch.Generator().manual_seed(5)
     prompt_lengths = torch.randint(1, 10, (NUM_SAMPLES,), generator=generator)
-    lengths = prompt_lengths + torch.randint(1, 14, (NUM_SAMPLES,), generator=generator)
-    prompt_lengths[0], lengths[0] = 9, WIDTH
+    response_lengths = torch.randint(1, 14, (NUM_SAMPLES,), generator=generator)
+    prompt_lengths[0], response_lengths[0] = 9, WIDTH - 9
+    first = torch.arange(NUM_SAMPLES) // group * group
+    prompt_lengths = prompt_lengths[first]
+    lengths = prompt_lengths + response_lengths
     tokens = torch.randint(3, vocab_size, (NUM_SAMPLES, WIDTH), generator=generator)
+    tokens = tokens[first].where(torch.arange(WIDTH) < prompt_lengths[:, None], tokens)
     tokens[torch.arange(WIDTH)[None, :] >= lengths[:, None]] = 0
     ended = torch.ones(NUM_SAMPLES, dtype=torch.bool)
     ended[[0, 7]] = False
@@ -321,6 +327,7 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
                 "sequence_parallel": layout.sequence_parallel,
                 "micro_batch_size": layout.micro,
                 "max_tokens_per_micro_batch": layout.max_tokens,
+                "share_prompts": layout.shares,
                 "global_batch_size": NUM_SAMPLES // layout.updates,
                 "encoder_seq_length": 64,
                 "make_vocab_size_divisible_by": layout.vocab_divisor,
@@ -423,7 +430,7 @@ def group_step(folder: Path, layout: Layout) -> None:
     cfg = PPOActor.read(config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor"))
     base, cfg = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     trainer = _trainer(folder, layout, cfg, base, log_dir)
-    rollouts = _dealt(trainer, sequences(base.architecture.vocab_size), GROUP)
+    rollouts = _dealt(trainer, sequences(base.architecture.vocab_size, GROUP), GROUP)
     rewards = torch.randn(NUM_SAMPLES, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     rewards[5] = torch.nan
     scores = Scores(rewards, {}, {5: "it has no reward"})
@@ -441,9 +448,10 @@ def group_step(folder: Path, layout: Layout) -> None:
 
 def _dealt(trainer: RLTrainer, batch: Sequences, group: int) -> Rollouts:
     """This rank's share, as `RLTrainer.deal` makes it."""
-    minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(NUM_SAMPLES, 0)]
-    work = map(trainer._work, batch.lengths.tolist(), batch.sampled.sum(1).tolist())
-    return batch.share(deal(list(work), minibatches), group)
+    groups = torch.arange(NUM_SAMPLES) // group
+    minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(groups, 0)]
+    work = trainer._work(SampleSizes(batch.lengths, batch.sampled.sum(1), batch.prompt_lengths, groups))
+    return batch.share(deal(work, minibatches), group)
 
 
 def _write(
@@ -464,7 +472,7 @@ def _rewards_in_job(cfg: PPOActor, archive: Path, batch: Sequences) -> torch.Ten
     """What the reward model gives inside the actor's job, fp32 [N] on rank 0: only some ranks have samples."""
     base, _ = open_base_model(str(archive), as_served(cfg), key="trainer.ppo.rewards")
     head = RewardHeadConfig.from_model_config(base.config)
-    source = ModelRewards(base, head, forward_batching(cfg.model.ppo), cfg.trainer.ppo.reference_policy_placement)
+    source = ModelRewards(base, head, forward_batching(cfg.model), cfg.trainer.ppo.reference_policy_placement)
     source.load()
     lengths = zip(batch.lengths.tolist(), batch.prompt_lengths.tolist(), strict=True)
     samples = [

@@ -126,7 +126,7 @@ def read(job: str, *arguments: str) -> JobConfig:
 @pytest.mark.parametrize(
     "setting",
     [
-        "window_size: [4096, 0]", "transformer_block_type: normformer", "num_moe_experts: 8",
+        "transformer_block_type: normformer", "moe_router_num_groups: 8",
         "rotary_interleaved: true", "apply_embedding_scaling: true",
         "mcore_customization_config: {final_logit_softcapping: 30.0}",
     ],

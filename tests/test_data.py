@@ -75,8 +75,8 @@ def test_read_jsonl_keeps_order_and_places(tmp_path: Path) -> None:
         ('["text"]', "should be an object"),
         ('{"txt": "a"}', "key 'text' is missing .* the keys present are: 'txt'"),
         (
-            '{"question": "a", "answer": "b"}',
-            "'text' is missing .*'messages'.*'user', 'content': what is in 'question'",
+            '{"query": "a", "answer": "b"}',
+            "'text' is missing .*'messages'.*'user', 'content': what is in 'query'",
         ),
         ('{"text": 3}', "'text' should be a string, not 3"),
         ('{"text": null}', "'text' should be a string, not null"),
@@ -103,7 +103,7 @@ def test_a_key_that_is_given_twice_is_found_among_many(tmp_path: Path) -> None:
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
+    with pytest.raises(DataError, match=r"none\.jsonl: no such data file"):
         read_jsonl(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match=r"empty\.jsonl: the file holds no records"):
         read_jsonl(jsonl(tmp_path / "empty.jsonl", ""))

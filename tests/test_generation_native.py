@@ -172,16 +172,19 @@ def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_native_sampling_is_that_of_the_sampling_module(greedy: bool) -> None:
+@pytest.mark.parametrize("grammar", [None, "masks"])
+def test_native_sampling_is_that_of_the_sampling_module(greedy: bool, grammar: str | None) -> None:
     step = native_step("llama", torch.float32, None)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(200, VOCAB, generator=generator) * 4
     logits[:100, EOS] += 12.0  # nearly certain, and held back in every other row
-    params = SamplingParams(max_new_tokens=5, temperature=0.7, use_greedy=greedy)
+    params = SamplingParams(max_new_tokens=5, temperature=0.7, use_greedy=greedy, grammar=grammar)
+    masks = torch.randint(0, 256, (200, 12), generator=generator, dtype=torch.uint8)  # of 96 ids, of which 80 count
     rows = SamplingRows(
         keys=torch.randint(-(2**62), 2**62, (200,), generator=generator),
         positions=torch.randint(0, 500, (200,), generator=generator),
         suppress_stop=torch.arange(200) % 2 == 0,
+        allowed=masks if grammar else None,
     )
     stop_ids = torch.tensor([EOS, 90])
     before = logits.clone()
@@ -191,6 +194,8 @@ def test_native_sampling_is_that_of_the_sampling_module(greedy: bool) -> None:
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(logprobs, expected_logprobs, atol=2e-5, rtol=1e-5)
     assert tokens[rows.suppress_stop].ne(EOS).all() and tokens.max() < 80
+    if grammar:
+        assert (masks[torch.arange(200), tokens // 8] >> (tokens % 8).to(torch.uint8) & 1).all()
 
 
 def test_native_sampling_reports_what_is_not_finite() -> None:

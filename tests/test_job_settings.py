@@ -145,6 +145,7 @@ def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pyt
         "micro_batch_size": 3, "max_tokens_per_micro_batch": 50, "global_batch_size": 6,
         "forward_micro_batch_size": 5, "forward_max_tokens_per_micro_batch": 60,
         "offload_adam_states": True, "keep_activations": "never", "loss_clip_val": 0.3, "rm_placement": "swap",
+        "share_prompts": False,
     }  # fmt: skip
     assert cfg.trainer.ppo.keys() == {*trainer, *SERVED, "command_timeout_seconds", "combine_rm_and_critic_server"}
     assert cfg.model.keys() == {*model, *HEAD, "regression"} | OTHER_TESTS
@@ -158,7 +159,8 @@ def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pyt
     config = schema.Critic.read(cfg)
     service = build_critic_service(config, run_in(tmp_path / "first"), base, TrainingLedger())
     critic, optimizer = service.critic, service.critic.optimizer
-    assert critic.training_batching == MicroBatching(3, 50) and critic.forward_batching == MicroBatching(5, 60)
+    assert critic.training_batching == MicroBatching(3, 50, shares_prompts=False)
+    assert critic.forward_batching == MicroBatching(5, 60, shares_prompts=False)
     assert (critic.global_batch_size, critic.loss_clip) == (6, 0.3)
     policy = optimizer.skips.policy
     assert (optimizer.clip_grad, policy.on_nonfinite, policy.max_consecutive_skips) == (0.5, "skip", 4)
@@ -176,12 +178,12 @@ def test_a_critic_is_trained_as_its_config_says(tmp_path: Path, monkeypatch: pyt
 
 def test_a_reward_model_scores_as_its_config_says() -> None:
     cfg = load_defaults("inference_rm")
-    model = {"forward_micro_batch_size": 5, "forward_max_tokens_per_micro_batch": 60}
+    model = {"forward_micro_batch_size": 5, "forward_max_tokens_per_micro_batch": 60, "share_prompts": False}
     assert cfg.model.keys() - OTHER_TESTS == {*model, *HEAD, "regression"}
     change(cfg.model, model | HEAD)
     change(cfg.model.regression, REGRESSION | {"merge_attributes": True})
     service = build_reward_service(schema.RewardService.read(cfg), base_model(cfg))
-    assert service.reward_model.batching == MicroBatching(5, 60)
+    assert service.reward_model.batching == MicroBatching(5, 60, shares_prompts=False)
     assert service.reward_model.head == RewardHeadConfig(
         2, "average", torch.bfloat16, merge_attributes=True, attribute_weights=(0.25, 0.75), mean=1.0, std=2.0
     )

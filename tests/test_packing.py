@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from small_models import SHAPE, VOCAB
 from torch.utils.flop_counter import FlopCounterMode
 from trained_models import ARCHITECTURES, OPTIM, tokens
 
-from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.text.jsonl import DataError
 from nemo_style_aligner.trainer.models import layer_kernels, pipeline
 from nemo_style_aligner.trainer.models.activation_memory import activation_bytes
@@ -31,7 +32,8 @@ from nemo_style_aligner.trainer.models.packing import (
     used_lengths,
 )
 from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, forward
-from nemo_style_aligner.trainer.models.spans import Spans
+from nemo_style_aligner.trainer.models.sharing import Beginnings, Costs
+from nemo_style_aligner.trainer.models.spans import Run, Span, Spans
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
@@ -78,8 +80,9 @@ def test_tokens_beyond_the_vocabulary_are_an_error(place: int, token: int) -> No
         ({"normalization": "layernorm"}, 4 * 64 + 3 * 96, 4 * 64 + 2 * 96),
         ({"activation": "gelu"}, 4 * 64 + 5 * 96, 2 * 64 + 5 * 96),
         ({"activation": "squared-relu", "gated": False, "normalization": "layernorm1p"}, 4 * 64 + 2 * 96, None),
+        ({"experts": Experts(number=4, per_token=3, ffn_hidden_size=80)}, *([4 * 64 + 3 * (64 + 4 * 80)] * 2)),
     ],
-    ids=["RMSNorm and SwiGLU", "LayerNorm", "gated GELU", "Nemotron"],
+    ids=["RMSNorm and SwiGLU", "LayerNorm", "gated GELU", "Nemotron", "experts"],
 )
 def test_activations_need_the_memory_that_the_documentation_says(
     shape: dict[str, Any], whole: int, selective: int | None, dtype: torch.dtype
@@ -89,6 +92,8 @@ def test_activations_need_the_memory_that_the_documentation_says(
     a, g, d = 4, 2, 16
     for granularity, numbers in ((None, whole), ("selective", whole if selective is None else selective)):
         expected = dtype.itemsize * (numbers + 2 * (a + g) * d)
+        if architecture.experts is not None:
+            expected += 24 * 3 + 5 * 4 + 28 - dtype.itemsize * 64 * (granularity is not None)
         if architecture.normalization != "rmsnorm" and dtype == torch.bfloat16:
             expected += dtype.itemsize * 2 * 64  # our LayerNorm keeps its input in fp32
         assert saved_bytes(architecture, dtype, granularity) == pytest.approx(expected, rel=0.05)
@@ -144,7 +149,7 @@ def test_every_sequence_is_computed_once_within_the_budget(group: int, max_token
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(0, 200, (64,), generator=generator).tolist()
     lengths[:4] = [500, 3, 0, 0]
-    parts = micro_batches(lengths, MicroBatching(4, max_tokens, group))
+    parts = micro_batches(Costs.apart(lengths), MicroBatching(4, max_tokens, group))
     rows = sorted(row for part in parts for row in part)
     computed = [row for row in range(64) if any(lengths[row // group * group : row // group * group + group])]
     assert rows == computed and len(rows) < 64
@@ -156,16 +161,16 @@ def test_every_sequence_is_computed_once_within_the_budget(group: int, max_token
             assert sum(lengths[row] for row in part) <= max_tokens or len(part) == group
     if max_tokens is not None and group == 1:  # rows are nearly full
         assert sum(lengths) / (len(parts) * max_tokens) > 0.9
-    assert micro_batches([0, 0], MicroBatching(4, max_tokens, group)) == [[]]
+    assert micro_batches(Costs.apart([0, 0]), MicroBatching(4, max_tokens, group)) == [[]]
 
 
 def test_micro_batches_and_shares_of_a_few_rows() -> None:
-    assert micro_batches([3, 0, 2, 5, 1, 1], MicroBatching(4)) == [[0, 2, 3, 4], [5]]
-    assert micro_batches([2, 5, 3, 4, 6], MicroBatching(1, max_tokens=8)) == [[0, 4], [1, 2], [3]]
-    assert micro_batches([1, 1, 1, 1], MicroBatching(1, group=2)) == [[0, 1], [2, 3]]
-    assert shares([3, 3, 9, 1, 0, 0, 2, 2], 2, group=2) == [[0, 1, 6, 7], [2, 3]]
+    assert micro_batches(Costs.apart([3, 0, 2, 5, 1, 1]), MicroBatching(4)) == [[0, 2, 3, 4], [5]]
+    assert micro_batches(Costs.apart([2, 5, 3, 4, 6]), MicroBatching(1, max_tokens=8)) == [[0, 4], [1, 2], [3]]
+    assert micro_batches(Costs.apart([1, 1, 1, 1]), MicroBatching(1, group=2)) == [[0, 1], [2, 3]]
+    assert shares(Costs.apart([3, 3, 9, 1, 0, 0, 2, 2]), 2, group=2) == [[0, 1, 6, 7], [2, 3]]
     with pytest.raises(ValueError, match="3 rows cannot be divided into groups of 2"):
-        shares([1, 1, 1], 2, group=2)
+        shares(Costs.apart([1, 1, 1]), 2, group=2)
 
 
 def test_a_packed_row_has_what_is_needed_and_is_filled_up() -> None:
@@ -188,18 +193,94 @@ def test_a_packed_row_has_what_is_needed_and_is_filled_up() -> None:
     assert used_lengths(torch.ones(3, 0)) == [0, 0, 0]
 
 
+ALIKE = [[1, 2, 3, 4, 5], [9, 8, 7], [1, 2, 3, 6], [1, 2, 3, 7, 8, 9]]
+
+
+def asked_of(rows: list[list[int]], prompt: int) -> Sequences:
+    """Of all tokens behind a prompt."""
+    tokens = [torch.tensor(row) for row in rows]
+    return Sequences(tokens, [torch.arange(1, len(row)) >= prompt for row in rows])
+
+
+def test_a_prompt_is_once_in_a_packed_row() -> None:
+    """And its last token's output is wanted of each response, at the place of the sequence in the batch."""
+    asked = asked_of(ALIKE, 3).sharing(None)
+    assert asked.beginnings == Beginnings.apart(4), "these few are not worth it"
+    asked = asked_of(ALIKE, 3)
+    asked = asked.sharing(asked.prompt_lengths())
+    packed = pack_row(asked, multiple=5)
+    assert packed.tokens.tolist() == [[1, 2, 3, 4, 7, 8, 9, 8, 0, 0]] and asked.num_tokens == 8
+    prompt, others = Run(0, 3), (Run(3, 4), Run(4, 6))
+    by_itself = [Span(run, (run,)) for run in (Run(6, 8), Run(8, 10))]
+    assert packed.sequences.spans == Spans(
+        (Span(prompt, (prompt,)), *(Span(run, (prompt, run)) for run in others), *by_itself)
+    )
+    assert packed.sequences.positions.tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 0, 1]
+    assert packed.sequences.cu_seqlens_kv.tolist() == [0, 3, 7, 12, 14, 16]
+    assert packed.sequences.key_index.tolist()[3:12] == [0, 1, 2, 3, 0, 1, 2, 4, 5]
+    assert packed.outputs.tolist() == [2, 3, 2, 2, 4, 5]
+    assert asked.targets().tolist() == [4, 5, 6, 7, 8, 9]
+    packed.compute_outputs_alone()
+    assert packed.sequences.outputs.tolist() == [2, 3, 4, 5] and packed.repeats.tolist() == [0, 1, 0, 0, 2, 3]
+
+
+def test_what_sequences_begin_with_is_found() -> None:
+    """Where nobody knows their prompts: in families that save most, and not for less than 16 tokens."""
+    start, one, other = list(range(20)), list(range(100, 130)), list(range(200, 217))
+    rows = [start + one + [1], start + other, start + one + [2, 3], start, start[:15], start + other]
+    found = Beginnings.found_in([torch.tensor(row) for row in rows])
+    families = found.members()
+    assert sorted(families) == [[0, 2], [1, 5], [3], [4]]
+    assert found.sizes == (50, 37, 50, 0, 0, 37)
+    assert Beginnings.found_in([]).members() == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_are_packed_and_dealt_together(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice((1, 4, 16)) for _ in range(6)]
+    families = [family for family, size in enumerate(sizes) for _ in range(size)]
+    prompts = [draw.randrange(1, 60) for _ in sizes]
+    whole = [prompts[family] + draw.randrange(40) for family in families]
+    costs = Costs(whole, [prompts[family] for family in families], families)
+    for max_tokens in (None, 50, 400):
+        parts = micro_batches(costs, MicroBatching(8, max_tokens))
+        assert sorted(row for part in parts for row in part) == list(range(len(whole)))
+        for part in parts:
+            assert len(part) <= 8 if max_tokens is None else costs.of(part) <= max_tokens or len(part) == 1
+        computed = sum(map(costs.of, parts))
+        apart = micro_batches(Costs.apart(whole), MicroBatching(8, max_tokens))
+        assert costs.of(range(len(whole))) <= computed <= sum(map(Costs.apart(whole).of, apart))
+    for num_ranks in (1, 2, 3, 8):
+        parts = shares(costs, num_ranks)
+        assert sorted(row for part in parts for row in part) == list(range(len(whole)))
+        sums = [costs.of(part) for part in parts]
+        by_itself = [sum(whole[row] for row in part) for part in shares(Costs.apart(whole), num_ranks)]
+        assert max(sums) <= max(by_itself)
+        assert num_ranks > 1 or sums == [costs.of(range(len(whole)))]
+
+
+def test_pairs_that_share_prompts_stay_pairs() -> None:
+    """Also where a pair's answers are to different prompts, of which other pairs have one."""
+    costs = Costs([5, 6, 5, 5, 7, 7, 3, 3], [4, 4, 4, 2, 2, 2, 0, 0], [0, 0, 0, 1, 1, 1, 2, 3])
+    assert costs.units(2) == [[[0, 1], [2, 3], [4, 5]], [[6, 7]]]
+    assert costs.of([0, 1, 2, 3]) == 21 - 8 and costs.without({0, 1}).of([0, 1, 2, 3]) == 10
+    assert micro_batches(costs, MicroBatching(1, 24, 2)) == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    assert micro_batches(costs, MicroBatching(4, None, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_data_parallel_ranks_get_equal_work() -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = (50 * torch.randn(64, generator=generator).mul(0.9).exp()).long().clamp(8, 500).tolist()
     shorter = [min(length, 200) for length in lengths]  # the longest is less than a sixteenth of the sum
     for num_ranks, work in ((1, lengths), (2, lengths), (3, lengths), (8, lengths), (16, shorter)):
-        parts = shares(work, num_ranks)
+        parts = shares(Costs.apart(work), num_ranks)
         assert sorted(row for part in parts for row in part) == list(range(64))
         sums = [sum(work[row] for row in part) for part in parts]
         assert sum(sums) / num_ranks / max(sums) > 0.99
     in_order = [sum(lengths[start::8]) for start in range(8)]
     assert sum(in_order) / 8 / max(in_order) < 0.9  # it takes more than a round robin
-    assert shares([5, 5], 4).count([]) == 2
+    assert shares(Costs.apart([5, 5]), 4).count([]) == 2
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -211,7 +292,7 @@ def test_few_sequences_are_divided_almost_as_evenly_as_they_can_be(seed: int) ->
         return max(sum(n for n, rank in zip(lengths, ranks, strict=True) if rank == r) for r in range(3))
 
     best = min(largest(ranks) for ranks in itertools.product(range(3), repeat=9))
-    parts = shares(lengths, 3)
+    parts = shares(Costs.apart(lengths), 3)
     assert best <= max(sum(lengths[row] for row in part) for part in parts) <= 1.02 * best
 
 
@@ -251,7 +332,7 @@ def test_ranks_are_balanced_by_work_and_not_by_tokens() -> None:
         sums = [sum(work[row] for row in part) for part in parts]
         return sum(sums) / len(sums) / max(sums)
 
-    assert balance(shares(work, 8)) > 0.98 > 0.95 > balance(shares(lengths, 8))
+    assert balance(shares(Costs.apart(work), 8)) > 0.98 > 0.95 > balance(shares(Costs.apart(lengths), 8))
 
 
 def test_packing_is_measured_over_all_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

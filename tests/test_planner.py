@@ -153,6 +153,14 @@ def test_more_ranks_take_less_time_but_not_in_proportion() -> None:
     assert model.forward(Layout(1, 2, 8), few, 8192) >= model.forward(Layout(1, 1, 8), few, 8192)
 
 
+def test_a_prompt_is_paid_once_for_a_group() -> None:
+    """As long as groups, or parts of them, keep all ranks busy."""
+    alone, grouped = (Model(MODELS["8b"], device=H100, group=group) for group in (1, 8))
+    steps = draw_steps(Lengths(512), Lengths(512), 256, 8, 1)[0]
+    saved = [grouped.forward(Layout(dp=dp), steps, 8192) / alone.forward(Layout(dp=dp), steps, 8192) for dp in (1, 256)]
+    assert saved[0] == pytest.approx((1 + 8) / 16, rel=0.05) and saved[1] == 1
+
+
 def test_the_largest_share_is_that_of_longest_first() -> None:
     assert largest_share([5, 4, 3, 3, 3], 2) == 10
     assert largest_share([7, 1], 4) == 7

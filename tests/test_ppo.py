@@ -86,6 +86,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.global_batch_size": (8, {"ppo.global_batch_size": 8, "schedule.max_steps": 4}),
     "model.micro_batch_size": (2, {"training.num_rows": 2}),
     "model.max_tokens_per_micro_batch": (99, {"training.max_tokens": 99, "forward.max_tokens": 99}),
+    "model.share_prompts": (False, {"training.shares_prompts": False, "forward.shares_prompts": False}),
     "model.ppo.num_rollout_samples": (16, {"schedule.max_steps": 16}),
     "model.ppo.rollout_micro_batch_size": (2, {"forward.num_rows": 2}),
     "model.ppo.forward_micro_batch_size": (3, {"forward.num_rows": 3}),
@@ -428,8 +429,17 @@ def test_every_pass_over_the_rollouts_has_an_order_of_its_own() -> None:
     ppo, orders = trainer(), set()
     for ppo.step in (0, 1):
         for epoch in (0, 1):
-            orders.add(tuple(torch.cat(list(ppo._minibatches(8, epoch))).tolist()))
+            orders.add(tuple(torch.cat(list(ppo._minibatches(torch.arange(8), epoch))).tolist()))
     assert len(orders) == 4 and all(sorted(order) == list(range(8)) for order in orders)
+
+
+def test_a_group_is_in_one_minibatch_as_far_as_there_is_room() -> None:
+    """In an order that groups of one have, too."""
+    ppo = trainer()
+    groups = torch.arange(12) // 3
+    order = torch.cat(list(ppo._minibatches(groups, 0)))
+    assert sorted(order.tolist()) == list(range(12))
+    assert groups[order].unique_consecutive().tolist() == torch.cat(list(ppo._minibatches(torch.arange(4), 0))).tolist()
 
 
 def test_a_step_takes_no_more_prompts_than_its_epoch_has(monkeypatch: pytest.MonkeyPatch) -> None:

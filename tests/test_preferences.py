@@ -166,10 +166,12 @@ def at_layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    for one, other in zip(
-        [*got["updates"], got["validation"]], [*expected["updates"], expected["validation"]], strict=True
+    for update, (one, other) in enumerate(
+        zip([*got["updates"], got["validation"]], [*expected["updates"], expected["validation"]], strict=True)
     ):
         ignored = {"padding_efficiency", "dp_balance", "consumed_samples"}
+        if update == 0:  # the policy is the reference, and all margins are 0 up to rounding
+            ignored.add("accuracy")
         assert {k: v for k, v in one.items() if k not in ignored} == pytest.approx(
             {k: v for k, v in other.items() if k not in ignored}, rel=2e-4, abs=2e-5
         )

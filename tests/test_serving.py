@@ -315,6 +315,7 @@ NOTHING: dict[str, Any] = {
     "length_penalty": 1.0,
     "seed": 5.0,
     "guided_json": None,
+    "guided_regex": None,
     "return_tokens_as_token_ids": False,
     "prompt_cache_key": "k",
     "safety_identifier": "s",
@@ -534,7 +535,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"extra_body": {"min_p": 1.5}}, "min_p"),
     ({"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids"),
     ({"extra_body": {"nobody_knows": 1}}, "nobody_knows"),
-    ({"extra_body": {"guided_json": {}}}, "guided_json"),
+    ({"extra_body": {"guided_json": []}}, "guided_json"),
     ({"max_tokens": MAX_LENGTH}, "max_tokens"),
     ({"temperature": -0.5}, "temperature"),
     ({"top_p": 1.5}, "top_p"),
@@ -579,7 +580,8 @@ def test_no_value_of_a_field_breaks_the_service(server: str) -> None:
     names = "prompt messages max_tokens max_completion_tokens temperature top_p top_k n stop seed logprobs top_logprobs"
     names += " echo stream stream_options min_tokens repetition_penalty ignore_eos user model best_of tools other"
     names += " min_p presence_penalty frequency_penalty logit_bias stop_token_ids skip_special_tokens tool_choice"
-    names += " token_ids sampling_params request_id"
+    names += " token_ids sampling_params request_id response_format structured_outputs guided_json guided_regex"
+    names += " guided_choice guided_grammar"
     good = {"completions": {"prompt": "a", "max_tokens": 2}, "chat/completions": {"messages": [{"role": "user"}]}}
     good["chat/completions"] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
     good["../inference/v1/generate"] = {"token_ids": [5], "sampling_params": {"max_tokens": 2}}
@@ -720,10 +722,15 @@ def test_two_ranks_serve_one_model_and_end_together(folder: Path, server: str, t
         response = requests.post(f"{url}/v1/completions", json=asked, headers=known, timeout=60)
         return [choice["text"] for choice in response.json()["choices"]]
 
+    def held(url: str) -> str:
+        asked = {"prompt": "a", "max_tokens": 90, "seed": 3, "guided_regex": "(naturally|answer|Gr){30}"}
+        return str(requests.post(f"{url}/v1/completions", json=asked, headers=known, timeout=60).json()["choices"][0])
+
     with serving(folder, tmp_path / "log", "--tensor-parallel-size", "2") as (job, url):
         with ThreadPoolExecutor(6) as threads:
             found = list(threads.map(functools.partial(answer, url), range(6)))
         assert found == [answer(server, number) for number in range(6)]
+        assert held(url) == held(server), "a grammar, which only the rank that samples has compiled"
         ranks = psutil.Process(job.process.pid).children()
         assert len(ranks) == 2
         next(rank for rank in ranks if rank.environ()["RANK"] == "1").kill()

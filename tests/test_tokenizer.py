@@ -9,12 +9,14 @@ import shutil
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
 import transformers
 from small_models import CHATML
 
+from nemo_style_aligner.engine.grammar import Grammars, lark_grammar, vocabulary_bytes
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer, save_made
 from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 
@@ -489,3 +491,68 @@ def test_pad_falls_back_to_eos(characters: Tokenizer, tmp_path: Path) -> None:
     file.write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path / "padless")
     assert tokenizer.pad_id == tokenizer.eos_id == 0
+
+
+# ---- the bytes of tokens, for masks ---------------------------------------------------------------
+
+
+def tokenizer_of(kind: str, folder: Path, sentencepiece_model: Path) -> Tokenizer:
+    if kind == "byte level":
+        return train_bpe_tokenizer([TEXT, "Größe 数 🙂"], 300, folder)
+    if kind == "characters":
+        return train_character_tokenizer(TEXT + "é😀", folder)
+    if kind == "sentencepiece":
+        return load_tokenizer(sentencepiece_model)
+    if kind == "sentencepiece in Hugging Face's form":
+        load_tokenizer(sentencepiece_model).save(folder)
+        (folder / "tokenizer.model").unlink()
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
+        return load_tokenizer(folder)
+    return metaspace_tokenizer(folder, legacy=kind.endswith("legacy"))
+
+
+KINDS = ["byte level", "characters", "sentencepiece", "sentencepiece in Hugging Face's form", "metaspace", "a legacy"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_tokens_are_those_that_they_add_to_a_response(
+    kind: str, tmp_path: Path, sentencepiece_model: Path
+) -> None:
+    """Of every id; and a mask has exactly the ids with which a text can go on, ends among them only where it ends."""
+    tokenizer = tokenizer_of(kind, tmp_path, sentencepiece_model)
+    spelt = vocabulary_bytes(tokenizer, tokenizer.vocab_size)
+    start = tokenizer.text_to_ids("a")
+    before = tokenizer.ids_to_text(start)
+    for first in range(0, tokenizer.vocab_size, 7):
+        ids = [i for i in range(first, min(first + 40, tokenizer.vocab_size)) if i not in tokenizer.special_ids]
+        ids = [i for i in ids if i != tokenizer.unk_id and "\ufffd" not in tokenizer.ids_to_text([*start, i])]
+        assert tokenizer.ids_to_text([*start, *ids]) == before + b"".join(spelt[i] for i in ids).decode()
+    whole_alphabet = kind not in ("characters", "metaspace", "a legacy")
+    texts = ["What is 6", "What is 6+10?", "Größe 数 🙂" if whole_alphabet else "is 1?"]
+    matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(
+        lark_grammar("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+    )
+    mask = np.empty(matcher.num_bytes, dtype=np.uint8)
+    wanted, made = texts[-1].encode(), b""
+    while made != wanted:
+        matcher.fill(mask)
+        allowed = set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
+        fitting = {i for i, token in enumerate(spelt) if any(t.encode().startswith(made + token) for t in texts)}
+        fitting = {i for i in fitting if spelt[i] and i not in tokenizer.special_ids and i != tokenizer.unk_id}
+        ends = set(tokenizer.stop_ids) if made.decode(errors="replace") in texts else set()
+        assert allowed == fitting | ends
+        token = max((i for i in fitting if wanted.startswith(made + spelt[i])), key=lambda i: len(spelt[i]))
+        made += spelt[token]
+        matcher.take([token])
+
+
+def test_a_tokenizer_whose_tokens_depend_on_their_neighbours_makes_no_masks(tmp_path: Path) -> None:
+    """Bytes that nobody can know would let through what is no JSON."""
+    vocabulary = {"[UNK]": 0, "</s>": 1, "a": 2, "##b": 3, ",": 4, "it": 5, "'": 6, "s": 7}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece(cleanup=True)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="</s>")
+    save_made(made, tmp_path)
+    with pytest.raises(TokenizerError, match="its decoder WordPiece may change"):
+        Grammars(load_tokenizer(tmp_path), 8).matcher(lark_grammar('start: "a"'))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import sentencepiece
@@ -28,7 +28,7 @@ from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError, 
 from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 from nemo_style_aligner.engine.weights import stream
 from nemo_style_aligner.engine.weights.huggingface import HuggingFaceCheckpoint, copy_tokenizer_files, write_checkpoint
-from nemo_style_aligner.engine.weights.huggingface_config import architecture_from_config, read_architecture
+from nemo_style_aligner.engine.weights.huggingface_config import read_architecture
 from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.engine.weights.stream import export_weights, import_weights
 from nemo_style_aligner.errors import UserError
@@ -141,6 +141,22 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         attention_multiplier=0.05,
         logits_scaling=8,
     ),
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=32, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "qwen3 moe, some layers": lambda: transformers.Qwen3MoeConfig(
+        **{**SIZES, "num_hidden_layers": 4},
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=1,
+        moe_intermediate_size=48,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
     "olmo2": lambda: transformers.Olmo2Config(**{**SIZES, "initializer_range": 0.1}),
     "olmo3": lambda: transformers.Olmo3Config(
@@ -172,6 +188,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 # One of each kind of layers: how a native step is compiled.
 GENERATED = ["llama", "mistral 0.1", "qwen2", "qwen3", "smollm3", "granite", "nemotron", "olmo3", "gemma2", "gemma3"]
+WITH_EXPERTS = [(name, "torch") for name in FAMILIES if "moe" in name or name == "mixtral"]
 TINY = ModelArchitecture(
     num_layers=2,
     hidden_size=32,
@@ -233,14 +250,16 @@ def test_family_has_transformers_logits_and_comes_back_exactly(name: str, tmp_pa
     assert read_architecture(tmp_path / "out") == architecture
 
 
-@pytest.mark.parametrize("step", ["native", "torch"])
-@pytest.mark.parametrize("name", GENERATED)
-def test_family_generates_as_transformers_after_a_refit(name: str, step: StepChoice) -> None:
+@pytest.mark.parametrize(
+    ("name", "step"), [*((name, step) for name in GENERATED for step in get_args(StepChoice)[1:]), *WITH_EXPERTS]
+)
+def test_family_generates_as_transformers_after_a_refit(name: str, step: StepChoice, tmp_path: Path) -> None:
     """Greedily, token by token and in chunks of the prompt, with transformers' log-probs."""
     reference = random_hf_model(FAMILIES[name]())
-    architecture = architecture_from_config(reference.config.to_dict())
+    reference.save_pretrained(tmp_path)
+    architecture = read_architecture(tmp_path)
     model = build(architecture)
-    import_weights(model, TensorSource(reference.state_dict()))
+    import_weights(model, HuggingFaceCheckpoint(tmp_path))
     engine = EmbeddedEngine(
         architecture, dtype=torch.float32, num_slots=2, max_sequence_length=128, eos_id=VOCAB - 1, step=step,
         prefill_chunk_tokens=16,
@@ -262,7 +281,8 @@ def test_family_generates_as_transformers_after_a_refit(name: str, step: StepCho
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "mistral 0.1", "granite", "smollm3", "qwen3 yarn", "phi3, part turned", "olmo3", "gemma2", "gemma3"],
+    ["llama", "mistral 0.1", "granite", "smollm3", "qwen3 yarn", "phi3, part turned", "olmo3", "gemma2", "gemma3"]
+    + [name for name, _ in WITH_EXPERTS],
 )
 def test_gradients_are_transformers(name: str, tmp_path: Path) -> None:
     """Of the mean log-prob of a packed row's tokens, by every layer's compiled or own backward pass."""
@@ -445,7 +465,7 @@ def test_a_bias_of_zeros_is_left_out_of_a_classifier(bias: float, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3'"),
         ({"sliding_window": 32}, "sliding_window=32, which transformers ignores in llama models"),
         ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 2}, "layer_types: chunked_attention is not"),
         (

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Those with 1p store their weights less one.
 Normalization = Literal["rmsnorm", "rmsnorm1p", "layernorm", "layernorm1p"]
 NormPlaces = Literal["before", "after", "both"]
+RouterScores = Literal["softmax", "sigmoid"]
 Activation = Literal["silu", "gelu", "gelu-tanh", "squared-relu"]  # gelu-tanh: its approximation by tanh
 
 # NeMo's `activation` strings -> (activation, gated). "fast-" variants name fused kernels of old
@@ -53,6 +54,7 @@ _OF_NEMO = (
     *("layernorm_epsilon", "rotary_base", "rotary_percentage", "init_method_std"),
 )
 _TIED, _FAMILY = "share_embeddings_and_output_weights", "hf_model_type"
+_SCALING = "moe_router_topk_scaling_factor"
 
 _LEEWAY = 4  # how many times as many weights a model may seem to have as there are
 
@@ -63,12 +65,12 @@ _LARGEST = {
     "kv_channels": 1 << 16,
     "rotary_percentage": 100,
 }
+_LARGEST_OF_EXPERTS = {"number": 10_000, "per_token": 10_000, "ffn_hidden_size": 1 << 24}
 
 _OFF = (None, False)
 _ZERO_CENTERED = "layernorm_zero_centered_gamma"
 NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": _OFF,
-    "num_moe_experts": _OFF,
     "transformer_block_type": (None, "pre_ln"),
     "attention_type": (None, "multihead"),
     "multi_latent_attention": _OFF,
@@ -77,6 +79,12 @@ NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "apply_embedding_scaling": _OFF,  # Gemma
     "mcore_customization_config": (None, {}),  # Gemma 2
     "drop_layers": (None, []),
+    "moe_router_num_groups": (None, 1),  # DeepSeek
+    "moe_router_group_topk": (None, 1),
+    "moe_shared_expert_gate": _OFF,  # Qwen2-MoE
+    "moe_expert_capacity_factor": (None,),  # tokens would be dropped
+    "moe_apply_probs_on_input": _OFF,  # Llama 4
+    "moe_input_jitter_eps": (None, 0),
 }
 """Keys of NeMo that change what a model computes, and the values with which it can be built here."""
 
@@ -110,6 +118,88 @@ class LayerFeatures:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """What a layer has in place of an MLP: experts, of which each token's output is a weighted sum of a few.
+
+    A token's scores are those of a linear layer, the router, in fp32. The experts with the largest scores, and bias if
+    there is one, are chosen; their scores, without bias, are their weights. Sigmoids are divided by their sum.
+    """
+
+    number: int
+    per_token: int
+    ffn_hidden_size: int  # of each
+    scores: RouterScores = "softmax"
+    normalized: bool = True  # softmax over the chosen alone; False: over all experts
+    scaling: float = 1.0  # of the weights (GLM-4.5)
+    has_bias: bool = False  # of the choice
+    shared_ffn_hidden_size: int = 0  # of an MLP that computes every token and is added; 0: there is none
+
+    def __post_init__(self) -> None:
+        for field in ("number", "per_token", "ffn_hidden_size"):
+            if not 1 <= getattr(self, field) <= _LARGEST_OF_EXPERTS[field]:
+                raise ValueError(
+                    f"experts: {field} must be in [1, {_LARGEST_OF_EXPERTS[field]:,}], got {getattr(self, field)}"
+                )
+        if self.per_token > self.number:
+            raise ValueError(f"a token cannot have {self.per_token} of {self.number} experts")
+        if self.scores not in get_args(RouterScores):
+            raise ValueError(f"scores={self.scores!r} of experts are not one of {', '.join(get_args(RouterScores))}")
+        if self.scores == "softmax" and self.normalized and self.per_token == 1:
+            raise ValueError("one expert per token, whose weight is normalized to 1: its router could not learn")
+        if self.scores == "sigmoid" and not self.normalized:
+            raise ValueError("experts with sigmoid scores that are not normalized are not supported")
+        if self.has_bias and self.scores != "sigmoid":
+            raise ValueError("experts with a bias and softmax scores are not supported")
+        if not 0 < self.scaling < math.inf or self.shared_ffn_hidden_size < 0:
+            raise ValueError("experts: scaling must be above 0, and shared_ffn_hidden_size not below")
+
+    @classmethod
+    def from_nemo_config(cls, cfg: Mapping[str, Any], ffn_hidden_size: int) -> Experts | None:
+        """Those of a ``model_config.yaml``, in megatron-core's words; None: there are none.
+
+        Args:
+            ffn_hidden_size: of an expert, where the config does not say.
+        """
+        number = _whole(cfg, "num_moe_experts")
+        if not number:
+            return None
+        sigmoid = cfg.get("moe_router_score_function") == "sigmoid"
+        return cls(
+            number=number,
+            per_token=_whole(cfg, "moe_router_topk") or 2,  # megatron-core's own default
+            ffn_hidden_size=_whole(cfg, "moe_ffn_hidden_size") or ffn_hidden_size,
+            scores=cfg.get("moe_router_score_function") or "softmax",
+            normalized=sigmoid or not _flag(cfg, "moe_router_pre_softmax"),
+            scaling=_number(cfg, _SCALING) if cfg.get(_SCALING) is not None else 1.0,
+            has_bias=_flag(cfg, "moe_router_enable_expert_bias"),
+            shared_ffn_hidden_size=_whole(cfg, "moe_shared_expert_intermediate_size"),
+        )
+
+    def to_nemo_config(self) -> dict[str, Any]:
+        """The keys of a ``model_config.yaml``, which are megatron-core's arguments, too."""
+        return {
+            "num_moe_experts": self.number,
+            "moe_router_topk": self.per_token,
+            "moe_ffn_hidden_size": self.ffn_hidden_size,
+            "moe_router_score_function": self.scores,
+            "moe_router_pre_softmax": self.scores == "softmax" and not self.normalized,
+            _SCALING: self.scaling if self.scaling != 1 else None,
+            "moe_router_enable_expert_bias": self.has_bias,
+            "moe_shared_expert_intermediate_size": self.shared_ffn_hidden_size or None,
+        }
+
+    def parameters(self, hidden_size: int, matrices: int, *, active: bool = False) -> int:
+        """Parameters of one layer's experts and router.
+
+        Args:
+            matrices: of each expert.
+            active: only those that a token's output depends on.
+        """
+        experts = (self.per_token if active else self.number) * self.ffn_hidden_size + self.shared_ffn_hidden_size
+        return hidden_size * (matrices * experts + self.number) + (self.number if self.has_bias else 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer(LayerFeatures):
     """What one layer computes: what all have in common, and what differs from layer to layer.
 
@@ -120,6 +210,7 @@ class Layer(LayerFeatures):
     no_rope: bool = False  # no rotary embedding (SmolLM3)
     local_rope: bool = False  # one of its own, of `local_rotary_base` (Gemma 3)
     window: int | None = None  # w: a query sees its own position and w - 1 before it (Mistral); None: all before it
+    experts: Experts | None = None  # in place of an MLP
 
     @property
     def rotates(self) -> bool:
@@ -139,7 +230,7 @@ ENDS = ("embedding_multiplier", "logits_scaling", "final_logit_softcapping")
 EVERY_FEATURE = frozenset(
     ("layer_norms", "normalization", "activation", "gated", "bias", "qkv_bias", "qk_layernorm", "qk_norm_over_heads")
     + ("softmax_scale", "attn_logit_softcapping", "residual_multiplier", "attention_sinks")
-    + ("no_rope", "local_rope", "window")
+    + ("no_rope", "local_rope", "window", "experts")
 )
 """All that there is today, spelled out: who knows it does not know what is added to `Layer` tomorrow."""
 
@@ -169,6 +260,8 @@ class ModelArchitecture(LayerFeatures):
     sliding_window: int | None = None  # positions that a query sees, its own included, in `windowed_layers`
     windowed_layers: tuple[int, ...] = ()  # layers (0-based) with that window (Mistral: all; Gemma: some)
     local_rotary_base: float | None = None  # of these, unscaled; None: they rotate as the others (Gemma 3, OLMo 3)
+    experts: Experts | None = None  # of layers that have them in place of an MLP
+    dense_layers: tuple[int, ...] = ()  # layers (0-based) that have an MLP in a model with experts (GLM-4.5)
     embedding_multiplier: float = 1.0  # of embeddings (Granite; Gemma 2: the root of hidden_size)
     logits_scaling: float = 1.0  # what logits are divided by (Granite)
     final_logit_softcapping: float | None = None  # c: logits are c tanh(logit / c) (Gemma 2)
@@ -208,6 +301,11 @@ class ModelArchitecture(LayerFeatures):
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_query_groups {self.num_query_groups}"
             )
+        self._check_features()
+
+    def _check_features(self) -> None:
+        if self.experts is not None and (self.bias or not self.gated):
+            raise ValueError("experts in a model with biases on all linear layers, or without gates, are not supported")
         if self.qk_layernorm and self.norm_has_bias:
             raise ValueError(
                 f"qk_layernorm with normalization={self.normalization!r}: only RMSNorm can normalise queries and keys"
@@ -218,7 +316,7 @@ class ModelArchitecture(LayerFeatures):
             raise ValueError(f"layer_norms={self.layer_norms!r} is not one of {', '.join(get_args(NormPlaces))}")
 
     def _check_layers(self) -> None:
-        for field in ("no_rope_layers", "windowed_layers"):
+        for field in ("no_rope_layers", "windowed_layers", "dense_layers"):
             if not set(getattr(self, field)) <= set(range(self.num_layers)):
                 raise ValueError(f"{field} {getattr(self, field)} are not among the {self.num_layers} layers")
         if (self.sliding_window is None) != (not self.windowed_layers):
@@ -301,6 +399,8 @@ class ModelArchitecture(LayerFeatures):
             no_rope_layers=_marked_layers(cfg.get("no_rope_freq"), sizes["num_layers"], "no_rope_freq"),
             attention_sinks=_has_sinks(cfg),
             **_windows(cfg, sizes["num_layers"]),
+            experts=Experts.from_nemo_config(cfg, sizes["ffn_hidden_size"]),
+            dense_layers=_dense_layers(cfg, sizes["num_layers"]),
             family=str(cfg.get(_FAMILY, "llama")),
         )
 
@@ -319,6 +419,8 @@ class ModelArchitecture(LayerFeatures):
             config |= self.rope_scaling.to_nemo_config()
         if self.no_rope_layers:
             config["no_rope_freq"] = [int(layer in self.no_rope_layers) for layer in range(self.num_layers)]
+        if self.experts is not None:
+            config |= self.experts.to_nemo_config() | {"moe_layer_freq": self.expert_layers}
         if self.normalization == "rmsnorm1p":  # NeMo has no name for it
             config |= {"normalization": "rmsnorm", _ZERO_CENTERED: True}
         if self.attention_sinks:
@@ -342,11 +444,22 @@ class ModelArchitecture(LayerFeatures):
         window = None if window is None or window >= self.max_position_embeddings else window
 
         @functools.cache
-        def layer(no_rope: bool, windowed: bool) -> Layer:
-            local_rope = windowed and not no_rope and self.local_rotary_base is not None
-            return Layer(**common, no_rope=no_rope, local_rope=local_rope, window=window if windowed else None)
+        def layer(no_rope: bool, windowed: bool, has_experts: int) -> Layer:
+            return Layer(
+                **common,
+                no_rope=no_rope,
+                local_rope=windowed and not no_rope and self.local_rotary_base is not None,
+                window=window if windowed else None,
+                experts=self.experts if has_experts else None,
+            )
 
-        return tuple(layer(index in no_rope, index in self.windowed_layers) for index in range(self.num_layers))
+        kinds = enumerate(self.expert_layers)
+        return tuple(layer(i in no_rope, i in self.windowed_layers, has_experts) for i, has_experts in kinds)
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """Of each layer, 1 if it has experts, 0 if it has an MLP; megatron-core's ``moe_layer_freq``."""
+        return [int(self.experts is not None and i not in self.dense_layers) for i in range(self.num_layers)]
 
     @property
     def reach(self) -> int | None:
@@ -389,18 +502,27 @@ class ModelArchitecture(LayerFeatures):
     @property
     def num_parameters(self) -> int:
         """Parameters of the language model; tied embeddings count once."""
+        return self._num_parameters(active=False)
+
+    def _num_parameters(self, *, active: bool) -> int:
+        """Parameters; if ``active``, of each layer's experts as many as a token has."""
         h, d = self.hidden_size, self.kv_channels
         qkv_out = d * (self.num_attention_heads + 2 * self.num_query_groups)
         attention = h * qkv_out + h * d * self.num_attention_heads
         attention += qkv_out if self.bias or self.qkv_bias else 0
         attention += h if self.bias else 0
         attention += sum(self.qk_norm_sizes) + self.num_attention_heads * self.attention_sinks
-        fc1_out = self.ffn_hidden_size * (2 if self.gated else 1)
+        matrices = 3 if self.gated else 2
+        fc1_out = self.ffn_hidden_size * (matrices - 1)
         mlp = h * fc1_out + h * self.ffn_hidden_size + (fc1_out + h if self.bias else 0)
+        with_experts = sum(self.expert_layers)
+        mlps = (self.num_layers - with_experts) * mlp
+        if self.experts is not None:
+            mlps += with_experts * self.experts.parameters(h, matrices, active=active)
         norm = 2 * h if self.norm_has_bias else h
         norms = norm * (4 if self.layer_norms == "both" else 2)
         embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
-        return self.num_layers * (attention + mlp + norms) + norm + embeddings
+        return self.num_layers * (attention + norms) + mlps + norm + embeddings
 
     @property
     def qk_norm_sizes(self) -> tuple[int, ...]:
@@ -438,6 +560,11 @@ class ModelArchitecture(LayerFeatures):
         return self.num_parameters - self.output_parameters * (1 if self.tied_embeddings else 2)
 
     @property
+    def active_layer_parameters(self) -> int:
+        """Those of `layer_parameters` that a token's output depends on: of all experts those that it has."""
+        return self._num_parameters(active=True) - self.output_parameters * (1 if self.tied_embeddings else 2)
+
+    @property
     def pair_operations(self) -> int:
         """Floating-point operations of attention, in one layer, for each pair of a query and a key."""
         return 4 * self.num_attention_heads * self.kv_channels
@@ -450,15 +577,15 @@ class ModelArchitecture(LayerFeatures):
     def forward_operations(self, num_tokens: int, num_outputs: int) -> int:
         """Floating-point operations of matrix products in the forward pass of one sequence.
 
-        Two per weight and token, and four per channel of a head and pair of a query and a key, of which causal
-        attention has n (n + 1) / 2, or less with a window. The last layer counts for all tokens, though its MLP needs
-        only the positions whose outputs are wanted: with 30 layers up to 2.5% too many.
+        Two per token and weight, of experts' weights those of the token's; and four per channel of a head and pair of a
+        query and a key, of which causal attention has n (n + 1) / 2, or less with a window. The last layer counts for
+        all tokens, though its MLP needs only those whose outputs are wanted: with 30 layers up to 2.5% too many.
 
         Args:
             num_tokens: of the sequence.
             num_outputs: positions with logits.
         """
-        weights = self.layer_parameters * num_tokens + self.output_parameters * num_outputs
+        weights = self.active_layer_parameters * num_tokens + self.output_parameters * num_outputs
         return 2 * weights + self.pair_operations * self.attention_pairs(num_tokens)
 
     # ---- layouts ----------------------------------------------------------------------------
@@ -486,11 +613,42 @@ class ModelArchitecture(LayerFeatures):
                 f"{tp}: with more ranks than num_query_groups={groups}, the model's (num_attention_heads + 2 * "
                 f"num_query_groups) * kv_channels={qkv_rows} must be a multiple of it"
             )
-        if self.ffn_hidden_size % tp_size:
-            problems.append(f"{tp}: the model's ffn_hidden_size={self.ffn_hidden_size} is not a multiple of it")
+        problems += [
+            f"{tp}: the model's {name}={size} is not a multiple of it"
+            for name, size in self._ffn_sizes(engine_key is not None).items()
+            if size % tp_size
+        ]
         if self.num_layers % pp_size:
             problems.append(f"{pp}: the model's num_layers={self.num_layers} is not a multiple of it")
         return problems
+
+    def expert_layout_problems(self, ep_size: int, etp_size: int) -> list[str]:
+        """Why the experts cannot be divided, one line for each reason; empty if they can, or if there are none.
+
+        Args:
+            ep_size: groups of ranks that have different experts.
+            etp_size: ranks that share each expert.
+        """
+        if self.experts is None:
+            return []
+        sizes = (
+            ("expert_model_parallel_size", ep_size, "num_moe_experts", self.experts.number),
+            ("expert_tensor_parallel_size", etp_size, "moe_ffn_hidden_size", self.experts.ffn_hidden_size),
+        )
+        return [
+            f"model.{key}={ranks}: the model's {name}={size} is not a multiple of it"
+            for key, ranks, name, size in sizes
+            if size % ranks
+        ]
+
+    def _ffn_sizes(self, with_experts: bool) -> dict[str, int]:
+        """The sizes of MLPs that tensor-parallel ranks share, by their names in NeMo's config."""
+        sizes = {"ffn_hidden_size": self.ffn_hidden_size} if 0 in self.expert_layers else {}
+        if self.experts is not None and self.experts.shared_ffn_hidden_size:
+            sizes["moe_shared_expert_intermediate_size"] = self.experts.shared_ffn_hidden_size
+        if self.experts is not None and with_experts:
+            sizes["moe_ffn_hidden_size"] = self.experts.ffn_hidden_size
+        return sizes
 
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelArchitecture)}
@@ -532,6 +690,18 @@ def _has_sinks(cfg: Mapping[str, Any]) -> bool:
     if kind not in ("vanilla", "learnable"):
         raise ValueError(f"model.softmax_type={kind!r} is not vanilla or learnable")
     return bool(kind == "learnable")
+
+
+def _dense_layers(cfg: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The layers without experts that Megatron-Core's ``moe_layer_freq`` names: all but every n-th, or with a 0."""
+    frequency = cfg.get("moe_layer_freq") or 1
+    if not cfg.get("num_moe_experts"):
+        return ()
+    if isinstance(frequency, int):
+        return tuple(layer for layer in range(num_layers) if layer % frequency)
+    if isinstance(frequency, str) or len(frequency) != num_layers:
+        raise ValueError(f"moe_layer_freq={frequency!r}: must be a whole number, or one number for each layer")
+    return tuple(layer for layer, has in enumerate(frequency) if not has)
 
 
 # ---- values of a model_config.yaml ------------------------------------------------------------------

@@ -12,11 +12,14 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
 from nemo_style_aligner.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.engine.grammar import Grammars  # which knows tokenizers
 
 T = TypeVar("T")
 
@@ -31,11 +34,15 @@ TokenToId = Callable[[str], int | None]
 NO_WEIGHTS = -1  # the version of an engine without complete weights
 
 _DIVISORS = (1e-20, 1e20)  # logits that are divided by others may leave the range of float32
-_PENALTIES = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_PENALTIES = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "grammar")
 _FILTERS = ("top_k", "top_p", "min_p")
 _PENALTY, _BIAS = 2.0, 100.0  # OpenAI's limits
 _CONTEXT_TOKENS = 4  # decoded in front of the tokens that may hold a stop string; more than a cut character leaves
 _PART_OF_A_CHARACTER = "\ufffd"
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be compiled, or not be followed any further."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +51,8 @@ class SamplingParams:
 
     Filters act in the order and with the meaning of `transformers`' logits processors: logit bias, repetition penalty,
     minimum length, temperature, top-k, top-p, min-p. Greedy decoding ignores the last four. The penalties by frequency
-    and presence are OpenAI's and vLLM's, and follow that for repetition.
+    and presence are OpenAI's and vLLM's, and follow that for repetition. What the grammar excludes has no part in the
+    last four.
     """
 
     max_new_tokens: int
@@ -61,6 +69,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # they end a response even where ``ignore_eos``
     ignore_eos: bool = False  # sample end-of-sequence tokens like any other: forced lengths, for benchmarks
+    grammar: str | None = None  # that a response has, to its end or as far as it goes; see `engine/grammar.py`
     seed: int = 0  # of the run; combined with each request's own seed
 
     def __post_init__(self) -> None:
@@ -91,6 +100,8 @@ class SamplingParams:
         for token, bias in self.logit_bias:
             if not -_BIAS <= bias <= _BIAS:
                 raise ValueError(f"logit_bias must lie in {[-_BIAS, _BIAS]}, got {bias} for id {token}")
+        if self.grammar is not None and (self.ignore_eos or self.min_new_tokens):
+            raise ValueError("grammar says where a response ends: leave out ignore_eos and min_new_tokens")
         if any(not string for string in self.stop_strings):
             raise ValueError("stop_strings holds an empty string, which would end every response at once")
 
@@ -206,6 +217,7 @@ class GenerationEngine(abc.ABC):
     Attributes:
         vocab_size: of the model.
         max_sequence_length: the most tokens of a prompt plus its response.
+        grammars: compiles them; None: the engine was built without.
     """
 
     def __init__(
@@ -219,6 +231,7 @@ class GenerationEngine(abc.ABC):
         vocab_limit: int | None = None,
         detokenize: Detokenize | None = None,
         token_to_id: TokenToId | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """Take the options common to all engines.
 
@@ -232,6 +245,7 @@ class GenerationEngine(abc.ABC):
                 is larger. None: ``vocab_size``.
             detokenize: ids to text, special tokens left out; needed for textual stop strings.
             token_to_id: id of a string that is one token, else None; needed for stop strings that are special tokens.
+            grammars: of the tokenizer; needed for responses that are held to one.
 
         Raises:
             ValueError: a value is out of its range.
@@ -252,6 +266,7 @@ class GenerationEngine(abc.ABC):
         self._eos_id, self._more_eos_ids = eos_id, tuple(more_eos_ids)
         self._detokenize = detokenize
         self._token_to_id = token_to_id
+        self.grammars = grammars
         self._num_compilations = 0
         self._statistics = GenerationStatistics()
         self._weight_version = NO_WEIGHTS
@@ -386,6 +401,8 @@ class GenerationEngine(abc.ABC):
         """Allocate the memory again."""
 
     def _stop_condition(self, sampling: SamplingParams) -> StopCondition:
+        if sampling.grammar is not None and self.grammars is None:
+            raise ValueError("grammar: the engine was built without `grammars`; give it those of the tokenizer")
         return StopCondition(
             sampling, self._eos_id, self._detokenize, self._token_to_id, self._vocab_limit, self._more_eos_ids
         )

@@ -32,6 +32,7 @@ class SamplingRows:
     suppress_stop: torch.Tensor | None = None  # bool [b]: rows below the minimum length
     seen: torch.Tensor | None = None  # bool [b, vocab]: ids in prompt or response; for the repetition penalty
     counts: torch.Tensor | None = None  # float [b, vocab]: how often an id is in the response; for the other penalties
+    allowed: torch.Tensor | None = None  # uint8 [b, bytes]: ids that the grammar allows, as bits, the lowest first
 
 
 def request_key(run_seed: int, request_seed: int) -> int:
@@ -125,10 +126,18 @@ def apply_repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: 
     return torch.where(seen, penalized, logits)
 
 
+def apply_mask(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Replace the ``logits`` [b, v] of ids whose bit in ``allowed`` (see `SamplingRows`) is 0, or missing, by -inf."""
+    bits = (allowed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=allowed.device)) & 1
+    kept = bits.flatten(1)[:, : logits.shape[1]].bool()
+    kept = torch.nn.functional.pad(kept, (0, logits.shape[1] - kept.shape[1]))
+    return logits.masked_fill(~kept, -torch.inf)
+
+
 def _apply_constraints(
     logits: torch.Tensor, params: SamplingParams, rows: SamplingRows, stop_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Bias, penalties and minimum length; ``logits`` itself when none acts."""
+    """Bias, penalties, grammar and minimum length; ``logits`` itself when none acts."""
     scores = logits
     if params.logit_bias:
         ids, biases = zip(*params.logit_bias, strict=True)
@@ -143,6 +152,10 @@ def _apply_constraints(
             raise ValueError("penalties need SamplingRows.counts, how often an id is in the response")
         penalties = params.frequency_penalty * rows.counts + params.presence_penalty * (rows.counts > 0)
         scores = scores - penalties
+    if params.grammar is not None:
+        if rows.allowed is None:
+            raise ValueError("a grammar needs SamplingRows.allowed, the ids that it allows")
+        scores = apply_mask(scores, rows.allowed)
     if rows.suppress_stop is not None and stop_ids is not None and stop_ids.numel():
         held_back = scores.index_select(-1, stop_ids).masked_fill(rows.suppress_stop[:, None], -torch.inf)
         scores = scores.index_copy(-1, stop_ids, held_back)

@@ -97,7 +97,7 @@ class ModelShard:
     Attributes:
         num_heads, num_groups: query heads and key (= value) heads held here.
         first_group: number of the first key head held here.
-        ffn_size: this rank's part of the MLP's inner dimension.
+        ffn_size: this rank's part of the inner dimension of an MLP; of an expert see `expert_size`.
         vocab_start, vocab_rows: first id, and number of ids, whose embedding and output rows are held here;
             ``vocab_rows`` is the same on every rank, so the last ranks' rows may reach beyond the vocabulary.
     """
@@ -120,6 +120,12 @@ class ModelShard:
     def held_vocab_rows(self) -> int:
         """Those of the ``vocab_rows`` that lie within the vocabulary: fewer, or none, on the last ranks."""
         return max(0, min(self.vocab_rows, self.architecture.vocab_size - self.vocab_start))
+
+    @property
+    def expert_size(self) -> int:
+        """This rank's part of the inner dimension of an expert; 0 where there are none."""
+        experts = self.architecture.experts
+        return experts.ffn_hidden_size // self.size if experts is not None else 0
 
     @property
     def query_size(self) -> int:
@@ -150,11 +156,11 @@ class ModelShard:
         if projection in ("k_proj", "v_proj") or (over_heads and projection == "k_norm"):
             return tensor.narrow(0, self.first_group * channels, self.group_size)
         if projection in ("gate_proj", "up_proj"):
-            return tensor.narrow(0, self.rank * self.ffn_size, self.ffn_size)
+            return tensor.chunk(self.size, 0)[self.rank]
         if projection == "o_proj" and kind == "weight":
             return tensor.narrow(1, self.rank * self.query_size, self.query_size)
         if projection == "down_proj" and kind == "weight":
-            return tensor.narrow(1, self.rank * self.ffn_size, self.ffn_size)
+            return tensor.chunk(self.size, 1)[self.rank]
         if kind == "sinks":
             return tensor.narrow(0, self.rank * self.num_heads, self.num_heads)
         if projection in ("embed_tokens", "lm_head"):

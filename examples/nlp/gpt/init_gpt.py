@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 import argparse
 
 from nemo_style_aligner.arguments import HelpFormatter, output_argument, seed_argument
-from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.trainer.launch.ending import install_excepthook
 
 
@@ -45,25 +45,44 @@ def main() -> None:
     )
     parser.add_argument("--num-heads", type=int, default=4, help="attention heads")
     parser.add_argument("--num-query-groups", type=int, default=None, help="key and value heads; default: --num-heads")
+    parser.add_argument("--num-experts", type=int, default=None, help="experts in place of each MLP; default: none")
+    parser.add_argument("--experts-per-token", type=int, default=2, help="of them, for each token")
+    parser.add_argument("--expert-size", type=int, default=None, help="their --ffn-hidden-size; default: that")
     parser.add_argument("--max-length", type=int, default=256, help="longest sequence in tokens")
     parser.add_argument("--tied-embeddings", action="store_true", help="use the embedding as the output layer")
     parser.add_argument("--seed", type=seed_argument, default=1234, help="random seed of the weights")
     args = parser.parse_args()
-    for option in ("ffn_hidden_size", "num_query_groups", "max_length"):  # the architecture checks the others
+    for option in (
+        "ffn_hidden_size",
+        "num_query_groups",
+        "num_experts",
+        "expert_size",
+        "max_length",
+    ):  # the architecture checks the others
         number = getattr(args, option)
         if number is not None and number < 1:
             parser.error(f"--{option.replace('_', '-')} {number}: give at least 1")
 
+    ffn_hidden_size = args.ffn_hidden_size or -(-args.hidden_size * 8 // 3 // 16) * 16
     try:
+        experts = None
+        if args.num_experts is not None:
+            experts = Experts(
+                number=args.num_experts,
+                per_token=args.experts_per_token,
+                ffn_hidden_size=args.expert_size or ffn_hidden_size,
+            )
         architecture = ModelArchitecture(
             num_layers=args.num_layers,
             hidden_size=args.hidden_size,
-            ffn_hidden_size=args.ffn_hidden_size or -(-args.hidden_size * 8 // 3 // 16) * 16,
+            ffn_hidden_size=ffn_hidden_size,
+            experts=experts,
             num_attention_heads=args.num_heads,
             num_query_groups=args.num_query_groups or args.num_heads,
             vocab_size=args.tokenizer.vocab_size,
             max_position_embeddings=args.max_length,
             tied_embeddings=args.tied_embeddings,
+            family="llama" if experts is None else "mixtral",
         )
     except ValueError as error:
         parser.error(str(error))

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from nemo_style_aligner.engine.contract import (
     GenerationRequest,
     GenerationResult,
     GenerationStatistics,
+    GrammarError,
     SamplingParams,
     StopCondition,
     WeightStream,
@@ -41,6 +42,9 @@ from nemo_style_aligner.engine.sampling import SamplingRows, request_key
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.engine.transfers import moved
 from nemo_style_aligner.kinds import StepChoice
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.engine.grammar import Grammars, Matcher  # which knows tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +204,8 @@ class EmbeddedEngine(GenerationEngine):
 
         with contextlib.closing(self._passes(pull)) as passes:
             for sequence in itertools.chain.from_iterable(passes):
+                if sequence.failure is not None:
+                    raise GrammarError(f"request {sequence.request.request_id}: {sequence.failure}")
                 if sequence.finish_reason is not None:
                     yield GenerationResult(
                         request_id=sequence.request.request_id,
@@ -215,7 +221,7 @@ class EmbeddedEngine(GenerationEngine):
     ) -> Generator[list[ScheduledSequence], None, None]:
         """The generation loop: refill slots, plan, compute, sample, free the slots of what is finished."""
         self._blocks.keeps_idle = keeps_idle
-        sampler = SlotSampler(self._step, self._shape, self._vocab_limit, self._device)
+        sampler = SlotSampler(self._step, self._shape, self._vocab_limit, self._device, self.grammars)
         scheduler = Scheduler(
             pull,
             self._blocks,
@@ -327,8 +333,17 @@ def token_scores(logits: torch.Tensor, tokens: list[int], num_top: int, vocab_li
 class SlotSampler:
     """Chooses tokens for slots; ranks that share a model all get those that the first one chooses."""
 
-    def __init__(self, step: ModelStep, shape: EngineShape, vocab_limit: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        step: ModelStep,
+        shape: EngineShape,
+        vocab_limit: int,
+        device: torch.device,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._step = step
+        self._grammars = grammars
+        self._held: dict[int, tuple[ScheduledSequence, Matcher]] = {}  # by slot: what the first rank holds to grammars
         self._device = device
         self._vocab_limit = vocab_limit
         self._tensor_parallel = shape.tensor_parallel
@@ -350,6 +365,10 @@ class SlotSampler:
         self._lengths[slot] = len(sequence.token_ids)
         self._min_lengths[slot] = params.min_new_tokens
         self._ways[slot] = self._way(params, sequence.task.stop.stop_ids)
+        self._held.pop(slot, None)
+        if params.grammar is not None and self._tensor_parallel.rank == 0:
+            assert self._grammars is not None, "checked when the task was made"
+            self._held[slot] = sequence, self._grammars.matcher(params.grammar, sequence.token_ids)
         if params.repetition_penalty != 1.0:
             if self._seen is None:
                 self._seen = torch.zeros(self._per_id, dtype=torch.bool, device=self._device)
@@ -392,7 +411,11 @@ class SlotSampler:
             self._counts[moved(torch.from_numpy(slots), self._device), tokens] += 1
         if self._device.type == "cuda":  # one copy back, one wait; float64 holds every token id exactly
             tokens, logprobs = torch.stack((tokens.double(), logprobs.double())).cpu()
-        return tokens.long().tolist(), logprobs.tolist()
+        chosen = tokens.long().tolist()
+        for slot, token in zip(slots.tolist(), chosen, strict=True) if self._held else ():
+            if slot in self._held:
+                self._held[slot][1].take([token])
+        return chosen, logprobs.tolist()
 
     def _sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         if len(self._params) == 1 or (self._ways[slots] == self._ways[slots[0]]).all():
@@ -418,8 +441,21 @@ class SlotSampler:
             suppress_stop=moved(torch.from_numpy(suppress), self._device) if suppress.any() else None,
             seen=None if seen is None else seen[moved(torch.from_numpy(slots), self._device)],
             counts=None if counts is None else counts[moved(torch.from_numpy(slots), self._device)],
+            allowed=None if params.grammar is None else moved(torch.from_numpy(self._allowed(slots)), self._device),
         )
         return self._step.sample(logits, params, rows, stop_ids, self._vocab_limit)
+
+    def _allowed(self, slots: np.ndarray) -> np.ndarray:
+        """The ids that the grammars of ``slots`` allow next: uint8 [len(slots), bytes]; see `SamplingRows`.
+
+        Where a grammar cannot be followed any further these are ends alone, and the sequence has its ``failure``.
+        """
+        held = [self._held[slot] for slot in slots.tolist()]
+        masks = np.empty((len(held), held[0][1].num_bytes), dtype=np.uint8)
+        for mask, (sequence, matcher) in zip(masks, held, strict=True):
+            matcher.fill(mask)
+            sequence.failure = matcher.failure
+        return masks
 
 
 def compile_ahead(

@@ -12,12 +12,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from nemo_style_aligner.engine.embedded.routing import computed_by_experts, routed
 from nemo_style_aligner.engine.embedded.step import EngineShape
 from nemo_style_aligner.engine.embedded.torch_operations import Batch, HeadWeights, Norm, TorchOperations
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
-from nemo_style_aligner.engine.embedded.weight_table import Rows, Write, layer_rows
+from nemo_style_aligner.engine.embedded.weight_table import Rows, Write, layer_rows, mlp_rows
 from nemo_style_aligner.engine.softcaps import capped
-from nemo_style_aligner.engine.weights.layout import LAYER_NORMS
+from nemo_style_aligner.engine.weights.layout import LAYER_NORMS, ROUTER_BIAS
 
 
 class TorchWeights:
@@ -83,8 +84,11 @@ class LayerWeights:
         matrices = layer_rows(shard, prefix)
         self.qkv, self.qkv_bias = weights.linear(matrices["qkv"], a.hidden_size, a.bias or a.qkv_bias)
         self.output, self.output_bias = weights.linear(matrices["output"], shard.query_size, a.bias)
-        self.fc1, self.fc1_bias = weights.linear(matrices["fc1"], a.hidden_size, a.bias)
-        self.fc2, self.fc2_bias = weights.linear(matrices["fc2"], shard.ffn_size, a.bias)
+        self.mlp: MlpWeights | ExpertWeights
+        if a.layers[layer].experts is None:
+            self.mlp = MlpWeights(weights, f"{prefix}mlp.", shard.ffn_size)
+        else:
+            self.mlp = ExpertWeights(weights, f"{prefix}mlp.")
         names = LAYER_NORMS[a.layers[layer].layer_norms]
         self.norms = {kind: weights.norm(prefix + name) for kind, name in names.items()}
         head_norms = sinks = None
@@ -96,6 +100,38 @@ class LayerWeights:
             rows = Rows(0, shard.num_heads)
             sinks = weights.tensor({f"{prefix}self_attn.sinks": rows}, (shard.num_heads,), torch.float32)
         self.heads = HeadWeights(head_norms, sinks)
+
+
+class MlpWeights:
+    """This rank's part of an MLP or an expert: [2 f or f, h], gate over up, and [h, f]; their biases."""
+
+    def __init__(self, weights: TorchWeights, prefix: str, size: int) -> None:
+        a = weights.shape.architecture
+        matrices = mlp_rows(weights.shape.shard, prefix, size)
+        self.fc1, self.fc1_bias = weights.linear(matrices["fc1"], a.hidden_size, a.bias)
+        self.fc2, self.fc2_bias = weights.linear(matrices["fc2"], size, a.bias)
+
+
+class ExpertWeights:
+    """A layer's router [experts, h] and its bias, float32 [experts], or None; this rank's part of each expert."""
+
+    fc2_bias = None
+
+    def __init__(self, weights: TorchWeights, prefix: str) -> None:
+        experts, shard = weights.shape.architecture.experts, weights.shape.shard
+        assert experts is not None
+        self.router, _ = weights.linear(
+            {f"{prefix}gate": Rows(0, experts.number)}, shard.architecture.hidden_size, False
+        )
+        self.router_bias = None
+        if experts.has_bias:
+            names, size = {f"{prefix}gate.{ROUTER_BIAS}": Rows(0, experts.number)}, (experts.number,)
+            self.router_bias = weights.tensor(names, size, torch.float32)
+        self.shared: MlpWeights | None = None
+        if experts.shared_ffn_hidden_size:
+            self.shared = MlpWeights(weights, f"{prefix}shared_experts.", experts.shared_ffn_hidden_size // shard.size)
+        each = (f"{prefix}experts.{number}." for number in range(experts.number))
+        self.experts = [MlpWeights(weights, name, shard.expert_size) for name in each]
 
 
 def _writing(view: torch.Tensor) -> Write:
@@ -134,13 +170,23 @@ class TorchModel:
             reduce(product)  # each rank has multiplied its columns of the matrix
             product, bias = self._to_add(product, layer.output_bias, norms.get("attention_out_norm"))
             normed = ops.add_and_norm(hidden, product, bias, norms.get("mlp_norm"))
-            product = F.linear(ops.activate(F.linear(normed, layer.fc1, layer.fc1_bias)), layer.fc2)
+            product = self._mlp(normed, layer.mlp)
             reduce(product)
-            product, bias = self._to_add(product, layer.fc2_bias, norms.get("mlp_out_norm"))
+            product, bias = self._to_add(product, layer.mlp.fc2_bias, norms.get("mlp_out_norm"))
         if batch.output_rows is not None:
             hidden = hidden[batch.output_rows]
             product = None if product is None else product[batch.output_rows]
         return self._logits(ops.add_and_norm(hidden, product, bias, weights.final_norm))
+
+    def _mlp(self, x: torch.Tensor, mlp: MlpWeights | ExpertWeights) -> torch.Tensor:
+        """What this rank's part of an MLP, or of experts, adds to the sum over ranks: [t, h] -> [t, h]."""
+        if isinstance(mlp, MlpWeights):
+            return F.linear(self._operations.activate(F.linear(x, mlp.fc1, mlp.fc1_bias)), mlp.fc2)
+        assert self._a.experts is not None
+        logits = F.linear(x.float(), mlp.router.float())
+        chosen, weights = routed(logits, self._a.experts, mlp.router_bias)
+        out = computed_by_experts(x, chosen, weights, lambda rows, expert: self._mlp(rows, mlp.experts[expert]))
+        return out if mlp.shared is None else out + self._mlp(x, mlp.shared)
 
     def _to_add(
         self, product: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None

@@ -102,19 +102,23 @@ def layer_rows(shard: ModelShard, prefix: str) -> dict[str, dict[str, Rows]]:
     Megatron interleaves q, k and v by query group, and stacks the gate on the up projection. ``prefix`` begins the
     names of the layer's modules.
     """
-    groups, d, ffn = shard.num_groups, shard.architecture.kv_channels, shard.ffn_size
+    groups, d = shard.num_groups, shard.architecture.kv_channels
     query = shard.query_size // groups  # query rows per group
-    attention, mlp, hidden = f"{prefix}self_attn.", f"{prefix}mlp.", Rows(0, shard.architecture.hidden_size)
-    fc1 = {f"{mlp}up_proj": Rows(0, ffn)}
-    if shard.architecture.gated:
-        fc1 = {f"{mlp}gate_proj": Rows(0, ffn), f"{mlp}up_proj": Rows(ffn, ffn)}
+    attention = f"{prefix}self_attn."
     return {
         "qkv": {
             f"{attention}q_proj": Rows(0, query, groups),
             f"{attention}k_proj": Rows(query, d, groups),
             f"{attention}v_proj": Rows(query + d, d, groups),
         },
-        "output": {f"{attention}o_proj": hidden},
-        "fc1": fc1,
-        "fc2": {f"{mlp}down_proj": hidden},
+        "output": {f"{attention}o_proj": Rows(0, shard.architecture.hidden_size)},
+        **mlp_rows(shard, f"{prefix}mlp.", shard.ffn_size),
     }
+
+
+def mlp_rows(shard: ModelShard, prefix: str, size: int) -> dict[str, dict[str, Rows]]:
+    """`layer_rows` fc1 and fc2, of an MLP or an expert of which this rank has an inner ``size``."""
+    fc1 = {f"{prefix}up_proj": Rows(0, size)}
+    if shard.architecture.gated:
+        fc1 = {f"{prefix}gate_proj": Rows(0, size), f"{prefix}up_proj": Rows(size, size)}
+    return {"fc1": fc1, "fc2": {f"{prefix}down_proj": Rows(0, shard.architecture.hidden_size)}}

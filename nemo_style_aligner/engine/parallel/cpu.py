@@ -6,8 +6,8 @@ absent, its source is rewritten *as it is imported*, by the few rules below, and
 is present nothing here does anything.
 
 The rules turn CUDA devices, tensor types, streams' synchronisation and random states into their CPU
-counterparts, and create each group of a single rank only once. `tests/test_cpu_support.py` fails when an upgrade of
-megatron-core moves one of them.
+counterparts, and create each group of a single rank only once. Some modules get functions of ours (`_REPLACED`).
+`tests/test_cpu_support.py` fails when an upgrade of megatron-core moves one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,8 @@ class _RewritingLoader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
-        if module.__name__ == "megatron.core.tensor_parallel.random":
-            _use_cpu_random_states(module)
+        if replace := _REPLACED.get(module.__name__):
+            replace(module)
 
 
 def _compiled(source: str, path: str) -> types.CodeType:
@@ -181,3 +181,62 @@ def _use_cpu_random_states(module: types.ModuleType) -> None:
     module._set_cuda_rng_state = set_state  # type: ignore[attr-defined]
     # Each use of the tracker would warn that torch's CPU generator has moved: here that is the one it switches.
     logging.getLogger(module.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _use_torch_routers(module: types.ModuleType) -> None:
+    """Bind a function of Transformer Engine's that routers ask for, which old versions do not where it is missing."""
+    module.__dict__.setdefault("te_general_gemm", None)
+
+
+def _use_no_streams(module: types.ModuleType) -> None:
+    """Let experts' tokens be exchanged without a stream that brings their numbers to the CPU: they are there."""
+    import torch
+
+    def as_numpy(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                if isinstance(split := getattr(self, name), torch.Tensor):
+                    setattr(self, name, split.numpy())
+        return tokens_per_expert
+
+    dispatcher = module.MoEAlltoAllTokenDispatcher
+    if not hasattr(dispatcher, "_maybe_dtoh_and_synchronize") or not hasattr(dispatcher, "cuda_dtoh_stream"):
+        raise ImportError(f"{module.__name__} has no _maybe_dtoh_and_synchronize: unsupported megatron-core version")
+    dispatcher._maybe_dtoh_and_synchronize = as_numpy
+    dispatcher.cuda_dtoh_stream = object()  # else it makes one
+
+
+def _use_even_exchanges(module: types.ModuleType) -> None:
+    """Let tensor-parallel ranks exchange parts of different sizes, as experts do: over gloo they must be even."""
+    import torch
+    import torch.distributed as dist
+
+    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gathered(x: torch.Tensor, group: Any, output_split_sizes: Any = None, *options: Any) -> torch.Tensor:
+        if output_split_sizes is None:
+            return gather(x, group, None, *options)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = x.new_zeros(max(sizes), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scattered(x: torch.Tensor, group: Any, input_split_sizes: Any = None, *options: Any) -> torch.Tensor:
+        if input_split_sizes is None:
+            return scatter(x, group, None, *options)
+        summed = x.clone()
+        dist.all_reduce(summed, group=group)
+        return summed.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gathered, scattered  # type: ignore[attr-defined]
+
+
+_REPLACED: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.tensor_parallel.random": _use_cpu_random_states,
+    "megatron.core.tensor_parallel.mappings": _use_even_exchanges,
+    "megatron.core.transformer.moe.moe_utils": _use_torch_routers,
+    "megatron.core.transformer.moe.token_dispatcher": _use_no_streams,
+}
+"""What is done with a module once it is loaded."""

@@ -31,7 +31,11 @@ _CONTROL_MARGIN_MINUTES = 5.0  # for the leader to end a wait that ran out, befo
 
 @dataclasses.dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the tensor-, pipeline- and data-parallel groups and this rank's place in them."""
+    """Sizes of the tensor-, pipeline- and data-parallel groups and this rank's place in them.
+
+    A stage's ranks are divided once more for its layers' experts: ``etp_size`` neighbouring ranks share each expert,
+    ``ep_size`` such groups all experts, and the rest are replicas of these.
+    """
 
     tp_size: int
     pp_size: int
@@ -39,9 +43,29 @@ class ParallelLayout:
     tp_rank: int
     pp_rank: int
     dp_rank: int
+    ep_size: int = 1
+    etp_size: int = 1
+    ep_rank: int = 0
+    etp_rank: int = 0
 
     def __str__(self) -> str:
-        return f"tensor {self.tp_size} x pipeline {self.pp_size} x data {self.dp_size}"
+        of_experts = f", of experts: expert {self.ep_size} x tensor {self.etp_size}" if self.cuts_experts else ""
+        return f"tensor {self.tp_size} x pipeline {self.pp_size} x data {self.dp_size}{of_experts}"
+
+    @property
+    def cuts_experts(self) -> bool:
+        """Whether experts are divided otherwise than other weights."""
+        return (self.ep_size, self.etp_size) != (1, self.tp_size)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether data-parallel ranks have different experts, so that they can compute only together."""
+        return self.tp_size % (self.ep_size * self.etp_size) != 0
+
+    @property
+    def expert_dp_size(self) -> int:
+        """Ranks that have the same experts."""
+        return self.tp_size * self.dp_size // (self.ep_size * self.etp_size)
 
     @property
     def is_first_stage(self) -> bool:
@@ -60,7 +84,13 @@ def device() -> torch.device:
 
 
 def initialize_model_parallel(
-    tp_size: int, pp_size: int, seed: int, timeout_minutes: float = _TIMEOUT_MINUTES
+    tp_size: int,
+    pp_size: int,
+    seed: int,
+    timeout_minutes: float = _TIMEOUT_MINUTES,
+    *,
+    ep_size: int = 1,
+    etp_size: int | None = None,
 ) -> ParallelLayout:
     """Create megatron-core's process groups and seed every random stream.
 
@@ -69,9 +99,10 @@ def initialize_model_parallel(
 
     Args:
         timeout_minutes: of the groups' collectives.
+        ep_size, etp_size: ranks that share a layer's experts, and those that share each expert; None: ``tp_size``.
 
     Raises:
-        ValueError: the world size is not a multiple of ``tp_size * pp_size``.
+        ValueError: the world size is not a multiple of ``tp_size * pp_size``, or of ``ep_size * etp_size * pp_size``.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -81,9 +112,19 @@ def initialize_model_parallel(
             f"{world_size} ranks cannot be split into tensor_model_parallel_size={tp_size} x "
             f"pipeline_model_parallel_size={pp_size}: start a multiple of {tp_size * pp_size} ranks"
         )
+    etp_size = etp_size or tp_size
+    parts = ep_size * etp_size * pp_size
+    if parts < 1 or world_size % parts:
+        raise ValueError(
+            f"{world_size} ranks cannot be split into expert_model_parallel_size={ep_size} x "
+            f"expert_tensor_parallel_size={etp_size} x pipeline_model_parallel_size={pp_size}: "
+            f"start a multiple of {parts} ranks"
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
+        expert_model_parallel_size=ep_size,
+        expert_tensor_parallel_size=etp_size,
         distributed_timeout_minutes=timeout_minutes,
     )
     random.seed(seed)
@@ -106,6 +147,10 @@ def current_layout() -> ParallelLayout:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
     )
 
 

@@ -17,7 +17,8 @@ from flask.typing import ResponseReturnValue
 
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.serving.answers import Answer, Endpoint
-from nemo_style_aligner.engine.serving.bodies import Asked, BodyReader, RequestError, error_body, error_object
+from nemo_style_aligner.engine.serving.bodies import Asked, BodyReader
+from nemo_style_aligner.engine.serving.fields import RequestError, error_body, error_object
 from nemo_style_aligner.engine.serving.generation import Generation, Metrics, Ticket
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer
@@ -68,7 +69,10 @@ class ServedModel:
         self._name, self._request_seconds = name, request_seconds
         self._tokenizer, self._max_length = tokenizer, engine.max_sequence_length
         self._metrics, self._created = Metrics(), int(time.time())
-        self._bodies = BodyReader(tokenizer, name, self._max_length, engine.vocab_size, max_outstanding)
+        assert engine.grammars is not None, "an engine with the tokenizer's `vocabulary_options`"
+        self._bodies = BodyReader(
+            tokenizer, name, self._max_length, engine.vocab_size, max_outstanding, engine.grammars
+        )
         self.generation = Generation(engine, max_outstanding, self._metrics, group)
         self.server = WsgiServer(
             self._app(),

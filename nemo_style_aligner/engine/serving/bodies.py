@@ -1,7 +1,4 @@
-"""What clients ask of the OpenAI-compatible API: bodies of requests, read and checked field by field.
-
-A field that is unknown, or whose value would change the answer in a way that is not built, is refused by its name.
-"""
+"""What clients ask of the OpenAI-compatible API: bodies of requests, read and checked field by field."""
 
 from __future__ import annotations
 
@@ -12,50 +9,26 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemo_style_aligner.engine.contract import SamplingParams
-from nemo_style_aligner.engine.serving.tool_calls import CallForm, CallReader, find_form
+from nemo_style_aligner.engine.grammar import Grammars
+from nemo_style_aligner.engine.serving.fields import Fields, RequestError, is_text
+from nemo_style_aligner.engine.serving.forms import FormReader
+from nemo_style_aligner.engine.serving.tool_calls import CallForm, CallReader, find_form, quoted, thinks
 from nemo_style_aligner.engine.text.chat_rendering import ChatRenderer
 from nemo_style_aligner.engine.text.chats import REASONING_KEYS, Conversation, Turn, read_turn
 from nemo_style_aligner.engine.text.jsonl import DataError, Record
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError
-from nemo_style_aligner.guard.parsing import parse_json
-from nemo_style_aligner.guard.protocol import ProtocolError
 from nemo_style_aligner.guard.wanted import wanted
 
 MOST_ALTERNATIVES = 20  # that log-probs may be asked of, in the place of each token
-MOST_STOPS = 64
 MOST_BIASES = 1024
-LONGEST_STOP = 4096  # characters
 _SLICE = 4  # characters of a text, times the model's tokens, that are tokenized at once, while it may be too long
 _LEAST_PER_TOKEN = 32  # characters for which a token may stand, even if none is as long: spaces, and unknown ones
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 _LARGEST_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1  # what the model has room for is another matter, with an error of its own
-# Fields of OpenAI's API and of vLLM's, with the values that ask for nothing that is not built.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("priority", "no_repeat_ngram_size"), (0,)),
-    **dict.fromkeys(("length_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("structured_outputs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
-    **dict.fromkeys(("tools", "functions", "documents", "bad_words", "logits_processors"), ([],)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    **dict.fromkeys(("parallel_tool_calls", "spaces_between_special_tokens"), (True, False)),
-    **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("detokenize", "include_reasoning"), (True,)),
-    "echo": (False,),
-    "add_special_tokens": (False,),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-}
-# Fields that have no effect on an answer: whom it is for, and what is kept of it elsewhere.
-_WITHOUT_EFFECT = (
-    *("user", "metadata", "store", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention", "cache_salt"),
-)
 # Those of /inference/v1/generate besides, whose answers have no text.
 _WITHOUT_EFFECT_ON_IDS = (
     *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize"),
@@ -67,117 +40,13 @@ _NO_VARIABLES |= {"conversations", "chat_template", "return_assistant_tokens_mas
 _SEEN = {"tool_calls", "tool_call_id", *REASONING_KEYS}  # of messages: these are proved, or told by their order
 
 
-class RequestError(ProtocolError):
-    """A request that cannot be answered, as OpenAI's clients read it. ``param``: the field that it is about."""
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
-    ) -> None:
-        super().__init__(status, message, headers)
-        self.param, self.code = param, code
-
-
-def error_body(error: ProtocolError) -> bytes:
-    """An error in OpenAI's format, as JSON."""
-    return json.dumps({"error": error_object(error)}).encode()
-
-
-def error_object(error: ProtocolError) -> dict[str, Any]:
-    """What OpenAI's format says about an error."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
-    code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(error.status)
-    return {"message": error.message, "type": kind, "param": param, "code": code}
-
-
-class Fields:
-    """The fields of a request's JSON object, null being absent: each is taken once, `finish` refuses what is left."""
-
-    def __init__(self, fields: Mapping[str, Any], without_effect: Sequence[str] = _WITHOUT_EFFECT) -> None:
-        self._left = {name: value for name, value in fields.items() if value is not None}
-        self._without_effect = without_effect
-
-    @classmethod
-    def of(cls, body: bytes) -> Fields:
-        """The fields of a body."""
-        try:
-            fields = parse_json(body.decode(), unique=True)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(400, f"the body is not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise RequestError(400, "the body is not a JSON object")
-        return cls(fields)
-
-    def take(self, name: str, default: Any, meaning: str, is_right: Callable[[Any], bool]) -> Any:
-        """The field ``name``; a `RequestError` unless it ``is_right``, which is what ``meaning`` says."""
-        value = self._left.pop(name, None)
-        if value is None:
-            return default
-        if not is_right(value):
-            raise RequestError(400, f"'{name}' should be {meaning}, not {json.dumps(value)[:100]}", name)
-        return value
-
-    def whole(self, name: str, default: Any, low: int, high: int) -> Any:
-        """A whole number from ``low`` to ``high``; 2.0 is one."""
-
-        def is_right(value: Any) -> bool:
-            return (type(value) is int or (type(value) is float and value.is_integer())) and low <= value <= high
-
-        found = self.take(name, None, f"a whole number from {low} to {high}", is_right)
-        return default if found is None else int(found)
-
-    def number(self, name: str, default: float) -> float:
-        """A number."""
-        meaning = "a number of a usual size"
-        return float(self.take(name, default, meaning, lambda v: type(v) in (int, float) and abs(v) < 1e30))
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """true or false."""
-        return bool(self.take(name, default, "true or false", lambda value: isinstance(value, bool)))
-
-    def text(self, name: str, default: str | None = None) -> Any:
-        """A string."""
-        return self.take(name, default, "a string", lambda value: isinstance(value, str) and is_text(value))
-
-    def strings(self, name: str) -> tuple[str, ...]:
-        """A string that is not empty, or a list of some."""
-
-        def is_right(value: Any) -> bool:
-            items = [value] if isinstance(value, str) else value
-            is_short = isinstance(items, list) and len(items) <= MOST_STOPS  # each is looked for after each token
-            return is_short and all(isinstance(i, str) and 0 < len(i) <= LONGEST_STOP and is_text(i) for i in items)
-
-        meaning = f"a string of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} such strings"
-        value = self.take(name, [], meaning, is_right)
-        return (value,) if isinstance(value, str) else tuple(value)
-
-    def fields(self, name: str, without_effect: Sequence[str]) -> Fields:
-        """An object, whose fields are taken in the same way."""
-        return Fields(self.take(name, {}, "an object", lambda value: isinstance(value, dict)), without_effect)
-
-    def drop(self, name: str, nothing: Any) -> None:
-        """Take a field as absent if it is this."""
-        if self._left.get(name) is nothing:
-            self._left.pop(name, None)
-
-    def finish(self) -> None:
-        """Refuse what is left, unless it asks for nothing."""
-        for name, value in self._left.items():
-            if name in self._without_effect:
-                continue
-            if name not in _NEUTRAL:
-                raise RequestError(400, f"'{name}' is unknown, or not supported here", name, "unknown_parameter")
-            if value not in _NEUTRAL[name] or isinstance(value, bool) != isinstance(_NEUTRAL[name][0], bool):
-                raise RequestError(400, f"'{name}' is not supported here: leave it out", name, "unsupported_parameter")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids, and their text."""
+    """Token ids, and their text. ``begun``: what of the answer stands in a conversation's prompt already."""
 
     token_ids: list[int]
     text: str
+    begun: Literal["", "response", "thought"] = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,9 +79,22 @@ class Asked:
     reads_calls: Callable[[], CallReader] | None = None
 
 
-def is_text(text: str) -> bool:
-    """Whether it can be encoded: JSON can spell half of a surrogate pair."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Calls:
+    """The calls that responses may have.
+
+    Attributes:
+        reader: makes what reads them from one response.
+        lark: how they are written; see `FormReader.with_calls`, also for ``schemas``.
+        are_forced: a response is nothing else.
+        are_special: they begin with a special token, which the text of a response has only if it is asked for.
+    """
+
+    reader: Callable[[], CallReader]
+    lark: str
+    schemas: Mapping[int, dict[str, Any]]
+    are_forced: bool
+    are_special: bool
 
 
 def _are_flags(options: Mapping[str, Any]) -> bool:
@@ -227,10 +109,20 @@ class BodyReader:
         max_length: the most tokens of a prompt and a response.
         vocab_size: of the model.
         max_choices: the most responses to one request.
+        grammars: of the engine that answers.
     """
 
-    def __init__(self, tokenizer: Tokenizer, name: str, max_length: int, vocab_size: int, max_choices: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        name: str,
+        max_length: int,
+        vocab_size: int,
+        max_choices: int,
+        grammars: Grammars,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._forms = FormReader(grammars)
         self._name = name
         self._max_length, self._vocab_size, self._max_choices = max_length, vocab_size, max_choices
         self._per_token = max(_LEAST_PER_TOKEN, tokenizer.longest_token)
@@ -265,7 +157,7 @@ class BodyReader:
         fields = self._fields(body)
         tools = self._tools(fields)
         prompt = self._conversation(fields, tools)
-        reads_calls = self._reads_calls(fields, tools, prompt)
+        calls = self._calls(fields, tools, prompt)
         old = fields.whole("max_tokens", None, 1, _MOST_TOKENS)  # OpenAI's former name
         max_tokens = fields.whole("max_completion_tokens", old, 1, _MOST_TOKENS)
         if old not in (None, max_tokens):
@@ -275,9 +167,12 @@ class BodyReader:
         if num_top and not has_logprobs:
             raise RequestError(400, "'top_logprobs' needs 'logprobs': true", "top_logprobs")
         room = max(1, self._max_length - len(prompt.token_ids))
-        asked = self._asked(fields, [prompt], max_tokens or room, num_top if has_logprobs else None, False)
-        is_marked = reads_calls is not None and self._call_form_is_special
-        return dataclasses.replace(asked, reads_calls=reads_calls, keeps_special=asked.keeps_special or is_marked)
+        top = num_top if has_logprobs else None
+        asked = self._asked(fields, [prompt], max_tokens or room, top, False, calls=calls)
+        if calls is None:
+            return asked
+        keeps_special = asked.keeps_special or calls.are_special
+        return dataclasses.replace(asked, reads_calls=calls.reader, keeps_special=keeps_special)
 
     def to_tokenize(self, body: bytes) -> list[int]:
         """The token ids that a request to /tokenize wants."""
@@ -317,6 +212,7 @@ class BodyReader:
         num_top: int | None,
         echo: bool,
         around: Fields | None = None,
+        calls: _Calls | None = None,
     ) -> Asked:
         """What is common to all endpoints. ``around``: where fields stand that are not about sampling, if elsewhere."""
         around = around or fields
@@ -331,7 +227,7 @@ class BodyReader:
         streams, includes_usage = self._stream(around)
         asked = Asked(
             prompts=prompts,
-            sampling=self._sampling(fields, max_tokens),
+            sampling=self._sampling(fields, max_tokens, self._grammar(fields, prompts[0], calls)),
             num_choices=num_choices,
             seed=fields.whole("seed", secrets.randbelow(_LARGEST_SEED), -(2**63), _LARGEST_SEED),
             num_top=num_top,
@@ -357,15 +253,33 @@ class BodyReader:
             raise RequestError(400, "'stream_options' needs 'stream', and has 'include_usage' alone", "stream_options")
         return streams, bool(options.get("include_usage"))
 
-    def _sampling(self, fields: Fields, max_tokens: int) -> SamplingParams:
+    def _grammar(self, fields: Fields, prompt: Prompt, calls: _Calls | None) -> str | None:
+        """The grammar of responses, if something is asked of their form."""
+        (name, answer), is_forced = self._forms.grammar(fields), calls is not None and calls.are_forced
+        if answer is None and not is_forced:
+            return None
+        if answer is not None and is_forced:
+            raise RequestError(400, f"'{name}' has no part in forced calls: leave it or 'tool_choice' out", name)
+        name = name or "tool_choice"
+        if prompt.begun == "thought" and answer is not None:
+            message = "the chat template begins a thought, in which the answer would stand: switch thoughts off in"
+            raise RequestError(400, f"'{name}': {message} 'chat_template_kwargs', if it can do that", name)
+        if prompt.begun == "response":
+            raise RequestError(400, f"'{name}' is not supported for a response that is begun", name)
+        return answer if calls is None else self._forms.with_calls(calls.lark, answer, calls.schemas)
+
+    def _sampling(self, fields: Fields, max_tokens: int, grammar: str | None) -> SamplingParams:
         temperature, top_p = fields.number("temperature", 1.0), fields.number("top_p", 1.0)
-        ignores_eos = fields.flag("ignore_eos")
+        ignores_eos, min_tokens = fields.flag("ignore_eos"), fields.whole("min_tokens", 0, 0, max_tokens)
+        if grammar is not None and (ignores_eos or min_tokens):
+            name = "ignore_eos" if ignores_eos else "min_tokens"
+            raise RequestError(400, f"'{name}' is not supported for an answer whose form says where it ends", name)
         ends = fields.strings("stop")
         try:
             self._tokenizer.check_end_strings(ends)
             return SamplingParams(
                 max_new_tokens=max(1, max_tokens),
-                min_new_tokens=fields.whole("min_tokens", 0, 0, max_tokens),
+                min_new_tokens=min_tokens,
                 use_greedy=0 in (temperature, top_p),
                 temperature=temperature or 1.0,
                 top_k=max(0, fields.whole("top_k", 0, -1, self._vocab_size)),
@@ -378,6 +292,7 @@ class BodyReader:
                 stop_token_ids=self._stop_token_ids(fields),
                 stop_strings=tuple(dict.fromkeys([*ends, *(() if ignores_eos else self._learnt_ends)])),
                 ignore_eos=ignores_eos,
+                grammar=grammar,
             )
         except TokenizerError as error:
             raise RequestError(400, str(error), "stop") from error
@@ -501,7 +416,7 @@ class BodyReader:
         except DataError as error:
             raise RequestError(400, str(error), "tools" if "'tools'" in str(error) else "messages") from error
         ids = self._tokenizer.with_bos(self._ids(text, "messages"), renderer.begins_with_bos(None))
-        return Prompt(token_ids=ids, text=text)
+        return Prompt(token_ids=ids, text=text, begun="response" if continues else "thought" if thinks(text) else "")
 
     # ---- tools ----------------------------------------------------------------------------------
 
@@ -520,17 +435,12 @@ class BodyReader:
             raise RequestError(400, "'tools' holds an unpaired surrogate, which is not a valid character", "tools")
         return given
 
-    def _reads_calls(
-        self, fields: Fields, tools: Sequence[Mapping[str, Any]], prompt: Prompt
-    ) -> Callable[[], CallReader] | None:
-        """What reads calls from responses, if there may be some."""
+    def _calls(self, fields: Fields, tools: Sequence[Mapping[str, Any]], prompt: Prompt) -> _Calls | None:
+        """The calls that responses may have, if there may be some."""
         if not tools:
             return None  # what the other fields ask for is nothing, or refused
-        choice = fields.take("tool_choice", "auto", "'auto' or 'none'", lambda value: isinstance(value, str | dict))
-        if choice not in ("auto", "none"):
-            raise RequestError(
-                400, "'tool_choice' is supported as 'auto' and 'none': calls are not forced here", "tool_choice"
-            )
+        meaning = "'auto', 'none', 'required' or a function"
+        choice = fields.take("tool_choice", "auto", meaning, lambda value: isinstance(value, str | dict))
         reads_one, form = not fields.flag("parallel_tool_calls", True), self._call_form
         if choice == "none":
             return None
@@ -538,19 +448,41 @@ class BodyReader:
             raise RequestError(
                 400, "the model's chat template shows no calls, or none in a form that is read here", "tools"
             )
-        names = {tool["function"]["name"] for tool in tools}
-        return functools.partial(CallReader, form, names, prompt.text, reads_one=reads_one)
+        numbers = self._chosen(choice, tools)
+        schemas = {number: tools[number]["function"].get("parameters", {}) for number in numbers}
+        names = [tools[number]["function"]["name"] for number in numbers]
+        reader = functools.partial(CallReader, form, set(names), prompt.text, reads_one=reads_one)
+        by_name = dict(zip(names, schemas.values(), strict=True))
+        return _Calls(
+            reader=reader,
+            lark=form.lark(by_name, self._in_lark, several=not reads_one, thinks=prompt.begun == "thought"),
+            schemas=schemas,
+            are_forced=choice != "auto",
+            are_special=self._is_special(form.start),
+        )
+
+    def _chosen(self, choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+        """The numbers of the tools that ``tool_choice`` lets a response call."""
+        if choice in ("auto", "required"):
+            return range(len(tools))
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        found = [number for number, tool in enumerate(tools) if tool["function"]["name"] == name]
+        if not found:
+            message = "'tool_choice' should be 'auto', 'none', 'required' or one of the functions of 'tools'"
+            raise RequestError(400, f"{message}, not {json.dumps(choice)[:100]}", "tool_choice")
+        return found[:1]
 
     @functools.cached_property
     def _call_form(self) -> CallForm | None:
         return find_form(self._tokenizer)
 
-    @property
-    def _call_form_is_special(self) -> bool:
-        """Whether calls begin with a special token, which the text of a response has only if it is asked for."""
-        return self._call_form is not None and self._tokenizer.token_to_id(self._call_form.start) in (
-            self._tokenizer.special_ids
-        )
+    def _is_special(self, text: str) -> bool:
+        return self._tokenizer.token_to_id(text) in self._tokenizer.special_ids
+
+    def _in_lark(self, text: str) -> str:
+        """A text of a response: as the special token that it is, or by its characters."""
+        return f"<[{self._tokenizer.token_to_id(text)}]>" if self._is_special(text) else quoted(text)
 
     def _template_variables(self, fields: Fields) -> dict[str, Any]:
         """``chat_template_kwargs``; a `RequestError` for what would have no effect, or is another field's."""

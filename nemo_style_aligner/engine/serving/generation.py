@@ -19,7 +19,8 @@ from nemo_style_aligner.engine.contract import NO_WEIGHTS, FinishReason, Generat
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Task
 from nemo_style_aligner.engine.lockstep import Lockstep
-from nemo_style_aligner.engine.serving.bodies import Asked, RequestError
+from nemo_style_aligner.engine.serving.bodies import Asked
+from nemo_style_aligner.engine.serving.fields import RequestError
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.errors import end_process
 from nemo_style_aligner.seeds import derive_seed
@@ -265,6 +266,10 @@ class Generation:
             if choice.sequence is None:
                 self._metrics.first_token_seconds.observe(time.monotonic() - ticket.arrived)
             choice.sequence = sequence
+            if sequence.failure is not None and not sequence.is_in_slot:
+                self._refuse([choice], 400, f"the response cannot be held to its grammar: {sequence.failure}")
+                ticket.unfinished -= 1
+                continue
             if not sequence.is_in_slot:
                 del self._running[sequence.request.request_id]
                 ticket.unfinished -= 1

@@ -6,12 +6,14 @@ reads whole responses: streams would need these readers all the same.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_style_aligner.engine.grammar import with_options
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError
 
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
@@ -37,12 +39,16 @@ class CallForm:
         end: what follows the JSON.
         behind_name: what stands between a call's name and its arguments, where the JSON is of these alone.
         is_whole: calls, with semicolons between them, are all of a response, with ``start`` or without.
+        is_list: the template shows the JSON as a list.
+        key: of the arguments, as the template shows them.
     """
 
     start: str
     end: str = ""
     behind_name: str = ""
     is_whole: bool = False
+    is_list: bool = False
+    key: str = "arguments"
 
     def begins_at(self, text: str, may_be_whole: bool) -> int:
         """Where calls may begin, or -1."""
@@ -63,6 +69,35 @@ class CallForm:
             return None if self.is_whole and at < len(text) else (calls, at)
         except (ValueError, RecursionError):
             return None
+
+    def lark(
+        self, schemas: Mapping[str, Mapping[str, Any]], marker: Callable[[str], str], *, several: bool, thinks: bool
+    ) -> str:
+        """How calls of functions are written, as rules in Lark, of which ``calls`` is that of one or more.
+
+        Args:
+            schemas: of the arguments, by the functions' names.
+            marker: says ``start`` or another mark in Lark: as text or as a token.
+            several: there may be more than one.
+            thinks: they stand behind the rest of a thought.
+        """
+        rules = [r"space: /[ \n]{0,4}/", "call: " + " | ".join(f"call_{number}" for number in range(len(schemas)))]
+        for number, (name, schema) in enumerate(schemas.items()):
+            rules.append(f"call_{number}: {self._lark_of_call(name, f'arguments_{number}', marker)}")
+            rules.append(f"arguments_{number}: %json {json.dumps(with_options({'type': 'object', **schema}))}")
+        held = f"{quoted('[')} space {_many('call', several, quoted(','))} space {quoted(']')}"
+        body = [marker(self.start), "" if self.behind_name else "space", held if self.is_list else "call"]
+        rules.append(" ".join(["block:", *body, f"space {marker(self.end)}" if self.end else ""]))
+        end = marker(_END_OF_THOUGHT)
+        rules.append(f"thought[suffix={end}]: /(.|\\n)*/" if end.startswith('"') else f"thought: /(.|\\n)*/ {end}")
+        calls = _many("call", several, quoted(";")) if self.is_whole else _many("block", several and not self.is_list)
+        return "\n".join([*rules, f"calls: {'thought space ' * thinks}{calls}"])
+
+    def _lark_of_call(self, name: str, arguments: str, marker: Callable[[str], str]) -> str:
+        if self.behind_name:
+            return f"{quoted(name)} {marker(self.behind_name)} {arguments}"
+        parts = ("{", '"name"', ":", json.dumps(name, ensure_ascii=False), ",", f'"{self.key}"', ":")
+        return " space ".join([*map(quoted, parts), arguments, quoted("}")])
 
     def _read_block(self, text: str, at: int) -> tuple[list[Call], int]:
         name = None
@@ -86,6 +121,21 @@ _FORMS = (
 )
 
 
+def _many(rule: str, several: bool, between: str = "") -> str:
+    """One ``rule`` in Lark, or one or more of it."""
+    return f"{rule} ({between} space {rule})*" if several else rule
+
+
+def quoted(text: str) -> str:
+    """A text in Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def thinks(prompt: str) -> bool:
+    """Whether a prompt ends with the beginning of a thought."""
+    return prompt.rstrip().endswith(_THOUGHT)
+
+
 def find_form(tokenizer: Tokenizer) -> CallForm | None:
     """The form in which the chat template shows calls; None: it shows none, or in another form."""
     name, arguments = _PROBE
@@ -100,7 +150,11 @@ def find_form(tokenizer: Tokenizer) -> CallForm | None:
     except TokenizerError:
         return None
     answer = whole[len(prompt) :] if whole.startswith(prompt) else whole.rpartition(_QUESTION)[2]
-    return next((form for form in _FORMS if _reads_probe(form, answer)), None)
+    found = next((form for form in _FORMS if _reads_probe(form, answer)), None)
+    if found is None:
+        return None
+    is_list = not found.behind_name and answer.partition(found.start)[2].lstrip().startswith("[")
+    return dataclasses.replace(found, is_list=is_list, key="parameters" if '"parameters"' in answer else "arguments")
 
 
 def _reads_probe(form: CallForm, answer: str) -> bool:
@@ -123,7 +177,7 @@ class CallReader:
     def __init__(self, form: CallForm, names: Collection[str], begun: str, *, reads_one: bool) -> None:
         self._form, self._names, self._reads_one = form, names, reads_one
         self._held = ""
-        self._thinks = begun.rstrip().endswith(_THOUGHT)
+        self._thinks = thinks(begun)
         self._is_begun = self._is_over = self._follows_call = False
         self.num_calls = 0
 

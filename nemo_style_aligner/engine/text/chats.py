@@ -1,6 +1,7 @@
 """Conversations as data have them: OpenAI's and Anthropic's ``messages``, NeMo's and ShareGPT's ``conversations``.
 
-And Alpaca's ``instruction``, ``input``, ``output`` (with LLaMA-Factory's ``system`` and ``history``).
+And Alpaca's ``instruction``, ``input``, ``output`` (with LLaMA-Factory's ``system`` and ``history``), or a ``question``
+and its ``answer``.
 
 `chat_rendering` turns them into text.
 """
@@ -19,7 +20,11 @@ from nemo_style_aligner.guard.parsing import parse_json
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 CONVERSATION_KEYS = ("messages", "conversations")
-_OTHER_FORMS = frozenset(("prompt", "question", "query", "response", "completion", "chosen", "rejected"))
+_ANSWERS = {"instruction": "output", "question": "answer"}
+"""Keys of what is asked, and of what is said to it."""
+_OF_PAIRS = frozenset(("text", "input", "output"))
+_BESIDE_QUESTIONS = ("context", "passage", "history", "choices", "options")
+_OTHER_FORMS = frozenset(("prompt", "query", "response", "completion", "chosen", "rejected"))
 
 # Names of speakers in well-known data, and the roles that they have in chat templates.
 _KINDS: Mapping[str, str] = {
@@ -79,20 +84,52 @@ def is_conversation(record: Record) -> bool:
 
 
 def is_instruction(record: Record) -> bool:
-    """Whether a line is of Alpaca's form, with an ``output`` or without."""
+    """Whether a line is of Alpaca's form, with an ``output`` or without, or a ``question``."""
+    return _asking_key(record) is not None
+
+
+def _asking_key(record: Record) -> str | None:
+    """The key of a line that asks without being a list of turns; None if there is none, or another form's key."""
     given = {key for key, value in record.fields.items() if value}  # data from tables have every key in every line
-    return "instruction" in given and not given & {*CONVERSATION_KEYS, *_OTHER_FORMS}
+    if given & {*CONVERSATION_KEYS, *_OTHER_FORMS}:
+        return None
+    if "instruction" in given:
+        return None if "question" in given else "instruction"
+    return "question" if "question" in given and not given & _OF_PAIRS else None
 
 
-def read_conversation(record: Record) -> Conversation:
-    """A line's conversation.
+def form_of(record: Record) -> str:
+    """The form of a line, in words for people."""
+    keys = {key for key, value in record.fields.items() if value is not None}
+    if "messages" in keys:
+        return "OpenAI's messages"
+    if "conversations" in keys:
+        turns = record.fields["conversations"]
+        names = {turn.get("from") for turn in turns if isinstance(turn, dict)} if isinstance(turns, list) else set()
+        return "ShareGPT's conversations" if {"human", "gpt"} & names else "NeMo's conversations"
+    if (asking := _asking_key(record)) is not None:
+        return "Alpaca's instruction, input and output" if asking == "instruction" else "question and answer"
+    known = (
+        (("chosen", "rejected"), "prompt, chosen and rejected, as TRL has them"),
+        (("chosen_response", "rejected_response"), "NeMo-Aligner's chosen_response and rejected_response"),
+        (("completion", "label"), "TRL's prompt, completion and label"),
+        (("response", "preference"), "NeMo-Aligner's prompt, response and preference"),
+        (("text", "label"), "texts with labels"),
+        (("text",), "texts"),
+        (("input", "output"), "pairs of input and output"),
+    )
+    return next((form for needed, form in known if keys.issuperset(needed)), f"keys {', '.join(sorted(keys))}")
+
+
+def read_conversation(record: Record, *, as_prompt: bool = False) -> Conversation:
+    """A line's conversation; ``as_prompt`` without the answer to a question, which then is the right one.
 
     Raises:
         DataError: the line is none.
     """
     system = system_turn(record)
     if is_instruction(record):
-        return Conversation([*system, *_instruction_turns(record)])
+        return Conversation([*system, *_instruction_turns(record, as_prompt)])
     turns = read_messages(record, "messages") if "messages" in record.fields else _nemo_turns(record)
     return Conversation([*system, *turns], read_tools(record))
 
@@ -132,7 +169,9 @@ def read_turn(message: Record) -> Turn:
     is_learnt = _is_learnt(message)
     extras.pop("weight", None)
     content = extras.pop("content", None)
-    if content is not None or "tool_calls" not in extras:
+    if isinstance(content, list):
+        content = _joined_parts(message, content)
+    elif content is not None or "tool_calls" not in extras:
         content = message.text("content")
     role = message.text("role")
     del extras["role"]
@@ -140,6 +179,17 @@ def read_turn(message: Record) -> Turn:
     for key, value in extras.items():
         message.check_characters(key, json.dumps(value, ensure_ascii=False))
     return Turn(role, kind, content, kind == "assistant" and is_learnt, extras=extras)
+
+
+def _joined_parts(message: Record, parts: list[Any]) -> str:
+    """The text of a message that OpenAI's API has in parts, which are of text alone."""
+    given = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(given) != len(parts) or not all(isinstance(part, str) for part in given):
+        kinds = dict.fromkeys(str(part.get("type")) if isinstance(part, dict) else "no object" for part in parts)
+        message.fail(f"'content' has parts of the types {', '.join(kinds)}: only parts of the type text can be learnt")
+    text = "".join(map(str, given))
+    message.check_characters("content", text)
+    return text
 
 
 def _is_learnt(turn: Record) -> bool:
@@ -170,15 +220,23 @@ def _refuse_old_key(record: Record, key: str) -> None:
         record.fail(f"{key!r} is OpenAI's old form of {_OLD_KEYS[key]!r}, which chat templates do not know: rename it")
 
 
-def _instruction_turns(record: Record) -> list[Turn]:
-    """The turns of Alpaca's form: instruction and input are one message; earlier ones are pairs in ``history``."""
-    asked = "\n".join(record.text(key) for key in ("instruction", "input") if record.fields.get(key))
+def _instruction_turns(record: Record, as_prompt: bool) -> list[Turn]:
+    """The turns of Alpaca's form: instruction and input are one message; earlier ones are pairs in ``history``.
+
+    Or of a question and its answer, which is left out ``as_prompt``.
+    """
+    asking = _asking_key(record) or "instruction"
+    if asking == "question":
+        for key in filter(record.fields.get, _BESIDE_QUESTIONS):
+            record.fail(f"{key!r} would not be asked: put it into 'question', or give 'messages'")
+    asked = "\n".join(record.text(key) for key in (asking, "input") if record.fields.get(key))
     history = record.fields.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         record.fail("'history' should be a list of pairs, of an instruction and its output")
     said = [*(text for pair in history for text in pair), asked]
-    if record.fields.get("output") is not None:
-        said.append(record.text("output"))
+    is_told = asking == "instruction" or not as_prompt
+    if is_told and record.fields.get(_ANSWERS[asking]) is not None:
+        said.append(record.text(_ANSWERS[asking]))
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
     return [read_turn(Record(record.path, record.line, message)) for message in messages]

@@ -22,6 +22,7 @@ from nemo_style_aligner import activity
 from nemo_style_aligner.engine.parallel.machine import available_cores, ranks_on_this_machine
 from nemo_style_aligner.engine.text.helper_process import HelperProcess
 from nemo_style_aligner.engine.text.jsonl import Counts, DataError, Record, parse_line, read_lines
+from nemo_style_aligner.engine.text.tables import bytes_of_text
 from nemo_style_aligner.wording import some_of
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 LARGE = 1 << 20
 """Bytes of text. Less is tokenized within a second or two, and a process gets no less."""
 
-_PACKED = 4  # times as much text is in a compressed file
 _TOLD_SECONDS = 30.0
 _LINES = 256  # of a batch; an even number, since two lines may be a pair
 _SECONDS = 900.0  # for a batch, whatever its template does
@@ -126,8 +126,7 @@ def encode_files(paths: Sequence[str | Path], encoder: TextEncoder) -> Samples:
     Raises:
         DataError: a file or a line is not as it should be; the first such line counts.
     """
-    sizes = [(path, os.path.getsize(path)) for path in map(Path, paths) if path.is_file()]
-    total = sum(size * (_PACKED if path.suffix == ".gz" else 1) for path, size in sizes)
+    total = sum(map(bytes_of_text, map(Path, paths)))
     processes = min(available_cores() // ranks_on_this_machine(), total // LARGE)
     tell = _progress(some_of([str(path) for path in paths]), total)
     made: list[Samples] = []

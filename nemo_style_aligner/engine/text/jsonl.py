@@ -1,4 +1,7 @@
-"""Read and write JSON Lines files. Every error about a line names the file, the line and what is wrong."""
+"""Read and write data files. Every error about a line names the file, the line and what is wrong.
+
+Files hold JSON lines; others are read as if they did, see `tables`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_style_aligner.errors import LFS_POINTER, UserError, is_lfs_pointer
+from nemo_style_aligner.engine.text.tables import DataError as DataError
+from nemo_style_aligner.engine.text.tables import opened, rows_of, why_no_data
+from nemo_style_aligner.errors import LFS_POINTER, is_lfs_pointer
 from nemo_style_aligner.guard.parsing import MAX_BYTES, parse_json
 from nemo_style_aligner.guard.trusted_paths import unless_planted
 
@@ -25,10 +30,6 @@ Counts = Counter[Any]
 def seen(counts: Counts, what: str) -> list[Any]:
     """What was seen of a kind, in order."""
     return [key[1:] for key in counts if key[0] == what]
-
-
-class DataError(UserError, ValueError):
-    """A data file does not hold what it should."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,28 @@ def _excerpt(value: Any) -> str:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers; one whose name ends with ``.gz`` is decompressed. Blank ones are skipped.
+    """The lines of a data file with their numbers; the rows of other files than JSON lines are lines, too (`tables`).
 
     Raises:
         DataError: the file is missing, empty, damaged or a pointer of Git LFS, or a line is too long.
     """
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    if is_lfs_pointer(path):
+    if reason := why_no_data(path):
+        raise DataError(f"{path}: {reason}")
+    if path.is_file() and is_lfs_pointer(path):
         raise DataError(f"{path} {LFS_POINTER}")
     count = 0
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+    for number, raw in rows_of(path) or _lines(path):
+        count += 1
+        yield number, raw
+    if not count:
+        raise DataError(f"{path}: the file holds no records")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Of a file of JSON lines; blank ones are skipped."""
+    number = 0
+    with opened(path) as file:
         try:
             for number, raw in enumerate(iter(functools.partial(file.readline, MAX_BYTES + 1), b""), start=1):
                 if len(raw) > MAX_BYTES:
@@ -96,12 +107,9 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
                 if number == 1:  # a byte order mark, which some editors put before the first line, is not data
                     raw = raw.removeprefix(codecs.BOM_UTF8)
                 if raw.strip():
-                    count += 1
                     yield number, raw
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}: damaged after line {count}: {error}") from error
-    if not count:
-        raise DataError(f"{path}: the file holds no records")
+            raise DataError(f"{path}: damaged after line {number}: {error}") from error
 
 
 def read_jsonl(path: str | Path) -> list[Record]:

@@ -269,7 +269,7 @@ def _prompt(record: Record, chats: ChatRenderer) -> ScoredText:
         )
     if "text" in record.fields:
         return ScoredText(record, "", record.text("text"))
-    return ScoredText(record, "", chats.prompt(record, read_conversation(record)), is_chat=True)
+    return ScoredText(record, "", chats.prompt(record, read_conversation(record, as_prompt=True)), is_chat=True)
 
 
 class PlainEncoder(TextEncoder):

@@ -212,9 +212,7 @@ class Tokenizer(ABC):
         piece = self.piece(token_id)
         if byte := _BYTE_PIECE.fullmatch(piece):
             return bytes([int(byte[1], 16)])
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-        spelt_as = {character: byte for byte, character in bytes_to_unicode().items()}
+        spelt_as = _spelt_bytes()
         return bytes(map(spelt_as.__getitem__, piece)) if set(piece) <= spelt_as.keys() else text.encode()
 
     @abstractmethod
@@ -502,6 +500,14 @@ class SentencePieceTokenizer(Tokenizer):
             )
             return files
         return files | {"tokenizer.json": fast.to_str(pretty=True).encode()}
+
+
+@functools.cache
+def _spelt_bytes() -> dict[str, int]:
+    """Bytes by the characters that stand for them in byte-level vocabularies."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _config_in(files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from nemo_style_aligner.engine.text.tokenizer import (
     load_tokenizer,
     tokenizer_files,
 )
+from nemo_style_aligner.engine.weights.expert_families import own_name, stored_name
 from nemo_style_aligner.engine.weights.huggingface_config import FAMILIES, hf_config, hf_family, read_architecture
 from nemo_style_aligner.engine.weights.layout import fused_name, hf_tensors, weight_layout
 from nemo_style_aligner.errors import LFS_POINTER, is_lfs_pointer
@@ -90,13 +91,14 @@ class HuggingFaceCheckpoint:
             raise FileNotFoundError(f"{self.directory} lacks {some_of(missing)}{hint}")
         self._places: dict[str, _Place] = {}
         for file in (_open_safetensors(self.directory / name) for name in files):
-            for name in file.keys():  # noqa: SIM118 (not a dict)
+            for stored in file.keys():  # noqa: SIM118 (not a dict)
+                name = own_name(stored)
                 if name in self._places:
-                    raise ValueError(f"{self.directory} has two tensors {name}, in two of its files")
+                    raise ValueError(f"{self.directory} has two tensors {stored}, in two of its files")
                 if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old Llama checkpoints carry
-                    self._places[name] = _Place(file, name, 0, tuple(file.get_slice(name).get_shape()))
+                    self._places[name] = _Place(file, stored, 0, tuple(file.get_slice(stored).get_shape()))
         for name, place in self._places.items():
-            if (dtype := place.file.get_slice(name).get_dtype()) not in _DTYPES:
+            if (dtype := place.file.get_slice(place.stored).get_dtype()) not in _DTYPES:
                 raise ValueError(
                     f"{self.directory}: {name} is of type {dtype}, as quantized weights are: take the model's "
                     "unquantized weights (bf16, fp16 or fp32)"
@@ -197,8 +199,8 @@ def write_checkpoint(
     work = (target if exists else target.parent) / _unfinished(target)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    is_fused = FAMILIES[family].fused
-    dtype = _write_shards(work, _fused(weights) if is_fused else weights, max_shard_bytes)
+    weights = _fused(weights) if FAMILIES[family].fused else weights
+    dtype = _write_shards(work, ((stored_name(family, name), t) for name, t in weights), max_shard_bytes)
     token_ids = {}
     if tokenizer_dir:
         copy_tokenizer_files(tokenizer_dir, work)

@@ -20,6 +20,7 @@ from nemo_style_aligner.engine.architecture import (
     ModelArchitecture,
 )
 from nemo_style_aligner.engine.rope import RopeScaling
+from nemo_style_aligner.engine.weights.expert_families import EXPERT_FAMILIES, can_express
 from nemo_style_aligner.engine.weights.foreign import refuse_nemo_2
 from nemo_style_aligner.guard.parsing import read_json
 from nemo_style_aligner.wording import download_hint
@@ -96,6 +97,8 @@ FAMILIES: dict[str, Family] = {
     "ministral": Family("Ministral", bias_keys=(), windows="any"),
     "qwen2": Family("Qwen2", {"qkv_bias": True}, bias_keys=(), windows="any", window_flag=True),
     "qwen3": Family("Qwen3", {"qk_layernorm": True}, windows="any", window_flag=True),
+    "qwen3_moe": Family("Qwen3Moe", {"qk_layernorm": True}, windows="all", window_flag=True),
+    "mixtral": Family("Mixtral", bias_keys=(), windows="all"),
     "nemotron": Family(
         "Nemotron",
         {"gated": False, "normalization": "layernorm1p"},
@@ -200,6 +203,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
             "channels. If this one was trained that way, remove the key"
         )
     heads, scaling = config["num_attention_heads"], _rope_scaling(rope, config["max_position_embeddings"])
+    experts, dense_layers = EXPERT_FAMILIES[name].read(config) if name in EXPERT_FAMILIES else (None, ())
     return ModelArchitecture(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -217,6 +221,8 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
         no_rope_layers=_no_rope_layers(config) if family.no_rope_layers else (),
         **_windows(family, config),
         **{field: _value(family, field, config) for field in (*_FEATURES, "layernorm_epsilon")},
+        experts=experts,
+        dense_layers=dense_layers,
         init_method_std=config["initializer_range"],
         family=name,
     )
@@ -371,10 +377,10 @@ def hf_family(architecture: ModelArchitecture) -> str:
         ValueError: no family can.
     """
     for name in dict.fromkeys((architecture.family, *FAMILIES)):
-        if name in FAMILIES and _can_express(FAMILIES[name], architecture):
+        if name in FAMILIES and _can_express(FAMILIES[name], architecture) and can_express(name, architecture):
             return name
     named = (*_FEATURES, "bias", "rotary_percentage", "rope_scaling", "no_rope_layers", "sliding_window")
-    named += ("windowed_layers", "local_rotary_base")
+    named += ("windowed_layers", "local_rotary_base", "experts", "dense_layers")
     has = [f"{name}={getattr(architecture, name)}" for name in named if getattr(architecture, name) != DEFAULTS[name]]
     raise ValueError(f"no Hugging Face family ({', '.join(FAMILIES)}) combines this model's {', '.join(has)}")
 
@@ -481,6 +487,8 @@ def hf_config(
         config["rope_scaling"] = a.rope_scaling.to_mapping()
     if a.rope_scaling is not None and a.rope_scaling.rope_type == "longrope":
         config["original_max_position_embeddings"] = a.rope_scaling.original_max_position_embeddings
+    if a.experts is not None:
+        config |= EXPERT_FAMILIES[model_type].write(a)
     config |= dict.fromkeys(family.bias_keys, a.bias)
     if family.partial_rotary:
         config["partial_rotary_factor"] = a.rotary_percentage

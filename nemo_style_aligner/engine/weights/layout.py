@@ -27,6 +27,8 @@ from nemo_style_aligner.wording import some_of
 if TYPE_CHECKING:
     import torch
 
+    from nemo_style_aligner.engine.parallel.groups import ParallelLayout
+
 Order = Literal["plain", "vocabulary", "query groups", "gated"]
 
 _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
@@ -54,6 +56,7 @@ _MEGATRON_NORMS = {
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_BIAS = "score.bias"
+ROUTER_BIAS = "e_score_correction_bias"
 PADDING = -1  # the `part` of a segment that comes from no tensor
 
 
@@ -96,6 +99,8 @@ class LayoutEntry:
         total: length of ``split_dim`` over all ranks, padding included.
         is_copy: the tied embedding's copy on the last pipeline stage; read on import, skipped on export.
         optional: absent from some checkpoints, which means zero.
+        expert: the expert of its layer that it belongs to (0-based), whose matrices are cut over the ranks of
+            expert tensor parallelism; None: every rank of a stage has it, or its part of it.
     """
 
     megatron_names: tuple[str, ...]
@@ -107,6 +112,7 @@ class LayoutEntry:
     is_copy: bool = False
     optional: bool = False
     group_rows: tuple[int, ...] = ()  # of "query groups": rows of q, k and v in one group
+    expert: int | None = None
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
         """Shape of one rank's shard."""
@@ -114,6 +120,16 @@ class LayoutEntry:
         if self.split_dim is not None:
             shape[self.split_dim] = self.total // tp_size
         return tuple(shape)
+
+    def cut(self, layout: ParallelLayout) -> tuple[int, int]:
+        """How many ranks of a stage share it, and this rank's number among them."""
+        if self.expert is None:
+            return layout.tp_size, layout.tp_rank
+        return layout.etp_size, layout.etp_rank
+
+    def owner(self, num_experts: int, ep_size: int) -> int | None:
+        """The rank of each expert-parallel group that has it; None: all do."""
+        return None if self.expert is None else self.expert // (num_experts // ep_size)
 
     def stage(self, num_layers: int, pp_size: int) -> int:
         """The pipeline stage that holds it; layers are spread evenly."""
@@ -200,6 +216,13 @@ def fused_name(name: str) -> str:
     return f"{parent}.{_FUSED[last]}.{kind}" if last in _FUSED else name
 
 
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor of a model whose weights are of ``dtype``: routers' biases are always in fp32."""
+    import torch
+
+    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
+
+
 def hf_tensors(entries: tuple[LayoutEntry, ...]) -> dict[str, HFTensor]:
     """The Hugging Face tensors of a table by name, in the order in which they are streamed."""
     return {part.name: part for entry in entries if not entry.is_copy for part in entry.parts}
@@ -217,8 +240,10 @@ def check_shapes(
     Raises:
         ValueError: a tensor is missing, superfluous or of the wrong shape; the message names it.
     """
-    if architecture.num_layers > len(shapes):  # a lie that would fill the memory with the table
-        raise ValueError(f"the weights have {len(shapes)} tensors, too few for {architecture.num_layers} layers")
+    experts = sum(architecture.expert_layers) * (architecture.experts.number if architecture.experts else 0)
+    if max(architecture.num_layers, experts) > len(shapes):  # a lie that would fill the memory with the table
+        what = f"{architecture.num_layers} layers" + (f" with {experts} experts" if experts else "")
+        raise ValueError(f"the weights have {len(shapes)} tensors, too few for {what}")
     entries = weight_layout(architecture, num_attributes=num_attributes)
     ignored = (OUTPUT,) if architecture.tied_embeddings else ()  # which may have the embedding again
     expected = hf_tensors(entries)
@@ -305,16 +330,31 @@ def _attention(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:
 
 
 def _mlp(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:
-    hf = f"model.layers.{layer}.mlp"
+    hf, experts = f"model.layers.{layer}.mlp", a.layers[layer].experts
+    if experts is None:
+        yield from _two_matrices(a, layer, "mlp", hf, a.ffn_hidden_size)
+        return
+    yield _replicated(_names(layer, "mlp.router.weight"), f"{hf}.gate.weight", (experts.number, a.hidden_size), layer)
+    if experts.has_bias:
+        yield _replicated(_names(layer, "mlp.router.expert_bias"), f"{hf}.gate.{ROUTER_BIAS}", (experts.number,), layer)
+    if experts.shared_ffn_hidden_size:
+        names = "mlp.shared_experts", f"{hf}.shared_experts"
+        yield from _two_matrices(a, layer, *names, experts.shared_ffn_hidden_size)
+    for number in range(experts.number):
+        names = f"mlp.experts.local_experts.{number}", f"{hf}.experts.{number}"
+        for entry in _two_matrices(a, layer, *names, experts.ffn_hidden_size):
+            yield dataclasses.replace(entry, expert=number)
+
+
+def _two_matrices(a: ModelArchitecture, layer: int, megatron: str, hf: str, size: int) -> Iterator[LayoutEntry]:
+    """An MLP of an inner ``size``, or an expert."""
     projections = ("gate", "up") if a.gated else ("up",)
     for kind in ("weight", "bias") if a.bias else ("weight",):
-        shape = (a.ffn_hidden_size, a.hidden_size) if kind == "weight" else (a.ffn_hidden_size,)
+        shape = (size, a.hidden_size) if kind == "weight" else (size,)
         parts = tuple(HFTensor(f"{hf}.{name}_proj.{kind}", shape) for name in projections)
         order: Order = "gated" if a.gated else "plain"
-        yield LayoutEntry(
-            _names(layer, f"mlp.linear_fc1.{kind}"), parts, 0, order, layer, len(parts) * a.ffn_hidden_size
-        )
-    yield from _row_parallel(a, layer, "mlp.linear_fc2", f"{hf}.down_proj", a.ffn_hidden_size)
+        yield LayoutEntry(_names(layer, f"{megatron}.linear_fc1.{kind}"), parts, 0, order, layer, len(parts) * size)
+    yield from _row_parallel(a, layer, f"{megatron}.linear_fc2", f"{hf}.down_proj", size)
 
 
 def _row_parallel(a: ModelArchitecture, layer: int, megatron: str, hf: str, width: int) -> Iterator[LayoutEntry]:

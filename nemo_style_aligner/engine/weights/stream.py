@@ -27,6 +27,7 @@ from nemo_style_aligner.engine.weights.layout import (
     LayoutEntry,
     Piece,
     check_shapes,
+    dtype_of,
     hf_tensors,
     weight_layout,
 )
@@ -65,7 +66,8 @@ def export_weights(
     """Stream (Hugging Face name, full tensor), on every rank in the same order: the table's, unless ``transient``.
 
     Collective over the tensor- and pipeline-parallel group: every rank of it must run the iterator to its end.
-    Data-parallel replicas run theirs independently. Weights are merged with their adapters, one at a time.
+    Data-parallel replicas run theirs independently, unless the model `computes_together`: then all do it together.
+    Weights are merged with their adapters, one at a time.
     Tensors have the parameters' dtype, on this rank's device.
     With one rank per replica nothing is communicated and tensors are views of the live parameters (q, k and v,
     which Megatron interleaves, are copies): clone what must outlive the next training step.
@@ -82,13 +84,13 @@ def export_weights(
     entries, head_dtype = _layout_table(model)
     parameters = _local_parameters(model, entries)
     entries = tuple(entry for entry in entries if not all(part.name in without for part in entry.parts))
-    if layout.tp_size == layout.pp_size == 1:
+    if layout.tp_size == layout.pp_size == 1 and not model.cuts_experts:
         scratch: dict[int, torch.Tensor] | None = {} if transient else None
         for entry in entries:
             if not entry.is_copy:
                 yield from _hf_parts(entry, [model.merged(parameters[entry])], scratch)
         return
-    if transient and entries and device().type == "cpu":
+    if transient and entries and device().type == "cpu" and not model.cuts_experts:
         rounds = _rounds(_buckets(model, entries, head_dtype, bucket_bytes // layout.pp_size))
         most = max(sum(bucket.num_bytes for bucket in buckets) for buckets in rounds)
         shared = shared_buckets(parallel_state.get_model_parallel_group(), most)
@@ -114,7 +116,7 @@ def lendable_weights(model: MegatronModel, rank: int, size: int) -> dict[tuple[s
     entries, _ = _layout_table(model)
     found = {}
     for entry, parameter in _local_parameters(model, entries).items():
-        if parameter in model.adapters:
+        if parameter in model.adapters or (entry.expert is not None and layout.cuts_experts):
             continue
         length = entry.parts[0].shape[0] if entry.order == "vocabulary" and size == 1 else len(parameter)
         found[tuple(part.name for part in entry.parts)] = parameter.detach()[:length]
@@ -123,11 +125,16 @@ def lendable_weights(model: MegatronModel, rank: int, size: int) -> dict[tuple[s
 
 @dataclasses.dataclass
 class _Bucket:
-    """Parameters of one pipeline stage and dtype."""
+    """Parameters of one pipeline stage and dtype, and of experts of one ``owner`` (see `LayoutEntry`) or of none."""
 
     stage: int
     dtype: torch.dtype
+    owner: int | None
     entries: list[LayoutEntry]
+
+    def continues(self, other: _Bucket) -> bool:
+        """Whether entries of ``other`` may be among these."""
+        return (self.stage, self.dtype, self.owner) == (other.stage, other.dtype, other.owner)
 
     @property
     def num_bytes(self) -> int:
@@ -142,20 +149,21 @@ class _Bucket:
 def _buckets(
     model: MegatronModel, entries: tuple[LayoutEntry, ...], head_dtype: torch.dtype, bucket_bytes: int
 ) -> Iterator[_Bucket]:
-    """Runs of entries of one stage and dtype, of at most ``bucket_bytes``; a larger entry gets a bucket of its own."""
-    tp_size, pp_size = model.layout.tp_size, model.layout.pp_size
+    """Runs of entries of one stage, dtype and owner, of at most ``bucket_bytes``; a larger entry is one by itself."""
     bucket: _Bucket | None = None
     size = 0
     for entry in entries:
         if entry.is_copy:
             continue
-        dtype = head_dtype if _is_head(entry) else model.config.params_dtype
-        stage = entry.stage(model.architecture.num_layers, pp_size)
-        nbytes = math.prod(entry.shard_shape(tp_size)) * tp_size * dtype.itemsize
-        if bucket is None or (bucket.stage, bucket.dtype) != (stage, dtype) or size + nbytes > bucket_bytes:
+        dtype = head_dtype if _is_head(entry) else dtype_of(entry.parts[0].name, model.config.params_dtype)
+        stage = entry.stage(model.architecture.num_layers, model.layout.pp_size)
+        begun = _Bucket(stage, dtype, _owner(model, entry), [])
+        ranks, _ = entry.cut(model.layout)
+        nbytes = math.prod(entry.shard_shape(ranks)) * ranks * dtype.itemsize
+        if bucket is None or not bucket.continues(begun) or size + nbytes > bucket_bytes:
             if bucket is not None:
                 yield bucket
-            bucket, size = _Bucket(stage, dtype, []), 0
+            bucket, size = begun, 0
         bucket.entries.append(entry)
         size += nbytes
     if bucket is not None:
@@ -172,23 +180,33 @@ def _rounds(buckets: Iterator[_Bucket]) -> list[list[_Bucket]]:
 
 
 def _exchange(
-    model: MegatronModel, bucket: _Bucket, parameters: Mapping[LayoutEntry, torch.nn.Parameter]
+    model: MegatronModel, bucket: _Bucket, parameters: Mapping[LayoutEntry, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """One round: the owning stage's shards go to the other stages, then every tensor-parallel group gathers."""
+    """One round: the owning stage's shards go to the other stages, then every tensor-parallel group gathers.
+
+    Shards of experts go from the owner to its expert-parallel group in between.
+    """
     layout, stage, dtype, entries = model.layout, bucket.stage, bucket.dtype, bucket.entries
-    shapes = [entry.shard_shape(layout.tp_size) for entry in entries]
-    if stage == layout.pp_rank:
+    ranks, _ = entries[0].cut(layout)
+    shapes = [entry.shard_shape(ranks) for entry in entries]
+    is_owner = bucket.owner in (None, layout.ep_rank)
+    if stage == layout.pp_rank and is_owner:
         flat = torch.cat([model.merged(parameters[entry]).reshape(-1).to(dtype) for entry in entries])
     else:
         flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device())
-    if layout.pp_size > 1:
+    if layout.pp_size > 1 and is_owner:
         group = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(flat, src=dist.get_global_rank(group, stage), group=group)
+    if bucket.owner is not None and layout.ep_size > 1:
+        group = parallel_state.get_expert_model_parallel_group()
+        dist.broadcast(flat, src=dist.get_global_rank(group, bucket.owner), group=group)
     gathered = [flat]
-    if layout.tp_size > 1:
+    if ranks > 1:
         # New memory in each round: tensors yielded before stay as they are.
-        gathered = list(flat.new_empty(layout.tp_size, flat.numel()))
-        dist.all_gather(gathered, flat, group=parallel_state.get_tensor_model_parallel_group())
+        gathered = list(flat.new_empty(ranks, flat.numel()))
+        is_expert = bucket.owner is not None
+        groups = parallel_state.get_tensor_model_parallel_group, parallel_state.get_expert_tensor_parallel_group
+        dist.all_gather(gathered, flat, group=groups[is_expert]())
     offset = 0
     for entry, shape in zip(entries, shapes, strict=True):
         end = offset + math.prod(shape)
@@ -199,7 +217,7 @@ def _exchange(
 def _share(
     model: MegatronModel,
     buckets: list[_Bucket],
-    parameters: Mapping[LayoutEntry, torch.nn.Parameter],
+    parameters: Mapping[LayoutEntry, torch.Tensor],
     shared: SharedBuckets,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """One round in shared memory: every rank writes its pieces of the full tensors of its stage's bucket."""
@@ -263,11 +281,12 @@ def import_weights(model: MegatronModel, source: WeightSource, progress: Callabl
         _check_tie(present, source)
     places: dict[str, list[tuple[torch.Tensor, int, Piece]]] = {}
     for entry, parameter in _local_parameters(model, entries).items():
-        dim, rank = (0, 0) if entry.split_dim is None else (entry.split_dim, model.layout.tp_rank)
+        ranks, own_rank = entry.cut(model.layout)
+        dim, rank = (0, 0) if entry.split_dim is None else (entry.split_dim, own_rank)
         is_absent = entry.optional and entry.parts[0].name not in present
         for part in () if is_absent else entry.parts:
             places.setdefault(part.name, [])
-        for piece in entry.pieces(model.layout.tp_size):
+        for piece in entry.pieces(ranks):
             if piece.rank == rank:
                 place = parameter.detach().narrow(dim, piece.offset, piece.length)
                 if piece.part == PADDING or is_absent:
@@ -329,7 +348,7 @@ def send_weights(
         name, tensor = next(tensors, ("nothing", torch.empty(0)))
         if (name, tuple(tensor.shape)) != expected:
             raise ValueError(f"the weights have {name} {list(tensor.shape)} in the place of {expected.name}")
-        broadcast(tensor.to(dtype).contiguous())
+        broadcast(tensor.to(dtype_of(name, dtype)).contiguous())
     if (extra := next(tensors, None)) is not None:
         raise ValueError(f"the weights have {extra[0]}, which the model has no place for")
 
@@ -341,7 +360,7 @@ def receive_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What `send_weights` sends, as the stream that an engine's `refit` takes; tensors on this rank's device."""
     for name, shape in hf_tensors(weight_layout(architecture)).values():
-        tensor = torch.empty(shape, dtype=dtype, device=device())
+        tensor = torch.empty(shape, dtype=dtype_of(name, dtype), device=device())
         broadcast(tensor)
         yield name, tensor
 
@@ -361,31 +380,33 @@ def _is_head(entry: LayoutEntry) -> bool:
     return entry.megatron_names[0].startswith("rm_head.")
 
 
-def _local_parameters(model: MegatronModel, entries: tuple[LayoutEntry, ...]) -> dict[LayoutEntry, torch.nn.Parameter]:
+def _local_parameters(model: MegatronModel, entries: tuple[LayoutEntry, ...]) -> dict[LayoutEntry, torch.Tensor]:
     """The table's entries that this rank holds, with their parameters.
 
     Raises:
         ValueError: the model has a parameter that the table does not know, lacks one or has another shape.
     """
-    layout, num_layers = model.layout, model.architecture.num_layers
+    layout, num_layers, experts = model.layout, model.architecture.num_layers, model.architecture.experts
     first_layer = layout.pp_rank * (num_layers // layout.pp_size)
+    first_expert = layout.ep_rank * (experts.number // layout.ep_size) if experts is not None else 0
     named = {
-        _global_name(name, first_layer): parameter
-        for name, parameter in model.named_parameters()
+        _global_name(name, first_layer, first_expert): parameter
+        for name, parameter in model.named_weights()
         if ".adapter." not in name
     }
-    found: dict[LayoutEntry, torch.nn.Parameter] = {}
+    found: dict[LayoutEntry, torch.Tensor] = {}
     for entry in entries:
         name = next((name for name in entry.megatron_names if name in named), None)
         if name is None:
-            if entry.stage(num_layers, layout.pp_size) == layout.pp_rank and not entry.is_copy:
+            is_here = _owner(model, entry) in (None, layout.ep_rank) and not entry.is_copy
+            if is_here and entry.stage(num_layers, layout.pp_size) == layout.pp_rank:
                 raise ValueError(f"the model has no parameter {' or '.join(entry.megatron_names)}")
             continue
         parameter = named.pop(name)
-        if tuple(parameter.shape) != entry.shard_shape(layout.tp_size):
+        expected = entry.shard_shape(entry.cut(layout)[0])
+        if tuple(parameter.shape) != expected:
             raise ValueError(
-                f"{name} has shape {list(parameter.shape)} on this rank, the layout table says "
-                f"{list(entry.shard_shape(layout.tp_size))}"
+                f"{name} has shape {list(parameter.shape)} on this rank, the layout table says {list(expected)}"
             )
         found[entry] = parameter
     if named:
@@ -393,9 +414,17 @@ def _local_parameters(model: MegatronModel, entries: tuple[LayoutEntry, ...]) ->
     return found
 
 
-def _global_name(name: str, first_layer: int) -> str:
-    """``name`` with the layer's number in the whole model: each pipeline stage counts its layers from 0."""
-    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", name)
+def _global_name(name: str, first_layer: int, first_expert: int) -> str:
+    """``name`` with the numbers of layer and expert in the whole model: ranks count those that they have from 0."""
+    for where, first in ((r"^(decoder\.layers\.)(\d+)\.", first_layer), (r"(\.local_experts\.)(\d+)\.", first_expert)):
+        name = re.sub(where, lambda m: f"{m[1]}{int(m[2]) + first}.", name)  # noqa: B023 (called at once)
+    return name
+
+
+def _owner(model: MegatronModel, entry: LayoutEntry) -> int | None:
+    """See `LayoutEntry.owner`."""
+    experts = model.architecture.experts
+    return None if experts is None else entry.owner(experts.number, model.layout.ep_size)
 
 
 def _head_facts(model: MegatronModel) -> tuple[int, torch.dtype]:

@@ -8,14 +8,14 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from nemo_style_aligner.tools.cli.main import announce
-from nemo_style_aligner.wording import unescaped
+from nemo_style_aligner.tools.cli.main import announce, writable
+from nemo_style_aligner.wording import spelt, unescaped
 
 if TYPE_CHECKING:
     from nemo_style_aligner.engine.contract import GenerationResult
@@ -54,11 +54,11 @@ Examples:
 
 @click.group()
 def command() -> None:
-    """Look at data files as a job sees them."""
+    """Look at data files as a job sees them, and bring them into a form that jobs read."""
 
 
 @command.command(epilog=_EXAMPLES)
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=click.Path(exists=True, path_type=Path))
 @click.argument("keys", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--model",
@@ -105,6 +105,7 @@ def show(
             raise click.UsageError(f"--rewards is of reinforcement learning: leave out --job {job}")
         job, keys = "ppo", (*keys, f"trainer.ppo.rewards={rewards}")
     announce(f"torch, then {model}")
+    from nemo_style_aligner.engine.text.chats import form_of
     from nemo_style_aligner.engine.text.jsonl import parse_line, read_lines
     from nemo_style_aligner.trainer.models.files import tokenizer_of
     from nemo_style_aligner.trainer.telemetry.log_lines import configure_logging
@@ -124,7 +125,7 @@ def show(
     tokenizer = tokenizer_of(model.expanduser())
     tokenizer.format = tokenizer.format.with_special_tokens(config.get("model.special_tokens_as_text"))
     dataset, written = _dataset(job, config, tokenizer)
-    click.echo(f"{file}: read as {_JOBS[job][1]} (--job {job})")
+    click.echo(f"{file}: {form_of(first_line)}, read as {_JOBS[job][1]} (--job {job})")
     if environment is not None:
         _show_episodes(chosen, dataset, model, config, environment, tokens)
         return
@@ -152,7 +153,7 @@ def _job_of(first: Record) -> str:
         return "kto"
     if {"chosen", "rejected"} <= keys or "label" in keys:
         return "rm"
-    if "answer" in keys:
+    if "answer" in keys and not isinstance(first.fields.get("question"), str):
         return "ppo"
     if "text" in keys:
         first.fail("'text' may be one of a pair of a reward model's, or a prompt of PPO's: say --job rm or --job ppo")
@@ -218,6 +219,62 @@ def _dataset(job: str, config: Any, tokenizer: Tokenizer) -> tuple[TextDataset[A
         made, written = build(config, source, tokenizer)
     assert isinstance(made, TextDataset)  # of a single file
     return made, written
+
+
+_CONVERT_EXAMPLES = """\b
+Examples:
+  nsa data convert train.parquet train.jsonl
+  nsa data convert questions.csv prompts.jsonl --map question=text --map solution=answer
+"""
+
+
+def _renamings(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    renamed = dict[str, str]()
+    for value in values:
+        old, is_pair, new = value.partition("=")
+        if not (old and is_pair and new) or old in renamed:
+            raise click.BadParameter(f"{value!r}: say OLD=NEW, once for each")
+        renamed[old] = new
+    if len(set(renamed.values())) < len(renamed):
+        raise click.BadParameter("two keys would have the same name")
+    return renamed
+
+
+@command.command(epilog=_CONVERT_EXAMPLES)
+@click.argument("source", metavar="IN", type=click.Path(exists=True, path_type=Path))
+@click.argument("target", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path), callback=writable)
+@click.option("--map", "renamed", multiple=True, metavar="OLD=NEW", callback=_renamings, help="Rename a key.")
+def convert(source: Path, target: Path, renamed: dict[str, str]) -> None:
+    """Write the rows of IN as JSON lines into OUT, keys renamed as --map says.
+
+    IN is any data file that jobs read: JSON lines, a JSON array, CSV, TSV, Parquet, each but the last also as .gz, or a
+    folder of Dataset.save_to_disk. Most need no conversion: jobs read them as they are.
+    """
+    from nemo_style_aligner.engine.text.chats import form_of
+    from nemo_style_aligner.engine.text.jsonl import parse_line, read_lines, write_jsonl
+
+    if target.suffix != ".jsonl":
+        raise click.BadParameter(f"{target}: name a file that ends with .jsonl", param_hint="OUT")
+    if target.exists():
+        raise click.BadParameter(f"{target} is there already", param_hint="OUT")
+    forms = dict[str, int]()
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, raw in read_lines(source):
+            record = parse_line(source, number, raw)
+            for old, new in renamed.items():
+                if old not in record.fields:
+                    record.fail(f"--map {old}={new}: the keys are {', '.join(map(repr, record.fields)) or 'none'}")
+                if new in record.fields and new not in renamed:
+                    record.fail(f"--map {old}={new}: there is a key {new!r} already")
+            row = {renamed.get(key, key): value for key, value in record.fields.items()}
+            form = form_of(dataclasses.replace(record, fields=row))
+            forms[form] = forms.get(form, 0) + 1
+            yield row
+
+    click.echo(f"{target}: {write_jsonl(target, rows()):,} lines")
+    for form, count in forms.items():
+        click.echo(f"  {count:,}: {spelt(form)}")
 
 
 # ---- examples ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from nemo_style_aligner.wording import spelt
 COMMANDS = {
     "convert": "Convert models: Hugging Face, GGUF, training checkpoints, .nemo.",
     "inspect": "Describe a model: architecture, sizes, tokenizer, what it was trained from.",
-    "data": "Look at data files as a job sees them.",
+    "data": "Look at data files as a job sees them; convert them.",
     "eval": "Measure a model: right answers, win rate, KL, perplexity, a reward model's accuracy.",
     "report": "Write a page about a run: outcome, samples, charts.",
     "chat": "Talk to a checkpoint or a server.",

@@ -68,7 +68,7 @@ class Run:
 
     def model(self, shape: ModelArchitecture, device: Device) -> Model:
         """The bytes and seconds of one of its models."""
-        return Model(shape, self.itemsize, device=device)
+        return Model(shape, self.itemsize, device=device, group=self.group)
 
     @property
     def value_shape(self) -> ModelArchitecture:

@@ -41,9 +41,14 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Model(Sizes):
-    """And its seconds, on a device type."""
+    """And its seconds, on a device type.
+
+    Attributes:
+        group: so many neighbouring samples have one prompt, which a pass computes once.
+    """
 
     device: Device = dataclasses.field(kw_only=True)
+    group: int = dataclasses.field(default=1, kw_only=True)
 
     def decode(self, tp: int, batch: float, kv_tokens: float) -> float:
         """Seconds of a pass that extends ``batch`` responses by a token, with ``kv_tokens`` before them in all.
@@ -108,9 +113,7 @@ class Model(Sizes):
         seconds = 0.0
         for begin in range(0, len(samples), update):
             part = samples[begin : begin + update]
-            work = [a.forward_operations(sample.tokens, sample.response) for sample in part]
-            most = largest_share(work, layout.dp)
-            tokens = sum(sample.tokens for sample in part) * most / sum(work)
+            most, tokens = self._largest_part(part, layout.dp)
             passes = max(1, math.ceil(tokens / micro_batch))
             if layout.pp > 1:  # smaller ones, as far as samples go: fewer bubbles
                 passes = max(passes, min(math.ceil(len(part) / layout.dp), PASSES_PER_STAGE * layout.pp))
@@ -120,6 +123,22 @@ class Model(Sizes):
             alone = factor * most / rate * self._slowest_stage(layout, part) + (2 if is_training else 1) * sums
             seconds += alone * (1 + (layout.pp - 1) / passes)
         return seconds
+
+    def _largest_part(self, samples: Sequence[Sample], ranks: int) -> tuple[float, float]:
+        """Work and tokens of the rank that has most. Groups stay together, or are divided if that is faster."""
+        a, found, together = self.architecture, [], self.group
+        while together:
+            work, tokens = [], 0
+            for begin in range(0, len(samples), together):
+                first, *others = samples[begin : begin + together]
+                shared, apart = a.forward_operations(first.prompt, 0), sum(sample.response for sample in others)
+                whole = sum(a.forward_operations(s.tokens, s.response) for s in (first, *others))
+                work.append(whole - len(others) * shared)
+                tokens += first.tokens + apart
+            most = largest_share(work, ranks)
+            found.append((most, tokens * most / sum(work)))
+            together //= 2
+        return min(found)
 
     def _slowest_stage(self, layout: Layout, samples: Sequence[Sample]) -> float:
         """Work of a pipeline's last stage, which has the output layer, over that of its stages on average."""

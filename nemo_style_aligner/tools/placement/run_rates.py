@@ -55,7 +55,8 @@ def as_in_run(device: Device, log_dir: Path, policy: ModelArchitecture, itemsize
     layout, timer = Layout(tp, pp, ranks // (tp * pp)), "timers/step/rollout_time/"
     prompt, response = typical("train_rollouts/prompt_lengths"), typical("train_rollouts/generation_length")
     samples = [Sample(round(prompt), round(response))] * round(typical("train_rollouts/rollout_size"))
-    model, update = Model(policy, itemsize, device=device), config.model.global_batch_size
+    group = config.trainer.ppo.num_rollouts_per_prompt if config.model.share_prompts else 1
+    model, update = Model(policy, itemsize, device=device, group=group), config.model.global_batch_size
     tokens = config.model.max_tokens_per_micro_batch or config.model.micro_batch_size * samples[0].tokens
 
     passed = model.forward(layout, samples, tokens)

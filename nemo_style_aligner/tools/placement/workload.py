@@ -46,11 +46,13 @@ def find_model(name: str) -> ModelArchitecture:
     from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_config  # which takes seconds
 
     try:
-        if (path / "config.json").is_file():
-            return read_architecture(path)
-        return ModelArchitecture.from_nemo_config(load_nemo_config(path))
+        is_hf = (path / "config.json").is_file()
+        architecture = read_architecture(path) if is_hf else ModelArchitecture.from_nemo_config(load_nemo_config(path))
     except (ValueError, OSError) as error:
         raise UserError(f"{name}: {error}") from error
+    if architecture.experts is not None:
+        raise UserError(f"{name}: it has experts, whose costs the planner does not know")
+    return architecture
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,10 +117,15 @@ def _states(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> list[torch
         group, order = optimizer.model_param_group_index_map[parameter]
         main = optimizer.optimizer.param_groups[group]["params"][order]
     else:
-        # bf16 parameters have an fp32 main copy; fp32 parameters are their own.
-        main = getattr(parameter, "main_param", parameter)
+        main = _main(parameter)
     moments = optimizer.optimizer.state[main]
     return [main.detach(), *(moments[key] for key in _MOMENTS if key in moments)]
+
+
+def _main(parameter: torch.Tensor) -> torch.Tensor:
+    """What an optimizer that is not distributed changes: bf16 parameters have an fp32 copy, fp32 ones are their own."""
+    main: torch.Tensor = getattr(parameter, "main_param", parameter)
+    return main
 
 
 def _own_ranges(optimizer: DistributedOptimizer) -> dict[torch.Tensor, tuple[int, int]]:
@@ -142,8 +147,11 @@ def _state_parts(optimizer: MegatronOptimizer, model: MegatronModel) -> Iterator
     """
     _make_ready(optimizer)
     shards = _own_ranges(optimizer) if isinstance(optimizer, DistributedOptimizer) else None
+    own = {main for group in optimizer.param_groups for main in group["params"]}
     for parameter, parts in model.trained_parts():
         if not parameter.requires_grad or (shards is not None and parameter not in shards):
+            continue
+        if shards is None and _main(parameter) not in own:  # another inner optimizer's
             continue
         start, stop = (0, parameter.numel()) if shards is None else shards[parameter]
         for key, state in zip(_KEYS, _states(optimizer, parameter), strict=False):  # of SGD the weight alone

@@ -60,7 +60,8 @@ class Part:
         shape: of the whole tensor.
         offsets: of the box in it.
         data: the live values, of the box's shape; or a copy, to be written later.
-        is_main: whether no other tensor- or pipeline-parallel rank writes it; each data-parallel rank may have it.
+        is_main: whether no other tensor- or pipeline-parallel rank writes it; each data-parallel rank may have it, or
+            each that has the same experts.
         may_grow: whether the tensor may have more rows than are stored (the padded vocabulary); they become zero.
     """
 
@@ -70,6 +71,11 @@ class Part:
     data: torch.Tensor
     is_main: bool = True
     may_grow: bool = False
+
+    @property
+    def is_of_expert(self) -> bool:
+        """Whether it belongs to experts, which ranks may divide otherwise than other weights."""
+        return ".mlp.experts." in self.key
 
     @property
     def num_bytes(self) -> int:

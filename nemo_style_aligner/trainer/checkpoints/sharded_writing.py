@@ -36,16 +36,24 @@ _FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
 def own_parts(parts: Iterable[Part]) -> list[Part]:
-    """The parts that this rank writes, of those that every data-parallel rank has.
+    """The parts that this rank writes, of those that every data-parallel rank has, or each with the same experts."""
+    every = list(parts)
+    others = _dealt((part for part in every if not part.is_of_expert), parallel_state.get_data_parallel_group())
+    of_experts = (part for part in every if part.is_of_expert)
+    return others + _dealt(of_experts, parallel_state.get_expert_data_parallel_group())
+
+
+def _dealt(parts: Iterable[Part], group: dist.ProcessGroup) -> list[Part]:
+    """This rank's share of the parts, of which every rank of the group has a copy.
 
     All of these ranks write about as much: the largest part first, each goes to the rank with the least so far.
     """
-    loads, own = [0] * parallel_state.get_data_parallel_world_size(), []
+    loads, own = [0] * dist.get_world_size(group), []
     for part in sorted(parts, key=lambda part: -part.num_bytes):
         owner = loads.index(min(loads))
         if part.is_main:
             loads[owner] += part.num_bytes
-            if owner == parallel_state.get_data_parallel_rank():
+            if owner == dist.get_rank(group):
                 own.append(part)
     return own
 

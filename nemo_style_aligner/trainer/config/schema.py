@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from nemo_style_aligner.engine.architecture import LARGEST_LENGTH, ModelArchitecture
+from nemo_style_aligner.engine.architecture import LARGEST_LENGTH, Experts, ModelArchitecture
 from nemo_style_aligner.engine.rope import RopeScaling
 from nemo_style_aligner.kinds import (
     LARGEST_PORT,
@@ -161,7 +161,12 @@ class Model(Section):
     # model's architecture can be given, too.
     tensor_model_parallel_size: Free[Count] = 1  # ranks that share each layer; checkpoints load at any layout
     pipeline_model_parallel_size: Free[Count] = 1  # stages that the layers are divided into
+    expert_model_parallel_size: Free[Count] = 1  # groups of ranks that have different experts
+    # Neighbouring ranks that share each expert. null: tensor_model_parallel_size.
+    expert_tensor_parallel_size: Free[Count | None] = None
     sequence_parallel: Free[bool | None] = False  # shard activations between tensor-parallel regions too
+    # Compute a prompt once for all sequences of a pass that begin with it: samples of a group, answers of a pair.
+    share_prompts: Free[bool] = True
     seed: Annotated[int, Range(0, LARGEST_SEED)] = 1234  # random seed: order of the data, sampling, dropout
 
 
@@ -1234,6 +1239,7 @@ _EXAMPLE = ModelArchitecture(
     vocab_size=1,
     rope_scaling=RopeScaling("llama3", 2.0, 2, 0.5, 2.0),
     no_rope_layers=(0,),
+    experts=Experts(number=1, per_token=1, ffn_hidden_size=1, scores="sigmoid", scaling=2.0, shared_ffn_hidden_size=1),
     sliding_window=1,
     windowed_layers=(0,),
     local_rotary_base=2.0,
@@ -1256,6 +1262,7 @@ ARCHITECTURE: Mapping[str, Field] = {
     },
     "rope_scaling": Field((dict, bool), is_nullable=True, marks=frozenset({"open"})),
     "rope_scaling_factor": Field((float,), is_nullable=True),
+    "moe_layer_freq": Field((int, list), is_nullable=True),
     "add_qkv_bias": Field((bool,), is_nullable=True),
     "encoder_seq_length": Field((int,), is_nullable=True, range=Range(2, LARGEST_LENGTH)),
     "max_position_embeddings": Field((int,), is_nullable=True, range=Range(2, LARGEST_LENGTH)),

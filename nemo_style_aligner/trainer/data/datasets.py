@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from nemo_style_aligner.arguments import may_not_read
 from nemo_style_aligner.engine.text.jsonl import DataError, Record, read_jsonl
+from nemo_style_aligner.engine.text.tables import why_no_data
 from nemo_style_aligner.engine.text.text_format import TextFormat, joined
 from nemo_style_aligner.engine.text.texts import LabelledEncoder, PromptEncoder, TextDataset
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer
@@ -143,8 +144,7 @@ def data_source(entry: Any, key: str) -> DataSource:
     for path in paths:
         if may_not_read(path):
             raise DataError(f"{key} names {path}: this user may not read it")
-        if not os.path.isfile(path):
-            reason = "this is a folder" if os.path.isdir(path) else "no such data file"
+        if reason := why_no_data(path):
             raise DataError(f"{key} names {path}: {reason}")
     return DataSource(paths, weights)
 

@@ -44,7 +44,7 @@ from nemo_style_aligner.wording import common_start
 logger = logging.getLogger(__name__)
 
 _KEYS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))  # the latter are NeMo-Aligner's
-_REWARDS = ("chosen_reward", "rejected_reward")
+_REWARDS = (("chosen_reward", "score_chosen"), ("rejected_reward", "score_rejected"))  # NeMo-Aligner's, UltraFeedback's
 _KINDS = "a string, or a list of messages"
 _EMPTY = "with an empty response (model.data.append_eod=True gives it an end)"
 _LARGEST, _SHOWN = 1e30, 40  # of rewards, and digits of them in messages
@@ -100,7 +100,7 @@ class ComparisonEncoder(TextEncoder):
                 columns["chosen"].append(chosen)
                 columns["rejected"].append(rejected)
                 columns["prompts"].append((prompt, other_prompt))
-                rewards = [_given_reward(pair[0].record, key) for key in _REWARDS]
+                rewards = [_given_reward(pair[0].record, keys) for keys in _REWARDS]
                 missing = [math.isnan(reward) for reward in rewards]
                 counts.update({"rewarded": not all(missing), "without reward": any(missing)})
                 counts["against rewards"] += rewards[0] < rewards[1]
@@ -162,9 +162,12 @@ def _repeats(text: ScoredText) -> bool:
     return not text.is_chat and len(text.prompt) > 1 and text.response.startswith(text.prompt)
 
 
-def _given_reward(record: Record, key: str) -> float:
-    """What the line says a response is worth; NaN if it does not."""
-    if record.fields.get(key) is None:
+def _given_reward(record: Record, keys: Sequence[str]) -> float:
+    """What the line says a response is worth, under one of the keys; NaN if it does not."""
+    key, *others = [key for key in keys if record.fields.get(key) is not None] or [""]
+    if others:
+        record.fail(f"{key!r} and {others[0]!r} may be different: remove one of them")
+    if not key:
         return math.nan
     value = record.require(key, (int, float), "a number")
     if not -_LARGEST < value < _LARGEST:  # an integer may have hundreds of digits

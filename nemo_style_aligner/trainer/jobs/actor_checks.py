@@ -390,6 +390,7 @@ def _layout_problems(view: JobView, spec: ListedReward, role: str, architecture:
     """Why a frozen model cannot be divided among the ranks that train, or its own."""
     if not spec.devices:
         yield from architecture.layout_problems(view.tp_size, view.pp_size)
+        yield from architecture.expert_layout_problems(view.ep_size, view.etp_size)
         return
     tp, pp = spec.tensor_parallel_size, spec.pipeline_parallel_size
     if spec.devices % (tp * pp):

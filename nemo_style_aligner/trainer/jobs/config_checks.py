@@ -34,6 +34,8 @@ from nemo_style_aligner.trainer.data.datasets import data_source
 from nemo_style_aligner.trainer.data.sft import SFTFormat
 from nemo_style_aligner.trainer.jobs.actor_checks import actor_problems, needs_critic, shares_secret
 from nemo_style_aligner.trainer.jobs.job_view import (
+    EP,
+    ETP,
     GLOBAL_BATCH,
     LENGTH,
     MICRO_BATCH,
@@ -247,6 +249,24 @@ def _ranks(view: JobView) -> Iterator[str]:
         )
     if view.architecture is not None:
         yield from view.architecture.layout_problems(view.tp_size, view.pp_size)
+        yield from _experts(view, view.architecture)
+
+
+def _experts(view: JobView, architecture: ModelArchitecture) -> Iterator[str]:
+    """The ranks that share experts."""
+    if architecture.experts is None:
+        if view.ep_size > 1 or view.get(ETP):
+            yield f"{view.show(EP, ETP)}: the model has no experts; leave them out"
+        return
+    parts = view.ep_size * view.etp_size * view.pp_size
+    if view.training_ranks > 0 and view.training_ranks % parts:
+        yield (
+            f"{view.show(EP, ETP, PP)}: {view.training_ranks} ranks are not a multiple of {parts}; change the sizes or "
+            "the number of ranks"
+        )
+    yield from architecture.expert_layout_problems(view.ep_size, view.etp_size)
+    if view.tp_size > 1 and view.has("model.optim") and not view.get("model.sequence_parallel"):
+        yield f"{view.show(TP)}: ranks that train experts must share tokens, too; set model.sequence_parallel=True"
 
 
 def _batches(view: JobView) -> Iterator[str]:
@@ -330,7 +350,8 @@ def _keep_activations(view: JobView) -> Iterator[str]:
     drops_out = any(view.get(f"model.{name}") for name in ("hidden_dropout", "attention_dropout"))
     lora = LoraSettings.from_config(view.config.given.model)  # with it, nothing is swapped
     swaps = has_second and view.get(placement) == "swap" and lora is None
-    reasons = [why_not_kept(swaps, view.pp_size, drops_out or bool(lora and lora.dropout))]
+    shares = view.architecture is not None and view.architecture.experts is not None and view.shares_experts
+    reasons = [why_not_kept(swaps, view.pp_size, drops_out or bool(lora and lora.dropout), shares)]
     logprobs = "trainer.ppo.policy_logprobs"
     if view.is_actor and view.get(GLOBAL_BATCH) not in (None, view.responses):
         reasons.append(f"with {view.shown_responses}, {view.show(GLOBAL_BATCH)} a step makes several updates")

@@ -13,7 +13,6 @@ import torch
 
 from nemo_style_aligner import activity
 from nemo_style_aligner.engine.parallel.agreement import on_first_rank
-from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.engine.text.jsonl import DataError, parse_line
 from nemo_style_aligner.engine.text.text_format import TextFormat
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer
@@ -22,7 +21,7 @@ from nemo_style_aligner.trainer.data.datasets import Dataset, DataSource, data_s
 from nemo_style_aligner.trainer.data.distillation import DistillationDataset, DistillationItem
 from nemo_style_aligner.trainer.data.examples import FIRST_EXAMPLE, for_log
 from nemo_style_aligner.trainer.data.sft import SFTDataset, SFTFormat, SFTItem
-from nemo_style_aligner.trainer.jobs.job_setup import Run, start_service_watchdog
+from nemo_style_aligner.trainer.jobs.job_setup import Run, lay_out, start_service_watchdog
 from nemo_style_aligner.trainer.jobs.supervised_setup import build_supervised_trainer, prefix_task
 from nemo_style_aligner.trainer.launch.stop_signals import StopEarlyError
 from nemo_style_aligner.trainer.models.distillation_losses import DistillationBatch, distillation_objective
@@ -99,8 +98,7 @@ def store_teacher_logits(config: TeacherLogits) -> int:
     Raises:
         DataError: the file lacks examples that are asked for, or the lines that are there are of something else.
     """
-    tp_size, pp_size = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
-    initialize_model_parallel(tp_size, pp_size, config.model.seed, config.trainer.distributed_timeout_minutes)
+    lay_out(config.model, config.trainer.distributed_timeout_minutes)
     control = RunControl(parse_duration(config.exp_manager.max_time_per_run))
     watchdog = start_service_watchdog(config.exp_manager)
     base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)
@@ -114,7 +112,8 @@ def store_teacher_logits(config: TeacherLogits) -> int:
     missing = [index for index in range(first, last + 1) if index not in known]
     logger.info("%s: %d examples to compute, %d are there", path, len(missing), last + 1 - first - len(missing))
     model = base.load(trainable=False)
-    batching = MicroBatching(config.model.micro_batch_size, config.model.max_tokens_per_micro_batch)
+    own = config.model
+    batching = MicroBatching(own.micro_batch_size, own.max_tokens_per_micro_batch, shares_prompts=own.share_prompts)
     control.begin()
     done, size = 0, config.model.global_batch_size
     try:

@@ -177,6 +177,18 @@ class Run:
         return self.control.status
 
 
+def lay_out(model: schema.Model, timeout_minutes: float) -> ParallelLayout:
+    """Divide the job's ranks as its ``model`` section says, and seed them; see `initialize_model_parallel`."""
+    return initialize_model_parallel(
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.seed,
+        timeout_minutes,
+        ep_size=model.expert_model_parallel_size,
+        etp_size=model.expert_tensor_parallel_size,
+    )
+
+
 def start_run(config: JobConfig) -> Run:
     """Set up a job's surroundings. torch.distributed must be initialised (the ``@job`` decorator does it).
 
@@ -184,12 +196,7 @@ def start_run(config: JobConfig) -> Run:
         ConfigError: another job works in its log directory, it may not be written to, or machines see different ones.
         NotWrittenError: there is no room in it.
     """
-    layout = initialize_model_parallel(
-        config.model.tensor_model_parallel_size,
-        config.model.pipeline_model_parallel_size,
-        config.model.seed,
-        config.trainer.distributed_timeout_minutes,
-    )
+    layout = lay_out(config.model, config.trainer.distributed_timeout_minutes)
     exp_manager, log_dir, rank = config.exp_manager, log_directory(config.exp_manager), dist.get_rank()
     on_first_rank(lambda: hold_log_directory(log_dir, exp_manager.name))
     require_shared(log_dir)
@@ -307,12 +314,16 @@ def training_batching(model: schema.TrainedModel, group: int = 1, micro_batch_si
     ``micro_batch_size``, if given, replaces the section's.
     """
     examples = model.micro_batch_size if micro_batch_size is None else micro_batch_size
-    return MicroBatching(examples * group, model.max_tokens_per_micro_batch, group)
+    return MicroBatching(examples * group, model.max_tokens_per_micro_batch, group, model.share_prompts)
 
 
-def forward_batching(section: schema.Policy | schema.CriticModel | schema.ServedRewardModel) -> MicroBatching:
-    """Micro batches of passes without gradients, from ``model.ppo`` of an actor or ``model`` of a service."""
-    return MicroBatching(section.forward_micro_batch_size, section.forward_max_tokens_per_micro_batch)
+def forward_batching(
+    model: schema.ActorModel | schema.CriticModel | schema.ServedRewardModel,
+) -> MicroBatching:
+    """Micro batches of passes without gradients, from the ``model`` section: of an actor, what its ``ppo`` says."""
+    own = model.ppo if isinstance(model, schema.ActorModel) else model
+    num_rows, max_tokens = own.forward_micro_batch_size, own.forward_max_tokens_per_micro_batch
+    return MicroBatching(num_rows, max_tokens, shares_prompts=model.share_prompts)
 
 
 def announce_checkpoints(run: Run, base: BaseModel, critic: BaseModel | None = None) -> None:

@@ -14,6 +14,7 @@ from nemo_style_aligner.trainer.launch.roles import CRITIC, ROLLOUT, TEACHER, de
 from nemo_style_aligner.trainer.models.restore import read_base_config
 
 TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
+EP, ETP = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
 GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
 LENGTH, POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
 ROLLOUT_RANKS, CRITIC_RANKS = devices_key(ROLLOUT), devices_key(CRITIC)
@@ -108,6 +109,21 @@ class JobView:
     def pp_size(self) -> int:
         """The pipeline-parallel size that the config asks for."""
         return self.config.model.pipeline_model_parallel_size
+
+    @property
+    def ep_size(self) -> int:
+        """The number of groups with different experts that the config asks for."""
+        return self.config.model.expert_model_parallel_size
+
+    @property
+    def etp_size(self) -> int:
+        """The number of ranks that share each expert that the config asks for."""
+        return self.config.model.expert_tensor_parallel_size or self.tp_size
+
+    @property
+    def shares_experts(self) -> bool:
+        """See `ParallelLayout.shares_experts`."""
+        return self.tp_size % (self.ep_size * self.etp_size) != 0
 
 
 Check = Callable[[JobView], Iterator[str]]

@@ -78,7 +78,8 @@ def _starting_point(
     # It says how a reward model's texts end.
     task = dataclasses.replace(task, written=dataclasses.replace(task.written, append_eod=None))
     model = base.load()
-    batching = MicroBatching(2 * method.log_prob_forward_micro_batch_size, config.model.max_tokens_per_micro_batch, 2)
+    own, pairs = config.model, method.log_prob_forward_micro_batch_size
+    batching = MicroBatching(2 * pairs, own.max_tokens_per_micro_batch, 2, own.share_prompts)
     if method.reference_logprobs_dir is None:
         return task, model, frozen_policy(model, base, method.reference_policy_placement), batching
     described = {"model": on_first_rank(base.identity), "shape": str(base.architecture), "dtype": str(base.dtype)}

@@ -190,7 +190,7 @@ def build_actor(
         reference,
         teacher=None if teacher is None else FrozenModel(teacher.load(trainable=False), placement),
         training_batching=training_batching(config.model),
-        forward_batching=forward_batching(policy),
+        forward_batching=forward_batching(config.model),
         temperature=sampling_params(policy, ppo.trt_llm.seed).logprob_temperature,
         loss=loss_settings(ppo, policy),
     )

@@ -133,7 +133,7 @@ def _reward_model(
     require_reward_head(base.path)
     _require_fit(policy, base, sequences, f"{key}={path}")
     head = RewardHeadConfig.from_model_config(base.config)
-    return ModelRewards(base, head, forward_batching(config.model.ppo), config.trainer.ppo.reference_policy_placement)
+    return ModelRewards(base, head, forward_batching(config.model), config.trainer.ppo.reference_policy_placement)
 
 
 def open_teacher(config: PPOActor, policy: BaseModel, sequences: SequencesToScore) -> BaseModel | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nemo_style_aligner.engine.parallel.detection import LOOPBACK
-from nemo_style_aligner.engine.parallel.groups import ParallelLayout, initialize_model_parallel
+from nemo_style_aligner.engine.parallel.groups import ParallelLayout
 from nemo_style_aligner.engine.parallel.machine import is_on_one_machine, own_address
 from nemo_style_aligner.guard.http_server import ConnectionLimits
 from nemo_style_aligner.guard.secret import resolve_token
@@ -23,6 +23,7 @@ from nemo_style_aligner.trainer.jobs.critic_setup import make_critic, make_optim
 from nemo_style_aligner.trainer.jobs.job_setup import (
     Run,
     forward_batching,
+    lay_out,
     register_model,
     start_run,
     start_service_watchdog,
@@ -74,12 +75,7 @@ def run_frozen_model(
     Args:
         temperature: of the log-probs that it gives; None: it is a reward model.
     """
-    layout = initialize_model_parallel(
-        config.model.tensor_model_parallel_size,
-        config.model.pipeline_model_parallel_size,
-        config.model.seed,
-        config.trainer.distributed_timeout_minutes,
-    )
+    layout = lay_out(config.model, config.trainer.distributed_timeout_minutes)
     control = RunControl(parse_duration(config.exp_manager.max_time_per_run))
     watchdog = start_service_watchdog(config.exp_manager)
     base, config = open_base_model(config.rm_model_file, config, key="rm_model_file")

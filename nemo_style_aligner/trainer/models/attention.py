@@ -84,11 +84,20 @@ class LocalSelfAttention(SelfAttention):
         rotary = rotary_of(self.config, self.layer_number, packed_seq_params, rotary_pos_emb, dtype)
         if kernels:
             return self.linear_proj(self._attend_compiled(kernels, hidden_states, rotary, packed_seq_params.spans))
+        return self._attend_rotated(self.core_attention, hidden_states, rotary, packed_seq_params)
+
+    def _attend_rotated(
+        self,
+        core_attention: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        packed: PackedSequences,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden_states))
         if rotary is not None:
             tables = [table[:, None] for table in rotary]
             query, key = _Rotation.apply(query, *tables), _Rotation.apply(key, *tables)
-        return self.linear_proj(self.core_attention(query, key, value, packed_seq_params=packed_seq_params))
+        return self.linear_proj(core_attention(query, key, value, packed_seq_params=packed))
 
     def _attend_padded(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, h] -> [s, b, h] and a bias, with rotary embedding of its own: megatron-core has one for all layers."""
@@ -119,6 +128,35 @@ class LocalSelfAttention(SelfAttention):
         row = AttentionRow(rotary, spans, layer.softmax_scale or d**-0.5, layer.attn_logit_softcapping, layer.window)
         out = _Attention.apply(mixed.reshape(t, groups, -1, d), self.core_attention.softmax_offset, row, kernels)
         return out.view(t, 1, -1)
+
+
+class EngineSelfAttention(LocalSelfAttention):
+    """megatron-core's, with Transformer Engine's parts; rows in which sequences share what they begin with are ours.
+
+    Theirs turns each span from its own first token on, as if that were a sequence's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.spans_attention = CausalAttention(self.config, self.layer_number)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `LocalSelfAttention.forward`."""
+        packed = packed_seq_params
+        if packed is None or packed.spans.are_whole:
+            options = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed, **kwargs}
+            return SelfAttention.forward(self, hidden_states, attention_mask, *args, **options)
+        dtype = torch.float32 if _rotating_kernels(hidden_states) else hidden_states.dtype
+        rotary = rotary_of(self.config, self.layer_number, packed, rotary_pos_emb, dtype)
+        return self._attend_rotated(self.spans_attention, hidden_states, rotary, packed)
 
 
 class CausalAttention(MegatronModule):

@@ -25,10 +25,11 @@ from nemo_style_aligner.trainer.models.ragged import RaggedBatch
 
 @dataclasses.dataclass
 class ScoringBatch:
-    """Sequences to score: ``tokens`` int64 [n, s], ``lengths`` int64 [n]."""
+    """Sequences to score: ``tokens`` int64 [n, s], ``lengths`` and, where known, ``prompt_lengths`` int64 [n]."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
+    prompt_lengths: torch.Tensor | None = None
 
 
 @dataclasses.dataclass
@@ -72,14 +73,22 @@ class RewardModel:
         if not isinstance(self._weights, MegatronModel):
             self._weights.leave(to_change=to_change)
 
-    def rewards(self, tokens: torch.Tensor, lengths: torch.Tensor, *, is_whole: bool = True) -> torch.Tensor:
+    def rewards(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        prompt_lengths: torch.Tensor | None = None,
+        is_whole: bool = True,
+    ) -> torch.Tensor:
         """int64 [n, s], int64 [n] -> fp32 [n, `RewardHeadConfig.num_rewards`].
 
+        ``prompt_lengths``: int64 [n], of those parts that sequences share if they are the same; None: unknown.
         ``is_whole``: every rank holds all sequences, and gets all rewards; otherwise, a data-parallel rank its own.
         """
         return forward(
             self._weights if isinstance(self._weights, MegatronModel) else self._weights.enter(),
-            ScoringBatch(tokens, lengths),
+            ScoringBatch(tokens, lengths, prompt_lengths),
             pooled_positions(lengths, tokens.shape[1], self.head),
             self.batching,
             lambda outputs, batch: pool_rewards(outputs, batch.lengths, self.head),

@@ -157,6 +157,11 @@ class FrozenModel:
         if self._weights is not None:
             self._weights.offload()
 
+    @property
+    def computes_together(self) -> bool:
+        """See `MegatronModel.computes_together`."""
+        return self._model.computes_together
+
     @contextlib.contextmanager
     def active(self) -> Iterator[MegatronModel]:
         """The model, on the device until the end of the context."""

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.parallel.groups import ParallelLayout, current_layout, device
 from nemo_style_aligner.engine.softcaps import capped
+from nemo_style_aligner.engine.weights.layout import ROUTER_BIAS, dtype_of
 from nemo_style_aligner.trainer.checkpoints.sharded_tensors import HEAD_PREFIX, Part, parameter_parts
 from nemo_style_aligner.trainer.config.schema import Optimizer
 from nemo_style_aligner.trainer.models.attention import LayerConfig
@@ -85,13 +86,18 @@ class MegatronModel:
         """This rank's parameters under `GPTModel`'s names (without wrappers' prefixes)."""
         return self.gpt.named_parameters()
 
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`named_parameters`, and what no optimizer changes but belongs to the weights: routers' biases."""
+        yield from self.named_parameters()
+        yield from ((name, bias) for name, bias in self.gpt.named_buffers() if name.endswith(".router.expert_bias"))
+
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         """This rank's parameters that an update may change."""
         return [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
 
-    def merged(self, weight: torch.nn.Parameter) -> torch.Tensor:
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """A parameter's values as others are to have them: with its adapter, if it has one. Live ones otherwise."""
-        adapter = self.adapters.get(weight)
+        adapter = self.adapters.get(weight)  # type: ignore[call-overload]
         return weight.detach() if adapter is None else adapter.merged(weight)
 
     def trained_parts(self) -> list[tuple[torch.Tensor, list[Part]]]:
@@ -112,6 +118,16 @@ class MegatronModel:
         finally:
             for weight, data in frozen.items():
                 weight.data = data
+
+    @property
+    def cuts_experts(self) -> bool:
+        """Whether ranks divide its experts otherwise than its other weights."""
+        return self.architecture.experts is not None and self.layout.cuts_experts
+
+    @property
+    def computes_together(self) -> bool:
+        """Whether data-parallel ranks share experts: all must make as many passes, and export weights together."""
+        return self.architecture.experts is not None and self.layout.shares_experts
 
     @property
     def has_reward_head(self) -> bool:
@@ -177,7 +193,8 @@ def transformer_config(
     Raises:
         ValueError: the architecture cannot be laid out on this many ranks.
     """
-    if problems := architecture.layout_problems(layout.tp_size, layout.pp_size):
+    problems = architecture.layout_problems(layout.tp_size, layout.pp_size)
+    if problems := problems or architecture.expert_layout_problems(layout.ep_size, layout.etp_size):
         raise ValueError("; ".join(problems))
     granularity, skipped = model_cfg.get("activations_checkpoint_granularity"), architecture.no_rope_layers
     is_te, local = uses_transformer_engine(dtype, architecture.layers), architecture.local_frequencies()
@@ -239,8 +256,24 @@ def transformer_config(
         variable_seq_lengths=layout.pp_size > 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=torch.cuda.is_available(),
+        **_expert_options(architecture, layout),
         **recompute,
     )
+
+
+def _expert_options(architecture: ModelArchitecture, layout: ParallelLayout) -> dict[str, Any]:
+    """megatron-core's arguments for experts. No token is dropped, and no loss balances them."""
+    if architecture.experts is None:
+        return {}
+    return architecture.experts.to_nemo_config() | {
+        "moe_layer_freq": architecture.expert_layers,
+        "expert_model_parallel_size": layout.ep_size,
+        "expert_tensor_parallel_size": layout.etp_size,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+    }
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_size: int) -> int:
@@ -297,13 +330,18 @@ def build_model(
             lambda _module, _ids, out: _embedded(out, architecture.embedding_multiplier)
         )
     adapters = {} if lora is None else add_adapters(gpt, architecture, layout, lora)
-    for parameter in gpt.parameters():
+    for name, parameter in gpt.named_parameters():
+        if ".local_experts." in name:  # without expert parallelism, megatron-core takes their replicas for the others'
+            parameter.allreduce = not layout.cuts_experts  # type: ignore[attr-defined]
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     module: torch.nn.Module = gpt.to(device())
     if dtype == torch.bfloat16:
         module = Float16Module(config, module)
+        # Float16Module casts everything; the head has a dtype of its own, and so have routers' biases.
         if layout.is_last_stage and head is not None:
-            gpt.rm_head.to(head.dtype)  # Float16Module casts everything; the head has a dtype of its own
+            gpt.rm_head.to(head.dtype)
+        for name, bias in gpt.named_buffers():
+            bias.data = bias.data.to(dtype_of(name.replace("expert_bias", ROUTER_BIAS), bias.dtype))
     if trainable:
         module = _wrap_for_training(module, gpt, config, model_cfg, layout)
     else:
@@ -334,7 +372,7 @@ def _wrap_for_training(
     optim = Optimizer.among(model_cfg.get("optim") or {})
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=optim.overlap_grad_sync and layout.dp_size > 1,
+        overlap_grad_reduce=optim.overlap_grad_sync and layout.dp_size > 1 and layout.expert_dp_size > 1,
         use_distributed_optimizer=uses_distributed_optimizer(optim.name),
         check_for_nan_in_grad=False,
     )
@@ -342,9 +380,12 @@ def _wrap_for_training(
     ddp.broadcast_params()
     if not ddp_config.overlap_grad_reduce:
         add_in_place(gpt)
-    if layout.dp_size == 1:
+    for size, groups in (
+        (layout.dp_size, ddp.bucket_groups),
+        (layout.expert_dp_size, ddp.expert_parallel_bucket_groups),
+    ):
         # There is no rank to exchange with, but megatron-core would copy whole buffers all the same.
-        for group in ddp.bucket_groups:
+        for group in groups if size == 1 else ():
             group.start_grad_sync = group.start_param_sync = _exchange_nothing
     config.no_sync_func = ddp.no_sync
     return ddp

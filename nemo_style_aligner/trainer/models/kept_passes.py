@@ -30,6 +30,7 @@ from nemo_style_aligner.trainer.models.layers import uses_torch_attention, uses_
 from nemo_style_aligner.trainer.models.logprobs import Prediction
 from nemo_style_aligner.trainer.models.packing import PackedRow, Sequences
 from nemo_style_aligner.trainer.models.products import widened
+from nemo_style_aligner.trainer.models.sharing import Costs
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ class Part:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequences, without those that fill up the packed row."""
-        return sum(self.sequences.used)
+        """Tokens that are computed, without those that fill up the packed row."""
+        return self.sequences.num_tokens
 
     def contents(self) -> list[bytes]:
         """What identifies each sequence: the tokens that went through the model and the one that the last predicts."""
@@ -151,19 +152,19 @@ class KeptPasses:
         dtype = widened(torch.empty(0, dtype=config.params_dtype, device=device())).dtype
         return device().type == "cpu" and dtype == torch.bfloat16 and config.recompute_granularity is None
 
-    def dealt(self, parts: list[list[int]], work: list[int]) -> list[list[int]]:
+    def dealt(self, parts: list[list[int]], work: Costs) -> list[list[int]]:
         """Deal the shares of a new pass to the ranks: the most work to the rank that has had least.
 
         An update trains on many small passes, whose differences in work would otherwise add up.
 
         Args:
             parts: the rows of each share, one share per rank.
-            work: of each row of the pass.
+            work: of the rows of the pass.
 
         Returns:
             The rows of each rank.
         """
-        sums = [sum(work[row] for row in part) for part in parts]
+        sums = [work.of(part) for part in parts]
         largest_first = sorted(range(len(parts)), key=lambda i: -sums[i])
         least_first = sorted(range(len(parts)), key=lambda rank: self._work[rank])
         by_rank: list[list[int]] = [[] for _ in parts]
@@ -274,21 +275,25 @@ def keep_passes(model: MegatronModel, second: FrozenWeights | None, choice: Keep
         return
     of_adapters = any(adapter.dropout for adapter in model.adapters.values())
     drops_out = bool(model.config.hidden_dropout or model.config.attention_dropout or of_adapters)
-    if why := why_not_kept(second is not None and second.swaps, model.layout.pp_size, drops_out):
+    swaps, together = second is not None and second.swaps, model.computes_together
+    if why := why_not_kept(swaps, model.layout.pp_size, drops_out, together):
         if choice == "always":
             raise ValueError(f"keep_activations=always: {why}. Choose auto or never")
         return
     model.kept_passes = KeptPasses(model, choice, update_size)
 
 
-def why_not_kept(swaps: bool, pp_size: int, drops_out: bool) -> str | None:
+def why_not_kept(swaps: bool, pp_size: int, drops_out: bool, computes_together: bool) -> str | None:
     """Why passes of a model cannot be kept; None: they can.
 
     Args:
         swaps: other weights take the place of the trained ones between a pass and the update.
         pp_size: pipeline stages.
         drops_out: the model has dropout.
+        computes_together: see `MegatronModel.computes_together`.
     """
+    if computes_together:
+        return "data-parallel ranks share experts (model.expert_model_parallel_size): all would have to keep the same"
     if swaps:
         return "other weights take the place of the trained ones (reference_policy_placement or rm_placement: swap)"
     if pp_size > 1:

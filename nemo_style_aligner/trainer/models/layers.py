@@ -26,6 +26,9 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,7 +41,12 @@ from megatron.core.transformer.transformer_layer import (
 from nemo_style_aligner.engine.architecture import EVERY_FEATURE, Layer
 from nemo_style_aligner.engine.parallel.groups import device
 from nemo_style_aligner.engine.weights.layout import LAYER_NORMS
-from nemo_style_aligner.trainer.models.attention import CausalAttention, LayerConfig, LocalSelfAttention
+from nemo_style_aligner.trainer.models.attention import (
+    CausalAttention,
+    EngineSelfAttention,
+    LayerConfig,
+    LocalSelfAttention,
+)
 from nemo_style_aligner.trainer.models.fused import SwiGLU, rms_norm
 from nemo_style_aligner.trainer.models.layer_kernels import kernels_for
 from nemo_style_aligner.trainer.models.linear import ColumnLinear, RowLinear
@@ -50,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 _KNOWN_TO_TE = EVERY_FEATURE - {"layer_norms", "qk_norm_over_heads", "attn_logit_softcapping"}
-_KNOWN_TO_TE -= {"attention_sinks", "local_rope", "window"}
+_KNOWN_TO_TE -= {"attention_sinks", "local_rope", "window", "experts"}
 
 
 @functools.cache
@@ -239,6 +247,7 @@ def block_spec(config: LayerConfig, *, separate_norms: bool = False) -> Transfor
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         spec.module = TrainedLayer
+        spec.submodules.self_attention.module = EngineSelfAttention
         spec.submodules.self_attn_bda = spec.submodules.mlp_bda = _add(config.layers[0])
         if separate_norms:
             _separate_norms(spec.submodules)
@@ -288,18 +297,30 @@ def _layer_spec(config: LayerConfig, layer: Layer) -> ModuleSpec:
             ),
             self_attn_bda=_add(layer),
             pre_mlp_layernorm=Norm if "mlp_norm" in norms else IdentityOp,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=ColumnLinear,
-                    activation_func=SwiGLU if config.use_te_activation_func else None,
-                    linear_fc2=RowLinear,
-                ),
-            ),
+            mlp=_mlp_spec(config, layer),
             mlp_bda=_add(layer),
-            sharded_state_dict_keys_map=_STORED_NORMS,
+            sharded_state_dict_keys_map=_stored_norms(layer),
         ),
     )
+
+
+def _mlp_spec(config: LayerConfig, layer: Layer) -> ModuleSpec:
+    """An MLP, or experts: megatron-core's, which compute their tokens one expert after the other."""
+    matrices = MLPSubmodules(
+        linear_fc1=ColumnLinear,
+        activation_func=SwiGLU if config.use_te_activation_func else None,
+        linear_fc2=RowLinear,
+    )
+    if layer.experts is None:
+        return ModuleSpec(module=MLP, submodules=matrices)
+    experts, shared = (ModuleSpec(module=kind, submodules=matrices) for kind in (SequentialMLP, SharedExpertMLP))
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
+
+
+def _stored_norms(layer: Layer) -> dict[str, str]:
+    """Experts have no first linear layer that their norm would be a part of."""
+    kept = "pre_mlp_layernorm." if layer.experts is not None else None
+    return {ours: stored for ours, stored in _STORED_NORMS.items() if ours != kept}
 
 
 def _separate_norms(layer: TransformerLayerSubmodules) -> None:

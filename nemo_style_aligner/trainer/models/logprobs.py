@@ -25,6 +25,7 @@ from nemo_style_aligner.engine.softcaps import capped
 from nemo_style_aligner.trainer.models.gpu_kernels import elementwise_kernels_for
 from nemo_style_aligner.trainer.models.linear import main_grad_of
 from nemo_style_aligner.trainer.models.products import add_product, product, widened
+from nemo_style_aligner.trainer.models.spans import gathered
 
 _CHUNK_BYTES = 64 * 2**20
 """Of logits, per chunk: large enough for products at full speed with vocabularies up to 128k on a CPU."""
@@ -40,7 +41,7 @@ class Prediction:
     """What is asked of a language model about some positions of a packed row.
 
     Attributes:
-        outputs: int64 [k], positions in the row; None: the model has computed only these k positions.
+        outputs: int64 [k], places among what the model has computed; None: it has computed only these k positions.
         targets: int64 [k], the token that follows each position.
         temperature: the logits are divided by it first, as the sampler does.
         entropy: the entropy of the distribution is wanted too.
@@ -85,7 +86,7 @@ def predict(
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
     rows = hidden_states[:, 0]
     if wanted.outputs is not None:
-        rows = rows.index_select(0, wanted.outputs)
+        rows = gathered(rows, wanted.outputs)
     if wanted.top_k:
         return _top_tokens(rows, _Slice(weight, vocab_size, softcap), wanted)
     if not sequence_parallel:

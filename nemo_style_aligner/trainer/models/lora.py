@@ -133,6 +133,12 @@ class LoraSettings:
             if not unknown:
                 yield f"{tuning}.layer_selection={list(self.layers or ())}: the model has layers 1 to {numbers[-1]}"
             return
+        modules = {module for target in self.targets for module in TARGETS[target] if module.startswith("mlp.")}
+        if architecture.experts is not None and modules:
+            yield (
+                f"{tuning}.target_modules={list(self.targets)}: experts have no adapters; choose among attention, "
+                "attention_qkv, attention_dense"
+            )
         entries = self.entries(architecture)
         smallest = min((min(part.shape) for entry in entries for part in entry.parts), default=self.rank)
         if self.rank > smallest:

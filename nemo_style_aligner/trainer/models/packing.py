@@ -1,7 +1,8 @@
 """Which sequences are computed together: shares of data-parallel ranks, micro batches, packed rows.
 
 A model computes a micro batch as one row of tokens, sequence after sequence, without padding; attention stays inside
-each sequence. A sequence is computed up to its last position whose output is wanted, no further.
+each sequence. What several sequences begin with, such as the prompt of a group, is there once. A sequence is computed
+up to its last position whose output is wanted, no further.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
-from nemo_style_aligner.trainer.models.spans import PackedSequences, Spans
+from nemo_style_aligner.trainer.models.sharing import Beginnings, Costs
+from nemo_style_aligner.trainer.models.spans import PackedSequences, Run, Span, Spans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +28,13 @@ class MicroBatching:
         num_rows: rows per micro batch, where there is no token budget.
         max_tokens: token budget of a micro batch; a longer sequence gets one to itself. None: ``num_rows`` applies.
         group: rows that stay together (2 for pairs that are compared).
+        shares_prompts: what rows begin with is computed once.
     """
 
     num_rows: int
     max_tokens: int | None = None
     group: int = 1
+    shares_prompts: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +47,13 @@ class Sequences:
             The last of them is True; where nothing is wanted, u is 0.
         candidates: of each sequence, integers [w, c]: at each position, tokens of which something is asked, too; None:
             nothing is.
+        beginnings: which of them share what they begin with; None: none does.
     """
 
     tokens: Sequence[torch.Tensor]
     wanted: Sequence[torch.Tensor]
     candidates: Sequence[torch.Tensor] | None = None
+    beginnings: Beginnings | None = None
 
     @classmethod
     def padded(cls, tokens: torch.Tensor, wanted: torch.Tensor, candidates: torch.Tensor | None = None) -> Sequences:
@@ -63,7 +71,20 @@ class Sequences:
     def rows(self, index: Sequence[int]) -> Sequences:
         """Some of the sequences."""
         candidates = None if self.candidates is None else [self.candidates[i] for i in index]
-        return Sequences([self.tokens[i] for i in index], [self.wanted[i] for i in index], candidates)
+        beginnings = None if self.beginnings is None else self.beginnings.rows(index)
+        return Sequences([self.tokens[i] for i in index], [self.wanted[i] for i in index], candidates, beginnings)
+
+    def sharing(self, prompt_lengths: Sequence[int] | None) -> Sequences:
+        """The same, where a prompt of several sequences is computed once; None: what they are found to begin with."""
+        used = [row[:length] for row, length in zip(self.tokens, self.used, strict=True)]
+        if prompt_lengths is None:
+            return dataclasses.replace(self, beginnings=Beginnings.found_in(used))
+        prompts = [min(sizes) for sizes in zip(prompt_lengths, self.used, strict=True)]
+        return dataclasses.replace(self, beginnings=Beginnings.of_prompts(used, prompts))
+
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of each sequence up to the first wanted output, whose own token is the last of them."""
+        return [1 + int(row.long().argmax()) if len(row) else 0 for row in self.wanted]
 
     @functools.cached_property
     def used(self) -> list[int]:
@@ -75,9 +96,17 @@ class Sequences:
         """How many outputs of each sequence are wanted."""
         return [int(row.count_nonzero()) for row in self.wanted]
 
-    def inputs(self) -> torch.Tensor:
-        """The used tokens, sequence after sequence: int64 [t]."""
-        return _joined([row[:length] for row, length in zip(self.tokens, self.used, strict=True)], torch.int64)
+    def costs(self, of: Callable[[int, int], int] = lambda tokens, outputs: tokens) -> Costs:
+        """What the sequences cost; ``of``: as many tokens with as many outputs, by default the tokens themselves."""
+        whole = [of(*row) for row in zip(self.used, self.num_outputs, strict=True)]
+        if self.beginnings is None:
+            return Costs.apart(whole)
+        return Costs(whole, [of(size, 0) for size in self.beginnings.sizes], self.beginnings.families)
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model."""
+        return self.costs().of(range(len(self)))
 
     def targets(self) -> torch.Tensor:
         """The tokens that follow the wanted positions: int64 [k]."""
@@ -107,12 +136,27 @@ class PackedRow:
     Attributes:
         tokens: int64 [1, t].
         sequences: where each sequence begins and ends.
-        outputs: int64 [k], places in the row whose outputs are wanted.
+        outputs: int64 [k], places in the row whose outputs are wanted, of one sequence after the other. A place that
+            several sequences share may be there several times.
+        repeats: int64 [k], the places of these among the outputs of the model's last layer, if it computes only these
+            and each once (`PackedSequences.outputs`); None: they are these.
     """
 
     tokens: torch.Tensor
     sequences: PackedSequences
     outputs: torch.Tensor
+    repeats: torch.Tensor | None = None
+
+    def compute_outputs_alone(self) -> None:
+        """Let the model's last layer compute nothing but the wanted outputs, each once."""
+        places, repeats = self.outputs.unique(return_inverse=True)
+        is_each_once = len(places) == len(self.outputs)
+        self.sequences.outputs, self.repeats = (self.outputs, None) if is_each_once else (places, repeats)
+
+    @property
+    def chosen(self) -> torch.Tensor | None:
+        """The wanted ones' places among the outputs of the last layer: int64 [k]; None: they are all of them."""
+        return self.outputs if self.sequences.outputs is None else self.repeats
 
 
 @dataclasses.dataclass
@@ -152,14 +196,41 @@ def pack_row(asked: Sequences, multiple: int) -> PackedRow:
     Args:
         multiple: the row is filled up with zeros to a multiple of it (sequence parallelism), and to one token at least.
     """
-    num_tokens = sum(asked.used)
-    filling = -num_tokens % multiple if num_tokens else multiple
-    row = torch.nn.functional.pad(asked.inputs(), (0, filling))
+    row = _Row()
+    places: dict[int, torch.Tensor] = {}  # of each sequence's tokens
+    for members in (asked.beginnings or Beginnings.apart(len(asked))).members():
+        rows = [asked.tokens[member][: asked.used[member]] for member in members]
+        size = asked.beginnings.sizes[members[0]] if asked.beginnings is not None and len(members) > 1 else 0
+        head = row.add(rows[0][:size], 0)
+        for member, tokens in zip(members, rows, strict=True):
+            own = row.add(tokens[size:], size, *([head] if size else []))
+            places[member] = torch.cat([torch.arange(*head), torch.arange(*own)])
     # The filling is a sequence of its own, which no other token sees.
-    lengths = [length for length in (*asked.used, filling) if length]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    sequences = PackedSequences.of(Spans.whole(lengths), positions)
-    return PackedRow(tokens=row[None], sequences=sequences, outputs=asked.all_wanted().nonzero()[:, 0])
+    filling = -row.end % multiple if row.end else multiple
+    row.add(torch.zeros(filling), 0)
+    outputs = _joined([places[i][wanted] for i, wanted in enumerate(asked.wanted)], torch.int64)
+    sequences = PackedSequences.of(Spans(tuple(row.spans)), torch.cat(row.positions))
+    return PackedRow(_joined(row.tokens, torch.int64)[None], sequences, outputs)
+
+
+class _Row:
+    """A packed row while it is made."""
+
+    def __init__(self) -> None:
+        self.tokens: list[torch.Tensor] = []
+        self.positions: list[torch.Tensor] = []
+        self.spans: list[Span] = []
+        self.end = 0
+
+    def add(self, tokens: torch.Tensor, position: int, *seen: Run) -> Run:
+        """Add tokens from a ``position`` of their sequence on, which see themselves behind runs of earlier ones."""
+        own = Run(self.end, self.end + len(tokens))
+        if len(tokens):
+            self.tokens.append(tokens)
+            self.positions.append(torch.arange(position, position + len(tokens)))
+            self.spans.append(Span(own, (*seen, own)))
+            self.end = own.end
+        return own
 
 
 # ---- who computes what --------------------------------------------------------------------------
@@ -224,45 +295,62 @@ def _exchange(weights: Sequence[int], parts: list[list[int]]) -> None:
                 sums[taker] += weight[given]
 
 
-def shares(work: Sequence[int], num_ranks: int, group: int = 1) -> list[list[int]]:
+def shares(work: Costs, num_ranks: int, group: int = 1) -> list[list[int]]:
     """Divide rows over the data-parallel ranks, with about as much work for each. Rows without work are left out.
 
+    Rows that begin alike stay together, or in as few pieces as the ranks' work can be made even with.
+
     Args:
-        work: the work of each row, in any unit.
+        work: in any unit.
         group: rows that stay together.
+
+    Raises:
+        ValueError: the rows cannot be divided into such groups.
     """
-    sums = _group_sums(work, group)
-    present = [index for index, tokens in enumerate(sums) if tokens]
-    parts = divide_evenly([sums[index] for index in present], num_ranks)
-    return [[present[i] * group + row for i in part for row in range(group)] for part in parts]
+    units = work.units(group)
+    even = _EVEN * sum(work.of(_together(unit)) for unit in units) / num_ranks
+    found: list[tuple[int, list[list[int]]]] = []
+    for limit in (math.inf, even, even / 2, even / 4, even / 8, 0):
+        pieces = [piece for unit in units for piece in work.cut(unit, limit)]
+        parts = divide_evenly([work.of(piece) for piece in pieces], num_ranks)
+        rows = [[row for i in part for row in pieces[i]] for part in parts]
+        found.append((max(map(work.of, rows)), rows))
+        if found[-1][0] <= even or all(len(unit) == 1 for unit in units):
+            break
+    return min(found, key=lambda each: each[0])[1]
 
 
-def micro_batches(used: Sequence[int], batching: MicroBatching) -> list[list[int]]:
-    """Divide rows of ``used`` tokens each into micro batches; at least one, which may be empty. Rows of 0 are left out.
+def micro_batches(used: Costs, batching: MicroBatching) -> list[list[int]]:
+    """Divide rows, which cost tokens, into micro batches; at least one, which may be empty. Rows of 0 are left out.
 
-    Under a token budget by first fit, longest first; otherwise in their order.
+    Under a token budget by first fit, longest first; otherwise in their order. Rows that begin alike stay together as
+    far as they fit.
     """
-    group = batching.group
-    sums = _group_sums(used, group)
-    present = [index for index, tokens in enumerate(sums) if tokens]
+    units, group = used.units(batching.group), batching.group
     bins: list[list[int]] = []
+    room: list[int] = []
     if batching.max_tokens is None:
-        per_bin = max(1, batching.num_rows // group)
-        bins = [present[start : start + per_bin] for start in range(0, len(present), per_bin)]
+        limit = max(1, batching.num_rows // group) * group
+        sizes = [(len(piece), piece) for unit in units for piece in _chunks(_together(unit), limit)]
     else:
-        room: list[int] = []
-        for index in sorted(present, key=lambda i: (-sums[i], i)):
-            place = next((b for b, free in enumerate(room) if free >= sums[index]), None)
-            if place is None:
-                place = len(bins)
-                bins.append([])
-                room.append(batching.max_tokens)
-            bins[place].append(index)
-            room[place] -= sums[index]
-    return [[index * group + row for index in sorted(part) for row in range(group)] for part in bins] or [[]]
+        limit = batching.max_tokens
+        sizes = [(used.of(piece), piece) for unit in units for piece in used.cut(unit, limit)]
+        sizes.sort(key=lambda each: (-each[0], each[1]))
+    for size, piece in sizes:
+        first = 0 if batching.max_tokens is not None else max(0, len(bins) - 1)
+        place = next((b for b in range(first, len(bins)) if room[b] >= size), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            room.append(limit)
+        bins[place] += piece
+        room[place] -= size
+    return [sorted(part) for part in bins] or [[]]
 
 
-def _group_sums(used: Sequence[int], group: int) -> list[int]:
-    if len(used) % group:
-        raise ValueError(f"{len(used)} rows cannot be divided into groups of {group}")
-    return [sum(used[start : start + group]) for start in range(0, len(used), group)]
+def _together(unit: Sequence[list[int]]) -> list[int]:
+    return list(itertools.chain(*unit))
+
+
+def _chunks(rows: list[int], size: int) -> list[list[int]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]

@@ -44,6 +44,8 @@ from nemo_style_aligner.trainer.models.packing import (
     shares,
 )
 from nemo_style_aligner.trainer.models.ragged import RaggedBatch
+from nemo_style_aligner.trainer.models.sharing import Costs
+from nemo_style_aligner.trainer.models.spans import gathered
 
 B = TypeVar("B", bound=Any)
 
@@ -137,17 +139,28 @@ class _Asked:
             self.batch, self.width = to_device(batch, _CPU), wanted.shape[1]
             candidates = self.batch.candidates if scoring is not None and scoring.candidates else None
             self.sequences = Sequences.padded(self.batch.tokens, wanted, candidates)
+        if batching.shares_prompts:
+            self.sequences = self.sequences.sharing(self._prompt_lengths())
+
+    def _prompt_lengths(self) -> list[int] | None:
+        """Tokens of each row's prompt, if somebody knows: what is before the first token that something is asked of."""
+        lengths = getattr(self.batch, "prompt_lengths", None)
+        if lengths is not None:
+            return [int(length) for length in lengths]
+        is_known = self.scoring is not None or isinstance(self.batch, RaggedBatch)
+        return self.sequences.prompt_lengths() if is_known else None
 
     @functools.cached_property
-    def work(self) -> list[int]:
+    def work(self) -> Costs:
         """Floating-point operations of each row's forward pass. A backward pass takes twice as many."""
-        outputs = self.sequences.num_outputs if self.scoring is not None else [0] * len(self.sequences)
         operations = self.model.architecture.forward_operations
-        return [operations(*row) for row in zip(self.sequences.used, outputs, strict=True)]
+        if self.scoring is None:
+            return self.sequences.costs(lambda tokens, _: operations(tokens, 0))
+        return self.sequences.costs(operations)
 
     def parts(self, rows: list[int], rank: int) -> list[Part]:
         """Divide rows that a rank computes into micro batches."""
-        divided = micro_batches([self.sequences.used[row] for row in rows], self.batching)
+        divided = micro_batches(self.sequences.rows(rows).costs(), self.batching)
         chosen = [[rows[i] for i in part] for part in divided]
         return [Part(part, rank, self.sequences.rows(part)) for part in chosen]
 
@@ -161,12 +174,11 @@ class _Asked:
         computed = {row for part in taken for row in part.rows}
         mine = [row for row in range(len(used)) if row not in computed]
         if self.is_whole:
-            to_compute = [0 if row in computed else operations for row, operations in enumerate(self.work)]
-            mine = shares(to_compute, self.model.layout.dp_size, self.batching.group)[rank]
+            mine = shares(self.work.without(computed), self.model.layout.dp_size, self.batching.group)[rank]
         own = [part for part in taken if part.rank == rank]
         if any(used[row] for row in mine) or not own:
             own += self.parts(mine, rank)
-        return sorted(own, key=lambda part: part.rows[:1])
+        return self._as_many_as_others(sorted(own, key=lambda part: part.rows[:1]))
 
     def parts_of_pass(self, kept: KeptPasses | None) -> list[Part]:
         """Choose each rank's rows, rank after rank (of a ragged batch this rank's alone), and note them if kept."""
@@ -179,7 +191,20 @@ class _Asked:
             for part in parts:
                 kept.add(part)
             kept.begin()
-        return parts
+        return self._as_many_as_others(parts)
+
+    def _as_many_as_others(self, parts: list[Part]) -> list[Part]:
+        """The parts, and as many empty ones as this rank lacks to what any data-parallel rank computes.
+
+        Ranks that share experts compute only together. A part without rows is a pass of a token that nothing counts.
+        """
+        if not self.model.computes_together:
+            return parts
+        rank, group = self.model.layout.dp_rank, parallel_state.get_data_parallel_group()
+        own = sum(part.rank == rank for part in parts)
+        most = torch.tensor([own], dtype=torch.int64, device=device())
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=group)
+        return parts + [Part([], rank, self.sequences.rows([])) for _ in range(int(most) - own)]
 
 
 @dataclasses.dataclass
@@ -242,13 +267,12 @@ def _model_input(asked: _Asked, sequences: Sequences) -> tuple[PackedRow, Predic
     # Under sequence parallelism each rank has only some of the positions, so the last layer computes all it has.
     # Without wanted outputs it computes the token that fills the row: its kernels need at least one.
     if not model.config.sequence_parallel and len(packed.outputs):
-        packed.sequences.outputs = packed.outputs
+        packed.compute_outputs_alone()
     prediction, ids = None, packed.tokens.flatten()
     if scoring is not None:
         targets, candidates = sequences.targets(), sequences.wanted_candidates()
-        outputs = None if packed.sequences.outputs is not None else packed.outputs
         prediction = Prediction(
-            outputs, targets, scoring.temperature, scoring.entropy, candidates=candidates, top_k=scoring.top_k
+            packed.chosen, targets, scoring.temperature, scoring.entropy, candidates=candidates, top_k=scoring.top_k
         )
         ids = torch.cat([ids, targets])  # the last target of a sequence is not among the inputs
     for token in (int(ids.min()), int(ids.max())):
@@ -270,7 +294,7 @@ def _call_model(
     output = module(packed.tokens, positions[None], None, labels=prediction, packed_seq_params=packed.sequences)
     if not model.layout.is_last_stage or prediction is not None:
         return output
-    return output[0] if packed.sequences.outputs is not None else output[0].index_select(0, packed.outputs)
+    return output[0] if packed.chosen is None else gathered(output[0], packed.chosen)
 
 
 def _run_schedule(
@@ -368,8 +392,8 @@ def train_step(
     means = _global_means(totals)
     if not means["num_items"]:  # a mean over nothing should not appear in a log
         return {"loss": 0.0, "num_items": 0.0}
-    mine = [row for part in parts for row in part.rows]
-    num_used, work = (sum(of_each[row] for row in mine) for of_each in (asked.sequences.used, asked.work))
+    num_used = sum(asked.sequences.rows(part.rows).num_tokens for part in parts)
+    work = sum(asked.work.of(part.rows) for part in parts)
     return means | _packing_metrics(model, num_used, num_computed, work)
 
 
@@ -431,7 +455,7 @@ def forward(
     is_ragged, kept = asked.width is None, model.kept_passes if is_trained else None
     size = int(batch.sampled_lengths.sum()) if is_ragged else len(asked.sequences)
     results = torch.zeros(size, *row_shape, dtype=torch.float32, device=device())
-    if not any(asked.sequences.used):
+    if not any(asked.sequences.used) and not model.computes_together:
         return results
     parts = asked.parts_of_pass(kept)
     local = _outputs(asked, [part for part in parts if part.rank == model.layout.dp_rank], output_function, kept)
@@ -440,7 +464,7 @@ def forward(
     local = broadcast_from_last_stage(local, (num_results, *row_shape), torch.float32)
     if asked.is_whole:
         local = all_gather_rows(local, parallel_state.get_data_parallel_group())
-    chosen = torch.tensor([row for part in parts for row in part.rows])
+    chosen = torch.tensor([row for part in parts for row in part.rows], dtype=torch.int64)
     results[moved(batch.sampled_places(chosen) if is_ragged else chosen, results.device)] = local
     if kept is not None:
         # Training leaves out rows with NaN or Inf, but a backward pass through them gives NaN even from zero gradients.

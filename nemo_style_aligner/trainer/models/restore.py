@@ -191,6 +191,7 @@ JOB_SETTINGS = (
     "ppo",
     "restore_from_path",
     "resume_from_checkpoint",
+    "share_prompts",
     "special_tokens_as_text",
     "trt_llm",
 )

@@ -16,7 +16,7 @@ from nemo_style_aligner.trainer.models.frozen import choose_placement
 from nemo_style_aligner.trainer.models.offload import WeightOffload
 from nemo_style_aligner.trainer.models.restore import BaseModel
 from nemo_style_aligner.trainer.rl.experience import Experience
-from nemo_style_aligner.trainer.rl.rollouts.collector import deal
+from nemo_style_aligner.trainer.rl.rollouts.collector import SampleSizes, deal
 from nemo_style_aligner.trainer.rl.sample import Rollouts
 from nemo_style_aligner.trainer.rl.values import Training, ValueSource
 
@@ -58,9 +58,10 @@ class LocalCritic(ValueSource):
         samples, size = range(len(experience)), self.critic.global_batch_size
         minibatches = [list(samples[start : start + size]) for start in samples[::size]]
         if len(minibatches) > 1:  # others than those that the samples were dealt for
-            work = self.critic.model.architecture.forward_operations
-            lengths = experience.rollouts.lengths.tolist()
-            experience = experience.dealt(deal([work(length - 1, 0) for length in lengths], minibatches))
+            sizes, operations = SampleSizes.of(experience.rollouts), self.critic.model.architecture.forward_operations
+            shares_prompts = self.critic.training_batching.shares_prompts
+            work = sizes.costs(lambda tokens, _: operations(tokens, 0), shares_prompts)
+            experience = experience.dealt(deal(work, minibatches))
         ids = experience.rollouts.prompt_ids
         origins = [f"the critic's samples {part} (prompts {ids[part].tolist()})" for part in minibatches]
         batches = map(experience.value_minibatch, minibatches)

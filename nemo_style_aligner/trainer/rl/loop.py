@@ -22,6 +22,7 @@ from nemo_style_aligner.trainer.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager, MayPublish
 from nemo_style_aligner.trainer.data.samplers import EpochSampler
 from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.sharing import Costs
 from nemo_style_aligner.trainer.rl.estimators import GroupedSamples
 from nemo_style_aligner.trainer.rl.experience import (
     Experience,
@@ -37,6 +38,7 @@ from nemo_style_aligner.trainer.rl.rollouts.collector import (
     Collected,
     GenerationSchedule,
     RolloutCollector,
+    SampleSizes,
     deal,
 )
 from nemo_style_aligner.trainer.rl.rollouts.prompts import PromptSource
@@ -235,11 +237,12 @@ class RLTrainer(TrainingLoop):
 
     def deal(self, collected: Collected) -> Rollouts:
         """Give each data-parallel rank its share, even in every update of the first pass over the samples."""
-        minibatches = [minibatch.tolist() for minibatch in self._minibatches(len(collected), epoch=0)]
+        minibatches = [minibatch.tolist() for minibatch in self._minibatches(collected.groups, epoch=0)]
         return collected.dealt(minibatches, self._work)
 
-    def _work(self, length: int, sampled_length: int) -> int:
-        return self.actor.model.architecture.forward_operations(length - 1, sampled_length)
+    def _work(self, sizes: SampleSizes) -> Costs:
+        operations = self.actor.model.architecture.forward_operations
+        return sizes.costs(operations, self.actor.training_batching.shares_prompts)
 
     def logprobs(self, rollouts: Rollouts, *, is_trained: bool) -> dict[str, torch.Tensor]:
         """Log-probs of the share's sampled tokens, fp32 [R] each: ``old_logprobs``, and where these ranks have such
@@ -274,11 +277,10 @@ class RLTrainer(TrainingLoop):
         counting = activity.counting("updates", lambda: (self.ppo_optimization_step - first, updates))
         with self.timer("train_time"), counting:
             for epoch in range(epochs):
-                minibatches = [minibatch.tolist() for minibatch in self._minibatches(len(experience), epoch)]
+                minibatches = [minibatch.tolist() for minibatch in self._minibatches(experience.rollouts.groups, epoch)]
                 if epoch:  # its minibatches are others than those that the samples were dealt for
-                    rows = experience.rollouts
-                    work = map(self._work, rows.lengths.tolist(), rows.sampled_lengths.tolist())
-                    experience = experience.dealt(deal(list(work), minibatches))
+                    work = self._work(SampleSizes.of(experience.rollouts))
+                    experience = experience.dealt(deal(work, minibatches))
                 for minibatch in minibatches:
                     origin = f"samples {minibatch} (prompts {prompt_ids[minibatch].tolist()})"
                     metrics = self.actor.update(experience.minibatch(minibatch), origin)
@@ -288,11 +290,12 @@ class RLTrainer(TrainingLoop):
                     self._last_loss = metrics.get("loss", math.nan)
                     self.ppo_optimization_step += 1
 
-    def _minibatches(self, num_samples: int, epoch: int) -> Iterator[torch.Tensor]:
-        """The samples of each global minibatch, int64 [global_batch_size]."""
+    def _minibatches(self, groups: torch.Tensor, epoch: int) -> Iterator[torch.Tensor]:
+        """The samples of each global minibatch, int64 [global_batch_size]. Those of a group follow one another."""
         generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "minibatches", self.step, epoch))
-        order = torch.randperm(num_samples, generator=generator)
-        yield from order.split(self.settings.global_batch_size)
+        numbers, group_of = groups.unique(return_inverse=True)
+        turns = torch.randperm(len(numbers), generator=generator).argsort()
+        yield from turns[group_of].argsort(stable=True).split(self.settings.global_batch_size)
 
     # ---- the critic -------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from nemo_style_aligner.trainer.models.frozen import FrozenModel
 from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.packing import MicroBatching, shares
 from nemo_style_aligner.trainer.models.restore import BaseModel
+from nemo_style_aligner.trainer.models.sharing import Costs
 from nemo_style_aligner.trainer.rl.rewards import Reward, Rewards, RewardSource
 from nemo_style_aligner.trainer.rl.sample import Sample
 
@@ -63,29 +64,37 @@ class ModelRewards(RewardSource):
 
         Ordered by their ids, samples are computed in the same micro batches whichever rank has generated them.
         """
-        facts = torch.tensor([(s.sample_id, len(s.token_ids)) for s in samples], dtype=torch.int64).view(-1, 2)
+        known = [(s.sample_id, len(s.token_ids), s.prompt_length, s.group) for s in samples]
+        facts = torch.tensor(known, dtype=torch.int64).view(-1, 4)
         every = all_gather_rows(facts.to(device())).cpu()
         if not len(every):
             return []
-        ids, lengths = every[every[:, 0].argsort()].t().contiguous()
+        ids, lengths, prompts, groups = every[every[:, 0].argsort()].t().contiguous()
         places = torch.searchsorted(ids, facts[:, 0].contiguous())
-        work = [self.base.architecture.forward_operations(length, 0) for length in lengths.tolist()]
+        whole, common = ([self._operations(size) for size in sizes.tolist()] for sizes in (lengths, prompts))
+        work = Costs(whole, common, groups.tolist()) if self._batching.shares_prompts else Costs.apart(whole)
         layout = current_layout()
         share = torch.tensor(sorted(shares(work, layout.dp_size)[layout.dp_rank]), dtype=torch.int64)
         tokens = torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int32)
         rows = exchange_rows(tokens, facts[:, 1], places, share).split(lengths[share].tolist())
         rewards = torch.zeros(len(ids), dtype=torch.float64, device=device())
-        if len(share):
-            rewards[share.to(device())] = self._own_rewards(rows, lengths[share]).double()
+        assert self._model is not None, "`load` comes first"
+        if len(share) or self._model.computes_together:
+            rewards[share.to(device())] = self._own_rewards(rows, lengths[share], prompts[share]).double()
         dist.all_reduce(rewards, group=parallel_state.get_data_parallel_group())
         return rewards.cpu()[places].tolist()
 
-    def _own_rewards(self, rows: Sequence[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
+    def _operations(self, num_tokens: int) -> int:
+        return self.base.architecture.forward_operations(num_tokens, 0)
+
+    def _own_rewards(self, rows: Sequence[torch.Tensor], lengths: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
         """The rewards fp32 [n] of sequences that the ranks of a model-parallel group share."""
         assert self._model is not None, "`load` comes first"
-        padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True).long()
+        none = torch.empty(0, dtype=torch.int32)  # there may be no rows, which cannot be padded
+        padded = torch.nn.utils.rnn.pad_sequence([*rows, none], batch_first=True).long()[: len(rows)]
         with self._model.active() as model:
-            return RewardModel(model, self._head, self._batching).rewards(padded, lengths, is_whole=False)[:, 0]
+            ours = RewardModel(model, self._head, self._batching)
+            return ours.rewards(padded, lengths, prompt_lengths=prompts, is_whole=False)[:, 0]
 
     def _reward(self, value: float, sample: Sample) -> Reward:
         if math.isfinite(value):

@@ -68,8 +68,8 @@ class PolicyServer:
         logger.info("policy served on %s/v1, API key: the shared secret", server_url(server.host, server.port))
 
     def refit(self, model: MegatronModel, version: int) -> None:
-        """Take over the weights of the policy. Collective over rank 0's replica of the model."""
-        if model.layout.dp_rank:
+        """Take over the weights of the policy. Collective over the ranks that export them (`export_weights`)."""
+        if model.layout.dp_rank and not model.computes_together:
             return
         weights = export_weights(model, transient=True)
         if self._served is None:

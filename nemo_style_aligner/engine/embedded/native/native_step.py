@@ -33,7 +33,7 @@ from nemo_style_aligner.wording import counted
 logger = logging.getLogger(__name__)
 
 _MAX_STOP_IDS = 64  # as in sample.h
-_KNOWN = EVERY_FEATURE | {*ENDS}
+_KNOWN = EVERY_FEATURE - {"experts"} | {*ENDS}
 _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}  # in a layer -> Hugging Face's names
 _MATRICES = ("qkv", "output", "fc1", "fc2")  # of a layer
 _PANEL = 32  # output features per panel, as in panels.h
@@ -130,7 +130,8 @@ class NativeStep(ModelStep):
         vocab_limit: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ModelStep.sample`: in C++, unless a filter or penalty acts or there are too many stop ids."""
-        if params.filters or len(stop_ids) > _MAX_STOP_IDS or logits.stride(1) != 1:
+        filters = [name for name, _ in params.filters if name != "grammar"]
+        if filters or len(stop_ids) > _MAX_STOP_IDS or logits.stride(1) != 1:
             return super().sample(logits, params, rows, stop_ids, vocab_limit)
         n = len(logits)
         tokens, logprobs = torch.empty(n, dtype=torch.int64), torch.empty(n)
@@ -142,9 +143,11 @@ class NativeStep(ModelStep):
                 positions=rows.positions.data_ptr(),
                 suppress=None if rows.suppress_stop is None else rows.suppress_stop.data_ptr(),
                 stop_ids=stop_ids.data_ptr(),
+                allowed=None if rows.allowed is None else rows.allowed.data_ptr(),
                 tokens=tokens.data_ptr(),
                 logprobs=logprobs.data_ptr(),
                 stride=logits.stride(0),
+                allowed_stride=0 if rows.allowed is None else rows.allowed.stride(0),
                 rows=n,
                 vocab=logits.shape[1],
                 limit=vocab_limit,

@@ -1,16 +1,18 @@
-// Choosing tokens from logits without filters, row by row: the same as `engine/sampling.py` does.
+// Choosing tokens from logits without filters but masks, row by row: the same as `engine/sampling.py` does.
 #pragma once
 #include "vectors.h"
 #include <algorithm>
+#include <vector>
 
 struct SampleArguments {
     float* logits; // [rows][stride]
     const int64_t *keys, *positions;
     const uint8_t* suppress; // [rows]: stop tokens are held back; null: nowhere
     const int64_t* stop_ids;
+    const uint8_t* allowed; // [rows][allowed_stride]: a bit for each id below `limit`, the lowest first; null: all
     int64_t* tokens;
     float* logprobs;
-    int64_t stride;
+    int64_t stride, allowed_stride;
     int32_t rows, vocab, limit, num_stop_ids; // ids at and above `limit` are never chosen but count in log-probs
     int32_t greedy;
     float temperature;
@@ -52,6 +54,28 @@ static void sample_row(const SampleArguments& s, int row) {
         s.tokens[row] = 0;
         s.logprobs[row] = NAN;
         return;
+    }
+
+    // A row with a mask is sampled from a copy; its log-prob is that of all logits, as below for those without.
+    const float* all = x;
+    float whole_peak = -INFINITY, whole_sum = 0;
+    static thread_local std::vector<float> masked;
+    if (s.allowed) {
+        vf lanes = splat(-INFINITY);
+        int j = 0;
+        for (; j + LANES <= s.vocab; j += LANES) lanes = vmax(lanes, load<vf>(x + j));
+        whole_peak = max_lanes(lanes);
+        for (; j < s.vocab; ++j) whole_peak = std::max(whole_peak, x[j]);
+        double total = 0;
+        for (int b = 0; b < s.vocab; b += BLOCK)
+            total += sum_exponentials(x + b, std::min(BLOCK, s.vocab - b), whole_peak, inverse);
+        whole_sum = (float)std::log(total);
+        const uint8_t* bits = s.allowed + (size_t)row * s.allowed_stride;
+        masked.assign(x, x + s.vocab);
+        for (int first = 0; first < s.limit; first += 8)
+            for (int j = first; bits[first / 8] != 0xFF && j < std::min(first + 8, s.limit); ++j)
+                if (!(bits[first / 8] >> (j - first) & 1)) masked[j] = -INFINITY;
+        x = masked.data();
     }
 
     // Stop tokens held back are no candidates, though they count in the log-probs.
@@ -102,6 +126,11 @@ static void sample_row(const SampleArguments& s, int row) {
         if (token < 0) token = best;
     }
 
+    if (s.allowed) {
+        s.tokens[row] = token;
+        s.logprobs[row] = (all[token] - whole_peak) * inverse - whole_sum;
+        return;
+    }
     // Normaliser over the whole vocabulary.
     for (int j = s.limit; j < s.vocab; ++j) excluded_peak = std::max(excluded_peak, x[j]);
     const float top = std::max(peak, excluded_peak);

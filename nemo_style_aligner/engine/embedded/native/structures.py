@@ -64,8 +64,9 @@ class SampleArguments(ctypes.Structure):
     """What `step_sample` chooses from."""
 
     _fields_ = [
-        *[(name, Pointer) for name in ("logits", "keys", "positions", "suppress", "stop_ids", "tokens", "logprobs")],
-        ("stride", ctypes.c_int64),
+        *[(name, Pointer) for name in ("logits", "keys", "positions", "suppress", "stop_ids")],
+        *[(name, Pointer) for name in ("allowed", "tokens", "logprobs")],
+        *[(name, ctypes.c_int64) for name in ("stride", "allowed_stride")],
         *[(name, ctypes.c_int32) for name in ("rows", "vocab", "limit", "num_stop_ids", "greedy")],
         ("temperature", ctypes.c_float),
     ]

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.trainer.launch.stop_signals import stops
 from nemo_style_aligner.trainer.models.gpt import MegatronModel
 from nemo_style_aligner.trainer.models.packing import shares
+from nemo_style_aligner.trainer.models.sharing import Costs
 from nemo_style_aligner.trainer.rl.episodes.runner import Episode
 from nemo_style_aligner.trainer.rl.rewards import Reward
 from nemo_style_aligner.trainer.rl.rollouts.disaggregated import (
@@ -264,12 +265,12 @@ class Collected:
 
     # ---- shares -----------------------------------------------------------------------------
 
-    def dealt(self, minibatches: Minibatches, work: Callable[[int, int], int]) -> Rollouts:
+    def dealt(self, minibatches: Minibatches, work: Callable[[SampleSizes], Costs]) -> Rollouts:
         """Give each data-parallel rank its share of the samples. Collective.
 
         Args:
             minibatches: samples that are trained on together: each is divided evenly.
-            work: of a sequence of so many tokens, of which so many are sampled, in any unit.
+            work: of the samples, in any unit.
         """
         own = self._own()
         places, results = [place for place, _ in own], [result for _, result in own]
@@ -284,7 +285,7 @@ class Collected:
             raise RuntimeError(f"the rollouts are not one per sample: {len(facts)} results, missing {missing[:20]}")
         _, prompt_lengths, responses, sampled_lengths, ended, versions = facts.unbind(1)
         lengths = prompt_lengths + responses
-        share = deal([work(*row) for row in zip(lengths.tolist(), sampled_lengths.tolist(), strict=True)], minibatches)
+        share = deal(work(SampleSizes(lengths, sampled_lengths, prompt_lengths, self.groups)), minibatches)
         tokens = [torch.tensor(r.prompt_token_ids + r.token_ids, dtype=torch.int32) for r in results]
         sampled = [torch.tensor([False] * len(r.prompt_token_ids) + r.sampled) for r in results]
         logprobs = [torch.tensor(r.logprobs, dtype=torch.float32) for r in results]
@@ -324,19 +325,52 @@ def _await_scores(responses: ScoredResponses) -> None:
         is_missing = bool(all_reduce_max(int(is_missing)))
 
 
-def deal(work: Sequence[int], minibatches: Minibatches) -> torch.Tensor:
+class SampleSizes(NamedTuple):
+    """What the work of samples depends on: int64 [N] each.
+
+    Attributes:
+        lengths: tokens of prompt and response.
+        sampled_lengths: those of them that are sampled.
+        prompt_lengths: those of the prompt.
+        groups: samples of one prompt have the same number.
+    """
+
+    lengths: torch.Tensor
+    sampled_lengths: torch.Tensor
+    prompt_lengths: torch.Tensor
+    groups: torch.Tensor
+
+    @classmethod
+    def of(cls, rollouts: Rollouts) -> SampleSizes:
+        """Those of a step's samples."""
+        return cls(rollouts.lengths, rollouts.sampled_lengths, rollouts.prompt_lengths, rollouts.groups)
+
+    def costs(self, of: Callable[[int, int], int], shares_prompts: bool) -> Costs:
+        """What passes over the samples cost.
+
+        Args:
+            of: so many tokens with so many outputs.
+            shares_prompts: a group's prompt is computed once.
+        """
+        whole = [of(length - 1, outputs) for length, outputs in zip(*map(torch.Tensor.tolist, self[:2]), strict=True)]
+        if not shares_prompts:
+            return Costs.apart(whole)
+        return Costs(whole, [of(length, 0) for length in self.prompt_lengths.tolist()], self.groups.tolist())
+
+
+def deal(work: Costs, minibatches: Minibatches) -> torch.Tensor:
     """The samples of this rank's share, int64 [n], ascending.
 
-    Each minibatch is divided evenly, and its largest part goes to the rank that has had the least work so far:
-    otherwise the small differences of many updates would add up.
+    Each minibatch is divided evenly, groups as a whole where they can be, and its largest part goes to the rank that
+    has had the least work so far: otherwise the small differences of many updates would add up.
     """
     layout = current_layout()
     loads = [0] * layout.dp_size
     mine: list[int] = []
     for minibatch in minibatches:
-        parts = shares([work[sample] for sample in minibatch], layout.dp_size)
+        parts = shares(work.rows(minibatch), layout.dp_size)
         parts = [[minibatch[row] for row in part] for part in parts]
-        sums = [sum(work[sample] for sample in part) for part in parts]
+        sums = [work.of(part) for part in parts]
         largest_first = sorted(range(len(parts)), key=lambda part: -sums[part])
         for rank, part in zip(sorted(range(len(loads)), key=loads.__getitem__), largest_first, strict=True):
             loads[rank] += sums[part]

@@ -23,7 +23,7 @@ from nemo_style_aligner import activity
 from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationResult
 from nemo_style_aligner.engine.parallel.agreement import PATIENCE_SECONDS
-from nemo_style_aligner.engine.parallel.groups import all_reduce_max, broadcast_object, current_layout
+from nemo_style_aligner.engine.parallel.groups import all_reduce_max, broadcast_object
 from nemo_style_aligner.engine.weights.stream import export_weights, receive_weights, send_weights
 from nemo_style_aligner.trainer.launch.roles import Channel, Wait
 from nemo_style_aligner.trainer.launch.stop_signals import StopEarlyError, stops
@@ -75,7 +75,7 @@ class RemoteGenerator:
         channel = self._channel
         if channel.rank == 0:
             channel.post({"kind": "refit", "version": version})
-        if current_layout().dp_rank == 0:  # one replica's ranks export, the first of them sends
+        if model.layout.dp_rank == 0 or model.computes_together:  # one replica's ranks export, the first of them sends
             # The receivers know tensors by the layout table's order: none is left out, none reordered (transient).
             weights = export_weights(model)
             if channel.rank == 0:

@@ -1,0 +1,216 @@
+"""Experts in many layouts: the same passes, updates, weights, files and responses; for test_experts.py.
+
+``python multirank_experts.py FOLDER`` writes a file of results for each layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from multirank_ragged import ADAM, BY_TOKENS, LOSSES, LR, OPTIM, global_batch
+from ranks import fork_ranks
+from small_models import SHAPE, TensorSource
+
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
+from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel, neighbour_group
+from nemo_style_aligner.engine.shard import TensorParallel
+from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
+from nemo_style_aligner.engine.weights.stream import export_weights, import_weights, lendable_weights
+from nemo_style_aligner.guard.file_source import open_source
+from nemo_style_aligner.trainer.checkpoints.optimizer_state import load_optimizer, optimizer_counters, optimizer_parts
+from nemo_style_aligner.trainer.checkpoints.sharded_tensors import load_sharded_tensors
+from nemo_style_aligner.trainer.checkpoints.sharded_writing import own_parts, write_tensors
+from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.kept_passes import keep_passes
+from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+
+FOUR = MicroBatching(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How ranks divide the model, and the batch into micro batches.
+
+    Attributes:
+        etp: None: as ``tp``.
+        few: all rows that count are the first data-parallel rank's.
+        shape: changes of the architecture.
+        engine: ranks of the engine that gets the weights.
+    """
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    batching: MicroBatching = FOUR
+    few: bool = False
+    keep: str = "never"
+    distributed: bool = False
+    engine: int = 1
+    recompute: str | None = None
+    is_long: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+LAYOUTS = (
+    Layout("reference"),
+    Layout("kept", keep="always", batching=BY_TOKENS, is_long=True),
+    Layout("selective", recompute="selective", is_long=True),
+    Layout("dp2", dp=2, distributed=True, is_long=True),
+    Layout("ep2", dp=2, ep=2, batching=MicroBatching(1), distributed=True, is_long=True),
+    Layout("ep2, one has nothing", dp=2, ep=2, few=True, keep="auto", recompute="full"),
+    Layout("tp2", tp=2, keep="always", engine=2, is_long=True),
+    Layout("tp2 ep2", tp=2, ep=2, etp=1, batching=BY_TOKENS, engine=2),
+    Layout("etp2", dp=2, etp=2, is_long=True),
+    Layout("tp2 etp1", tp=2, etp=1, is_long=True),
+    Layout("tp2 ep2 dp2", tp=2, ep=2, etp=1, dp=2, distributed=True, batching=MicroBatching(2), engine=4, is_long=True),
+    Layout("tp2 ep2 etp2 dp2", tp=2, ep=2, dp=2, few=True, distributed=True),
+    Layout("ep2 pp2", dp=2, ep=2, pp=2, batching=MicroBatching(1), distributed=True, is_long=True),
+    Layout("tp2 pp2", tp=2, pp=2, is_long=True),
+    Layout("ep4", dp=4, ep=4, batching=BY_TOKENS, distributed=True, is_long=True),
+)
+KINDS: dict[str, Experts] = {
+    "softmax": Experts(number=4, per_token=2, ffn_hidden_size=24),
+    "sigmoid": Experts(
+        number=4, per_token=2, ffn_hidden_size=16, scores="sigmoid", scaling=1.5, has_bias=True,
+        shared_ffn_hidden_size=24,
+    ),
+}  # fmt: skip
+
+
+def kinds_of(layout: Layout) -> list[str]:
+    """Without TEST_LONG one for each layout of several ranks."""
+    every = list(KINDS)
+    return every if layout.world_size == 1 or os.environ.get("TEST_LONG") else [every[len(layout.name) % 2]]
+
+
+def architecture(kind: str) -> ModelArchitecture:
+    """Of a model in which all layers but the first have experts."""
+    return ModelArchitecture(**SHAPE | {"num_layers": 4}, experts=KINDS[kind], dense_layers=(0,), qkv_bias=True)
+
+
+def first_weights(a: ModelArchitecture) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    tensors = hf_tensors(weight_layout(a))
+    return {name: torch.randn(part.shape, generator=generator) * 0.2 for name, part in tensors.items()}
+
+
+def make(layout: Layout, kind: str) -> tuple[MegatronModel, Actor]:
+    optim = ADAM if layout.distributed else ADAM.replaced(name="adam")
+    config = {
+        "optim": OPTIM | {"name": optim.name},
+        "sequence_parallel": True,
+        "activations_checkpoint_granularity": layout.recompute,
+    }
+    model = build_model(architecture(kind), config, torch.float32)
+    import_weights(model, TensorSource(first_weights(model.architecture)))
+    optimizer = Optimizer(model, optim, Schedule(lr=LR, name="constant"), 1.0)
+    optimizer.megatron.reload_model_params()
+    actor = Actor(
+        model, optimizer, None, training_batching=layout.batching, forward_batching=layout.batching, temperature=0.8,
+        loss=LOSSES[0],
+    )  # fmt: skip
+    keep_passes(model, None, layout.keep, 10)  # type: ignore[arg-type]
+    return model, actor
+
+
+def responses(model: MegatronModel, size: int) -> list[tuple[list[int], list[float]]]:
+    """Of engines over ``size`` ranks each, with the model's weights."""
+    rank = dist.get_rank() % size
+    engine = EmbeddedEngine(
+        model.architecture,
+        dtype=torch.float32,
+        num_slots=2,
+        max_sequence_length=40,
+        eos_id=1,
+        prefill_chunk_tokens=8,
+        tensor_parallel=TensorParallel(rank, size, neighbour_group(size)),
+        trainer_weights=functools.partial(lendable_weights, model, rank, size),
+    )
+    engine.build()
+    engine.refit(export_weights(model, 4096, without=engine.viewed_weights, transient=True), version=0)
+    requests = [GenerationRequest(i, [(7 * i + 3 * j) % 50 for j in range(1 + 9 * i)], i) for i in range(3)]
+    params = SamplingParams(max_new_tokens=8, min_new_tokens=8, temperature=0.9, seed=5)
+    made = sorted(engine.generate(requests, params), key=lambda result: result.request_id)
+    return [(result.token_ids, result.logprobs) for result in made]
+
+
+def run(folder: Path, layout: Layout, kind: str) -> None:
+    from megatron.core import parallel_state
+
+    groups = initialize_model_parallel(layout.tp, layout.pp, seed=1, ep_size=layout.ep, etp_size=layout.etp)
+    model, actor = make(layout, kind)
+    given = first_weights(model.architecture)
+    exported = list(export_weights(model, 2000))
+    assert [name for name, _ in exported] == list(given)
+    assert all(torch.equal(tensor, given[name]) for name, tensor in exported)
+    whole = global_batch()
+    counts = whole.wanted if groups.dp_rank == 0 else ~whole.wanted
+    mine = counts.nonzero()[:, 0] if layout.few else torch.arange(len(whole))[groups.dp_rank :: layout.dp]
+    batch, results = whole.rows(mine), dict[str, Any]()
+    results["responses"] = responses(model, layout.engine)
+    for number, actor.loss in enumerate(LOSSES):
+        logprobs = torch.zeros(int(whole.sampled_lengths.sum()))
+        logprobs[whole.sampled_places(mine)] = actor.logprobs(batch, is_trained=True)
+        dist.all_reduce(logprobs, group=parallel_state.get_data_parallel_group())
+        results[f"logprobs {number}"] = logprobs
+        results[f"metrics {number}"] = actor.update(batch)
+    checkpoints(folder, layout, kind, model, actor)
+    results["weights"] = {name: tensor.clone() for name, tensor in export_weights(model)}
+    if dist.get_rank() == 0:
+        torch.save(results, folder / f"{kind}, {layout.name}.pt")
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+
+
+def checkpoints(folder: Path, layout: Layout, kind: str, model: MegatronModel, actor: Actor) -> None:
+    """Written here and read here, to the last bit; that of the reference, read here."""
+    optimizer = actor.optimizer
+    path = folder / f"{kind}, {layout.name}"
+    if not dist.get_rank():
+        (path / "state").mkdir(parents=True)
+    dist.barrier()
+    weights = [part for _, parts in model.trained_parts() for part in parts]
+    write_tensors([*own_parts(weights), *optimizer_parts(optimizer, model)], path / "state")
+    counters = optimizer_counters(optimizer)
+    before = [tensor.clone() for _, tensor in model.named_weights()]
+    states = [part.data.clone() for part in optimizer_parts(optimizer, model)]
+    for source in (folder / f"{kind}, reference", path):
+        for _, tensor in model.named_weights():
+            tensor.detach().zero_()
+        with open_source(source) as opened:
+            load_sharded_tensors(weights, opened, "state", ignored=("optimizer.",))
+            load_optimizer(optimizer, model, counters, opened, "state")
+        for (name, tensor), old in zip(model.named_weights(), before, strict=True):
+            off = (tensor - old).abs().max().item()
+            assert off <= (0 if source == path else 2e-5), f"{source.name}: {name} is off by {off}"
+    for part, old in zip(optimizer_parts(optimizer, model), states, strict=True):
+        assert torch.equal(part.data, old), part.key
+
+
+def main(folder: Path, world_size: int) -> None:
+    for layout in LAYOUTS:
+        if layout.world_size == world_size and (not layout.is_long or os.environ.get("TEST_LONG")):
+            for kind in kinds_of(layout):
+                run(folder, layout, kind)
+
+
+if __name__ == "__main__":
+    for size in (1, 2, 4):
+        fork_ranks(size, lambda size=size: main(Path(sys.argv[1]), size))  # type: ignore[misc]
