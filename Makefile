@@ -18,6 +18,7 @@
 # make test-smollm2   the generation engine against Hugging Face on 200 prompts of a real model: some minutes
 # make test-gpu       the tests for NVIDIA GPUs, on those of this machine: the engine, a PPO step's numbers, whole jobs
 # make test-ray       launching on a Ray cluster of three nodes, which it starts on this machine: minutes; installs Ray
+# make test-verifiers GRPO on a taskset of verifiers, which it installs into .venv-verifiers: minutes
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
 # make docs           docs/ as a site in results/site; a broken link or any other warning ends it
 # make lint           ruff and mypy
@@ -47,7 +48,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-agent demo-smollm2 bench faults attack mutants check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-slurm docs lint clean
+.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-agent demo-smollm2 bench faults attack mutants check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-verifiers test-slurm docs lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -155,6 +156,13 @@ test-slurm: $(STAMP)
 test-ray: $(STAMP)
 	$(BIN)/python -m pip install --quiet -e '.[ray]'
 	TEST_LONG=1 $(BIN)/python -m pytest -q --durations=0 tests/test_launchers.py $(PYTEST_FLAGS)
+
+.venv-verifiers/bin/python:
+	$(PYTHON) -m venv .venv-verifiers
+	$@ -m pip install --quiet 'verifiers==0.4.0'
+
+test-verifiers: $(STAMP) .venv-verifiers/bin/python
+	TEST_LONG=1 VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/python -m pytest -q --durations=0 tests/test_verifiers.py $(PYTEST_FLAGS)
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -e '.[docs]'

@@ -142,7 +142,7 @@ def _lines(section: type[Section], fields: Mapping[str, Field], prefix: str = ""
             continue
         above, beside = comments[name]
         yield from (f"{indent}{line}".rstrip() for line in ([""] if not prefix else []) + above)
-        nested = section_of(hint)
+        nested = section_of(hint) if field.is_section else None
         value = "" if nested is not None else f" {_written(field.default)}"
         yield f"{indent}{name}:{value}{beside}"
         if nested is not None:

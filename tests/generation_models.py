@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoModelForCausalLM,
     Gemma2Config,
+    Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -25,7 +27,7 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as attention_with_sinks
 
-from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest
 from nemo_style_aligner.engine.embedded import engine as engine_module
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
@@ -81,6 +83,10 @@ _CONFIGS: dict[str, Any] = {
         **_SIZES, head_dim=16, query_pre_attn_scalar=64, attn_logit_softcapping=3.0, final_logit_softcapping=5.0,
         attn_implementation="eager",
     ),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        **_SIZES, head_dim=8, n_routed_experts=40, num_experts_per_tok=3, moe_intermediate_size=24,
+        n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=1.5,
+    ),
 }  # fmt: skip
 _FEATURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -112,7 +118,15 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 48**0.5,
         "tied_embeddings": True,
     },
-}
+    "glm4-moe": {
+        "rotary_percentage": 0.5,
+        "dense_layers": (0,),
+        "experts": Experts(
+            number=40, per_token=3, ffn_hidden_size=24, scores="sigmoid", scaling=1.5, has_bias=True,
+            shared_ffn_hidden_size=48,
+        ),
+    },
+}  # fmt: skip
 FAMILIES = list(_CONFIGS)
 
 AttentionInterface.register("sinks", attention_with_sinks)
@@ -133,12 +147,15 @@ def hf_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
             if parameter.ndim == 1:
                 center = 1.0 if name.endswith("weight") and family not in ("nemotron", "gemma2") else 0.0
                 parameter.copy_(center + 0.2 * torch.randn_like(parameter))
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(0.2 * torch.randn_like(bias))
     return model
 
 
 def architecture(family: str = "llama") -> ModelArchitecture:
     """The shape of `hf_model`'s models."""
-    epsilon = 1e-5 if family in ("nemotron", "olmo2") else 1e-6
+    epsilon = 1e-5 if family in ("nemotron", "olmo2", "glm4-moe") else 1e-6
     return ModelArchitecture(
         num_layers=3,
         hidden_size=48,
@@ -152,11 +169,21 @@ def architecture(family: str = "llama") -> ModelArchitecture:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's weight stream: each tied tensor once."""
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    """The model's weight stream: each tied tensor once, and a tensor for each expert."""
+    state = dict(entry for name, tensor in model.state_dict().items() for entry in _apart(name, tensor.detach()))
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     return state
+
+
+def _apart(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    layer, stacked, kind = name.partition(".mlp.experts.")
+    for number, expert in enumerate(tensor if stacked else ()):
+        halves = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
+        for half, part in zip(kind.removesuffix("_proj").split("_"), halves, strict=True):
+            yield f"{layer}.mlp.experts.{number}.{half}_proj.weight", part
+    if not stacked:
+        yield name, tensor
 
 
 def engine_for(family: str = "llama", model: PreTrainedModel | None = None, **options: Any) -> EmbeddedEngine:

@@ -269,7 +269,7 @@ class Sequences:
     ended: torch.Tensor
     engine_logprobs: torch.Tensor
 
-    def share(self, own: torch.Tensor, group: int) -> Rollouts:
+    def share(self, own: torch.Tensor, group: int, has_rows: bool) -> Rollouts:
         """Of a data-parallel rank with these samples. ``group``: samples to a prompt."""
         ids = torch.arange(NUM_SAMPLES)
         position = torch.arange(WIDTH)
@@ -286,7 +286,16 @@ class Sequences:
             tokens=self.tokens[own][position < self.lengths[own, None]].int(),
             sampled=self.sampled[own][position < self.lengths[own, None]],
             engine_logprobs=self.engine_logprobs[own][self.responses(own)],
+            **(self.rows() if has_rows else {}),
         )
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """Responses of two replies as two sequences: the second begins with what was inserted last."""
+        first = self.prompt_lengths + 3
+        has_two = self.sampled.sum(1) < self.lengths - self.prompt_lengths
+        lengths = torch.stack([first, self.lengths - first], 1)
+        lengths[~has_two] = torch.stack([self.lengths, torch.zeros_like(first)], 1)[~has_two]
+        return {"num_rows": 1 + has_two.long(), "row_lengths": lengths[lengths > 0]}
 
     def responses(self, own: torch.Tensor) -> torch.Tensor:
         """The predictions of sampled tokens, bool [n, WIDTH - 1]."""
@@ -430,7 +439,8 @@ def group_step(folder: Path, layout: Layout) -> None:
     cfg = PPOActor.read(config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor"))
     base, cfg = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)
     trainer = _trainer(folder, layout, cfg, base, log_dir)
-    rollouts = _dealt(trainer, sequences(base.architecture.vocab_size, GROUP), GROUP)
+    batch, has_rows = sequences(base.architecture.vocab_size, GROUP), layout.algorithm != "distillation"
+    rollouts = _dealt(trainer, batch, GROUP, has_rows)
     rewards = torch.randn(NUM_SAMPLES, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     rewards[5] = torch.nan
     scores = Scores(rewards, {}, {5: "it has no reward"})
@@ -446,12 +456,12 @@ def group_step(folder: Path, layout: Layout) -> None:
     _write(folder, layout, tensors, metrics, actor=log_dir / "actor")
 
 
-def _dealt(trainer: RLTrainer, batch: Sequences, group: int) -> Rollouts:
+def _dealt(trainer: RLTrainer, batch: Sequences, group: int, has_rows: bool = False) -> Rollouts:
     """This rank's share, as `RLTrainer.deal` makes it."""
     groups = torch.arange(NUM_SAMPLES) // group
     minibatches = [minibatch.tolist() for minibatch in trainer._minibatches(groups, 0)]
     work = trainer._work(SampleSizes(batch.lengths, batch.sampled.sum(1), batch.prompt_lengths, groups))
-    return batch.share(deal(work, minibatches), group)
+    return batch.share(deal(work, minibatches), group, has_rows)
 
 
 def _write(

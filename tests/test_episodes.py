@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.shard import EngineGroup
+from nemo_style_aligner.engine.text.chats import Conversation
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.engine.weights.huggingface_config import architecture_from_config
@@ -35,7 +36,7 @@ from nemo_style_aligner.trainer.rl.episodes.runner import (
     EpisodeFunction,
     EpisodeLimits,
 )
-from nemo_style_aligner.trainer.rl.episodes.turns import Turns
+from nemo_style_aligner.trainer.rl.episodes.turns import Turns, turns_of
 from nemo_style_aligner.trainer.rl.estimators import StepRewards, gae
 from nemo_style_aligner.trainer.rl.sample import Prompt
 from nemo_style_aligner.trainer.telemetry.log_files import read_json_lines
@@ -100,6 +101,10 @@ def model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     )
 
 
+def asked(question: str) -> Conversation:
+    return Conversation(turns_of([{"role": "user", "content": question}]))
+
+
 class Trial:
     """Runs episodes of a function with a random model."""
 
@@ -133,9 +138,7 @@ class Trial:
         environment = Environment(function, "my_env.py:episode", self.tokenizer, self.tokenizer.ids_to_text, limits)
         turns = Turns(self.tokenizer)
         prompts = [
-            Prompt(
-                n, turns.prompt([{"role": "user", "content": f"{n} and {n * n}?"}]), line={"n": n}, place=f"a.jsonl:{n}"
-            )
+            Prompt(n, turns.prompt(asked(f"{n} and {n * n}?")), line={"n": n}, place=f"a.jsonl:{n}")
             for n in range(max(numbers) + 1)
         ]
         requests = (GenerationRequest(n, prompts[n].token_ids, derive_seed(1, n)) for n in numbers)
@@ -328,7 +331,7 @@ def test_a_template_that_counts_turns_is_refused(
 def test_the_page_s_example_calls_its_tool(trial: Trial) -> None:
     page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
     names: dict[str, Any] = {}
-    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    example, _ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     exec(example, names)
     told: list[dict[str, str]] = []
 

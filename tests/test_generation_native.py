@@ -143,11 +143,12 @@ def test_bf16_logits_are_those_of_rounded_weights(kernel: str) -> None:
     assert error < 0.02, error
 
 
+@pytest.mark.parametrize("family", ["llama", "glm4-moe"])
 @pytest.mark.parametrize("kernel", BF16_KERNELS)
-def test_bits_do_not_depend_on_the_pass(kernel: str) -> None:
+def test_bits_do_not_depend_on_the_pass(kernel: str, family: str) -> None:
     """Whole prompts at once, prompts in chunks beside others, and token by token: the same bits."""
-    step = native_step("llama", torch.bfloat16, kernel)
-    step.weights.copy_from(weights_of(hf_model("llama")).items())
+    step = native_step(family, torch.bfloat16, kernel)
+    step.weights.copy_from(weights_of(hf_model(family)).items())
     together = run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())])
     ids = prompts()[4]
     whole = together[-len(ids) :]
@@ -159,14 +160,14 @@ def test_bits_do_not_depend_on_the_pass(kernel: str) -> None:
     assert torch.equal(torch.stack(single), whole)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
-    shape = EngineShape(architecture("llama"), torch.float32, 6, 160, 60, 256)
+@pytest.mark.parametrize(("threads", "family"), [(1, "llama"), (2, "llama"), (3, "llama"), (3, "glm4-moe")])
+def test_bits_do_not_depend_on_the_number_of_threads(threads: int, family: str) -> None:
+    shape = EngineShape(architecture(family), torch.float32, 6, 160, 60, 256)
     logits = []
     for count in (1, threads):
         step = NativeStep(shape, TrainerWeights(), num_threads=count)
         step.build()
-        step.weights.copy_from(weights_of(hf_model("llama")).items())
+        step.weights.copy_from(weights_of(hf_model(family)).items())
         logits.append(run(step, [(slot, 0, ids) for slot, ids in enumerate(prompts())]))
     assert torch.equal(*logits)
 

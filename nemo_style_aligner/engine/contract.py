@@ -188,6 +188,11 @@ class GenerationResult:
         """Which of ``token_ids`` were sampled: all, of a response that is one reply."""
         return [True] * len(self.token_ids)
 
+    @property
+    def row_lengths(self) -> list[int]:
+        """Tokens of the sequences that prompt and response are: one, of a response that is one reply."""
+        return [len(self.prompt_token_ids) + len(self.token_ids)]
+
 
 @dataclasses.dataclass
 class GenerationStatistics:

@@ -99,10 +99,8 @@ class ConnectionLimits:
 
 
 def token_check(token: str | None) -> Callable[[Mapping[str, str]], bool]:
-    """A check whether a request's header fields (names as in WSGI, without ``HTTP_``) carry ``token``; None: always.
+    """A check whether a request's header fields (see `shown_token`) carry ``token``; None: always.
 
-    The token comes as ``Authorization: Bearer <token>``, as the password of ``Authorization: Basic`` from browsers, or
-    as ``api-key``, ``x-api-key`` or ``triton-access-token: <token>`` from Azure's, Anthropic's and Triton's clients.
     The comparison takes the same time whatever is wrong.
     """
     if token is None:
@@ -110,16 +108,21 @@ def token_check(token: str | None) -> Callable[[Mapping[str, str]], bool]:
     if not token:
         raise ValueError("the token is empty: give a secret, or None for no authentication")
     expected = token.encode()
+    return lambda fields: hmac.compare_digest(shown_token(fields).encode(), expected)
 
-    def check(fields: Mapping[str, str]) -> bool:
-        scheme, _, given = fields.get("AUTHORIZATION", "").partition(" ")
-        if scheme.lower() == "basic":
-            given = _password(given)
-        elif scheme.lower() != "bearer":
-            given = next((fields[name] for name in _TOKEN_FIELDS if name in fields), "")
-        return hmac.compare_digest(given.encode(), expected)
 
-    return check
+def shown_token(fields: Mapping[str, str]) -> str:
+    """The token in a request's header fields (names as in WSGI, without ``HTTP_``); "" if there is none.
+
+    It comes as ``Authorization: Bearer <token>``, as the password of ``Authorization: Basic`` from browsers, or as
+    ``api-key``, ``x-api-key`` or ``triton-access-token: <token>`` from Azure's, Anthropic's and Triton's clients.
+    """
+    scheme, _, given = fields.get("AUTHORIZATION", "").partition(" ")
+    if scheme.lower() == "basic":
+        return _password(given)
+    if scheme.lower() == "bearer":
+        return given
+    return next((fields[name] for name in _TOKEN_FIELDS if name in fields), "")
 
 
 def _password(credentials: str) -> str:
@@ -142,6 +145,7 @@ class WsgiServer:
         port_key: the config key that the port is from, where only that can be chosen.
         limits: of connections.
         token: the shared secret; who does not show it is answered 401, without reaching the application. None: anybody.
+        is_key: tells keys of clients, any of which is shown in place of a token; it should not tell by its time.
         is_open: whether a path needs no token.
         known_as: further addresses at which clients may reach the server.
         allowed_origins: whose pages' scripts may read answers: "https://host:port", or "*" for any.
@@ -163,6 +167,7 @@ class WsgiServer:
         port_key: str | None = None,
         limits: ConnectionLimits | None = None,
         token: str | None = None,
+        is_key: Callable[[str], bool] | None = None,
         is_open: Callable[[str], bool] = lambda path: False,
         known_as: Collection[str] = (),
         allowed_origins: Collection[str] = (),
@@ -172,7 +177,8 @@ class WsgiServer:
         self.limits = limits or ConnectionLimits()
         self.max_body_bytes = max_body_bytes
         self.token, self.is_open, self.known_as = token, is_open, known_as
-        self.shows_token, self.allowed_origins = token_check(token), allowed_origins
+        self.shows_token = token_check(token) if is_key is None else lambda fields: is_key(shown_token(fields))
+        self.allowed_origins = allowed_origins
         self.log = RequestLog()
         self.stranger_turn = threading.Lock()
         self.last_answer = -math.inf

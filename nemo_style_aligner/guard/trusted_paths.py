@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_style_aligner.durable import UNFINISHED, publish
 from nemo_style_aligner.errors import NotWrittenError, UserError
 
 _MOST_STEPS = 1000  # names on the way, those of links included; more are links in a circle
@@ -130,6 +131,21 @@ def unless_planted(path: str, flags: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all, synced to disk, past what others may have planted. Raises OSError."""
+    staging = path.with_name(path.name + UNFINISHED)
+    try:
+        with open(staging, "wb", opener=unless_planted) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(staging, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            staging.unlink()  # give a full disk its room back
+        raise
 
 
 def temporary_base() -> str:

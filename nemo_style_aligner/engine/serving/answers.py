@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import codecs
+import dataclasses
 import enum
 import time
 import uuid
@@ -14,7 +15,7 @@ from typing import Any
 from nemo_style_aligner.engine.contract import FinishReason, SamplingParams, text_before_end
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, TokenScores
 from nemo_style_aligner.engine.serving.bodies import Asked, Prompt
-from nemo_style_aligner.engine.serving.generation import Choice, Ticket
+from nemo_style_aligner.engine.serving.generation import Response, Ticket
 from nemo_style_aligner.engine.serving.tool_calls import Call
 from nemo_style_aligner.engine.text.tokenizer import PART_OF_A_CHARACTER, Tokenizer
 from nemo_style_aligner.wording import common_start
@@ -85,7 +86,7 @@ class ResponseText:
 class _ChoiceAnswer(abc.ABC):
     """What is said about one response; a subclass knows the endpoint's format."""
 
-    def __init__(self, choice: Choice, index: int, asked: Asked, tokenizer: Tokenizer) -> None:
+    def __init__(self, choice: Response, index: int, asked: Asked, tokenizer: Tokenizer) -> None:
         self._choice, self._index, self._asked, self._tokenizer = choice, index, asked, tokenizer
         self._prompt: Prompt = asked.prompts[index // asked.num_choices]
         self._text = ResponseText(tokenizer, self._prompt.token_ids, asked.sampling, asked.keeps_special)
@@ -113,6 +114,12 @@ class _ChoiceAnswer(abc.ABC):
         return found
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """What the model has seen; of an episode, all that was said in it and the new messages."""
+        sequence = self._choice.sequence
+        return self._prompt.token_ids if sequence is None else sequence.request.prompt_token_ids
+
+    @property
     def _wants_tokens(self) -> bool:
         return self._asked.num_top is not None or self._asked.returns_ids
 
@@ -131,7 +138,7 @@ class _ChoiceAnswer(abc.ABC):
     def _ids(self, sequence: ScheduledSequence, first: int, ready: int) -> dict[str, Any]:
         if not self._asked.returns_ids:
             return {}
-        prompt = {} if first else {"prompt_token_ids": self._prompt.token_ids}
+        prompt = {} if first else {"prompt_token_ids": self.prompt_ids}
         ids, logprobs = sequence.token_ids[first:ready], sequence.logprobs[first:ready]
         return {**prompt, "token_ids": ids, "sampling_logprobs": logprobs}
 
@@ -174,7 +181,7 @@ class _Places:
 
 
 class _CompletionChoice(_ChoiceAnswer):
-    def __init__(self, choice: Choice, index: int, asked: Asked, tokenizer: Tokenizer) -> None:
+    def __init__(self, choice: Response, index: int, asked: Asked, tokenizer: Tokenizer) -> None:
         super().__init__(choice, index, asked, tokenizer)
         self._places = _Places(tokenizer, self._prompt.text if asked.echo else "")
 
@@ -206,7 +213,7 @@ class _CompletionChoice(_ChoiceAnswer):
 
 
 class _ChatChoice(_ChoiceAnswer):
-    def __init__(self, choice: Choice, index: int, asked: Asked, tokenizer: Tokenizer) -> None:
+    def __init__(self, choice: Response, index: int, asked: Asked, tokenizer: Tokenizer) -> None:
         super().__init__(choice, index, asked, tokenizer)
         self._calls = None if asked.reads_calls is None else asked.reads_calls()
 
@@ -281,6 +288,13 @@ class Endpoint(enum.Enum):
     GENERATE = _IdsChoice
 
 
+def message_of(asked: Asked, response: Response, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The message that a finished response to a conversation is, as its client is told it."""
+    (news,) = _ChatChoice(response, 0, dataclasses.replace(asked, streams=False), tokenizer).news()
+    message: dict[str, Any] = news["message"]
+    return message
+
+
 class Answer:
     """What is said about one request."""
 
@@ -321,7 +335,7 @@ class Answer:
         return self._head | {"choices": choices} | ({key: prompts[0]} if prompts else {})
 
     def _usage(self) -> dict[str, int]:
-        num_prompt = sum(len(prompt.token_ids) for prompt in self._asked.prompts)
+        num_prompt = sum(len(choice.prompt_ids) for choice in self._choices[:: self._asked.num_choices])
         num_made = sum(choice.num_told for choice in self._choices)
         return {
             "prompt_tokens": num_prompt,

@@ -15,11 +15,12 @@ from typing import Any
 from flask import Flask, Response, request
 from flask.typing import ResponseReturnValue
 
+from nemo_style_aligner.engine.contract import SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.serving.answers import Answer, Endpoint
 from nemo_style_aligner.engine.serving.bodies import Asked, BodyReader
 from nemo_style_aligner.engine.serving.fields import RequestError, error_body, error_object
-from nemo_style_aligner.engine.serving.generation import Generation, Metrics, Ticket
+from nemo_style_aligner.engine.serving.generation import Generates, Generation, Metrics, Ticket
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer
 from nemo_style_aligner.guard.flask_app import service_app
@@ -37,7 +38,7 @@ class ServedModel:
     """A model behind the API, in threads of this process.
 
     Args:
-        engine: nobody else may use it until `close`.
+        engine: nobody else may use it until `close`; with a ``generation`` of the caller's, that may.
         name: what requests call the model.
         host, port: where to listen; port 0 is a free one.
         token: clients' API key; None: whoever reaches the port is answered.
@@ -46,6 +47,9 @@ class ServedModel:
         request_seconds: for a request to be answered whole.
         max_outstanding: responses that wait or are made.
         group: the ranks that share the engine; see `Generation`.
+        generation: makes the responses; None: a `Generation` with the engine.
+        is_key: tells clients' API keys, in place of ``token``.
+        defaults: of sampling parameters; see `BodyReader`.
 
     Raises:
         PlaceTakenError: nothing can listen there.
@@ -65,15 +69,18 @@ class ServedModel:
         request_seconds: float = 600.0,
         max_outstanding: int = 1024,
         group: EngineGroup | None = None,
+        generation: Generates | None = None,
+        is_key: Callable[[str], bool] | None = None,
+        defaults: SamplingParams | None = None,
     ) -> None:
         self._name, self._request_seconds = name, request_seconds
         self._tokenizer, self._max_length = tokenizer, engine.max_sequence_length
         self._metrics, self._created = Metrics(), int(time.time())
         assert engine.grammars is not None, "an engine with the tokenizer's `vocabulary_options`"
         self._bodies = BodyReader(
-            tokenizer, name, self._max_length, engine.vocab_size, max_outstanding, engine.grammars
+            tokenizer, name, self._max_length, engine.vocab_size, max_outstanding, engine.grammars, defaults
         )
-        self.generation = Generation(engine, max_outstanding, self._metrics, group)
+        self.generation = generation or Generation(engine, max_outstanding, self._metrics, group)
         self.server = WsgiServer(
             self._app(),
             host,
@@ -82,6 +89,7 @@ class ServedModel:
             name="the API",
             section=section,
             token=token,
+            is_key=is_key,
             is_open=lambda path: path in (_HEALTH_PATH, "/"),
             allowed_origins=allowed_origins,
             error_body=error_body,

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,7 @@ MOST_BIASES = 1024
 _SLICE = 4  # characters of a text, times the model's tokens, that are tokenized at once, while it may be too long
 _LEAST_PER_TOKEN = 32  # characters for which a token may stand, even if none is as long: spaces, and unknown ones
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
-_LARGEST_SEED = 2**63 - 1
+LARGEST_SEED = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1  # what the model has room for is another matter, with an error of its own
 # Those of /inference/v1/generate besides, whose answers have no text.
 _WITHOUT_EFFECT_ON_IDS = (
@@ -42,10 +41,14 @@ _SEEN = {"tool_calls", "tool_call_id", *REASONING_KEYS}  # of messages: these ar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids, and their text. ``begun``: what of the answer stands in a conversation's prompt already."""
+    """Token ids, and their text.
+
+    Of a conversation that waits for an answer also this; ``begun``: what of the answer stands in its prompt already.
+    """
 
     token_ids: list[int]
     text: str
+    conversation: Conversation | None = None
     begun: Literal["", "response", "thought"] = ""
 
 
@@ -55,7 +58,7 @@ class Asked:
 
     Attributes:
         num_choices: responses to each prompt.
-        seed: of the first response to each prompt.
+        seed: of the first response to each prompt; None: any.
         num_top: log-probs are wanted, with this many alternatives; None: they are not.
         returns_ids: token ids and the log-probs that they were sampled with are wanted; where ids are all of an
             answer, these log-probs.
@@ -67,7 +70,7 @@ class Asked:
     prompts: list[Prompt]
     sampling: SamplingParams
     num_choices: int
-    seed: int
+    seed: int | None
     num_top: int | None
     echo: bool = False
     echoes_alone: bool = False  # without a response
@@ -110,6 +113,7 @@ class BodyReader:
         vocab_size: of the model.
         max_choices: the most responses to one request.
         grammars: of the engine that answers.
+        defaults: of sampling parameters; None: those of OpenAI's API.
     """
 
     def __init__(
@@ -120,10 +124,12 @@ class BodyReader:
         vocab_size: int,
         max_choices: int,
         grammars: Grammars,
+        defaults: SamplingParams | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._forms = FormReader(grammars)
         self._name = name
+        self._defaults = defaults or SamplingParams(max_new_tokens=1)
         self._max_length, self._vocab_size, self._max_choices = max_length, vocab_size, max_choices
         self._per_token = max(_LEAST_PER_TOKEN, tokenizer.longest_token)
         self._learnt_ends = tokenizer.end_strings(())
@@ -229,7 +235,7 @@ class BodyReader:
             prompts=prompts,
             sampling=self._sampling(fields, max_tokens, self._grammar(fields, prompts[0], calls)),
             num_choices=num_choices,
-            seed=fields.whole("seed", secrets.randbelow(_LARGEST_SEED), -(2**63), _LARGEST_SEED),
+            seed=fields.whole("seed", None, -(2**63), LARGEST_SEED),
             num_top=num_top,
             echo=echo,
             echoes_alone=max_tokens == 0,
@@ -269,8 +275,10 @@ class BodyReader:
         return answer if calls is None else self._forms.with_calls(calls.lark, answer, calls.schemas)
 
     def _sampling(self, fields: Fields, max_tokens: int, grammar: str | None) -> SamplingParams:
-        temperature, top_p = fields.number("temperature", 1.0), fields.number("top_p", 1.0)
-        ignores_eos, min_tokens = fields.flag("ignore_eos"), fields.whole("min_tokens", 0, 0, max_tokens)
+        usual = self._defaults
+        temperature = fields.number("temperature", 0.0 if usual.use_greedy else usual.temperature)
+        top_p, ignores_eos = fields.number("top_p", usual.top_p), fields.flag("ignore_eos", usual.ignore_eos)
+        min_tokens = fields.whole("min_tokens", min(usual.min_new_tokens, max_tokens), 0, max_tokens)
         if grammar is not None and (ignores_eos or min_tokens):
             name = "ignore_eos" if ignores_eos else "min_tokens"
             raise RequestError(400, f"'{name}' is not supported for an answer whose form says where it ends", name)
@@ -282,12 +290,12 @@ class BodyReader:
                 min_new_tokens=min_tokens,
                 use_greedy=0 in (temperature, top_p),
                 temperature=temperature or 1.0,
-                top_k=max(0, fields.whole("top_k", 0, -1, self._vocab_size)),
+                top_k=max(0, fields.whole("top_k", usual.top_k, -1, self._vocab_size)),
                 top_p=top_p or 1.0,
-                min_p=fields.number("min_p", 0.0),
-                repetition_penalty=fields.number("repetition_penalty", 1.0),
-                presence_penalty=fields.number("presence_penalty", 0.0),
-                frequency_penalty=fields.number("frequency_penalty", 0.0),
+                min_p=fields.number("min_p", usual.min_p),
+                repetition_penalty=fields.number("repetition_penalty", usual.repetition_penalty),
+                presence_penalty=fields.number("presence_penalty", usual.presence_penalty),
+                frequency_penalty=fields.number("frequency_penalty", usual.frequency_penalty),
                 logit_bias=self._logit_bias(fields),
                 stop_token_ids=self._stop_token_ids(fields),
                 stop_strings=tuple(dict.fromkeys([*ends, *(() if ignores_eos else self._learnt_ends)])),
@@ -407,7 +415,8 @@ class BodyReader:
             record = Record(Path("messages"), len(given) - 1, {})
             turns[-1], continues = _continued(fields, turns[-1])
             render = renderer.continued if continues else renderer.prompt
-            text = render(record, Conversation(turns, tools, variables))
+            conversation = Conversation(turns, tools, variables)
+            text = render(record, conversation)
             for key in sorted({key for turn in turns for key, value in turn.extras.items() if value} - _SEEN):
                 others = [{name: value for name, value in turn.extras.items() if name != key} for turn in turns]
                 less = [dataclasses.replace(turn, extras=extras) for turn, extras in zip(turns, others, strict=True)]
@@ -416,7 +425,8 @@ class BodyReader:
         except DataError as error:
             raise RequestError(400, str(error), "tools" if "'tools'" in str(error) else "messages") from error
         ids = self._tokenizer.with_bos(self._ids(text, "messages"), renderer.begins_with_bos(None))
-        return Prompt(token_ids=ids, text=text, begun="response" if continues else "thought" if thinks(text) else "")
+        begun: Literal["", "response", "thought"] = "response" if continues else "thought" if thinks(text) else ""
+        return Prompt(token_ids=ids, text=text, conversation=None if continues else conversation, begun=begun)
 
     # ---- tools ----------------------------------------------------------------------------------
 
@@ -522,6 +532,8 @@ def _message(number: int, message: Any) -> Record:
     if not isinstance(message, dict):
         raise RequestError(400, f"messages:{number} should be an object", "messages")
     content = message.get("content")
+    if content is None and message.get("role") == "assistant" and not message.get("tool_calls"):
+        message = message | {"content": ""}  # clients return an empty answer so
     if isinstance(content, list):  # OpenAI's other form of text
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import prometheus_client as prometheus
 
@@ -19,7 +20,7 @@ from nemo_style_aligner.engine.contract import NO_WEIGHTS, FinishReason, Generat
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Task
 from nemo_style_aligner.engine.lockstep import Lockstep
-from nemo_style_aligner.engine.serving.bodies import Asked
+from nemo_style_aligner.engine.serving.bodies import LARGEST_SEED, Asked
 from nemo_style_aligner.engine.serving.fields import RequestError
 from nemo_style_aligner.engine.shard import EngineGroup
 from nemo_style_aligner.errors import end_process
@@ -53,25 +54,31 @@ class Metrics:
         self.first_token_seconds = histogram("first_token_seconds", "From a request's arrival to its first token")
 
 
-@dataclasses.dataclass(eq=False)
-class Choice:
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Response:
     """A response that is made for a request.
 
     ``ready`` is how many tokens of ``sequence`` may be read, and why it has ended; the thread that generates sets it.
     """
 
-    task: Task
-    ticket: Ticket
     sequence: ScheduledSequence | None = None
     ready: tuple[int, FinishReason | None] = (0, None)
     weight_version: int = NO_WEIGHTS
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Choice(Response):
+    """A response that `Generation` makes."""
+
+    task: Task
+    ticket: Ticket
 
 
 class Ticket:
     """The choices of one request, and where its thread waits for them."""
 
     def __init__(self, streams: bool) -> None:
-        self.choices: list[Choice] = []
+        self.choices: Sequence[Response] = ()
         self.streams = streams
         self.unfinished = 0
         self.error: RequestError | None = None
@@ -90,6 +97,22 @@ class Ticket:
         if self.error is not None:
             raise self.error
         return True
+
+
+class Generates(Protocol):
+    """What makes the responses that requests ask for. Its methods are called by the requests' threads."""
+
+    def submit(self, asked: Asked) -> Ticket:
+        """Have the responses of a request made. Raises `RequestError`."""
+        ...
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Nobody waits for this request any more."""
+        ...
+
+    def close(self, seconds: float) -> bool:
+        """Take no more requests, and finish those that are there within ``seconds``; whether they are."""
+        ...
 
 
 class Generation:
@@ -127,25 +150,26 @@ class Generation:
         Raises:
             RequestError: there are too many already (429); or the service ends (503).
         """
-        ticket = Ticket(asked.streams)
+        ticket, choices = Ticket(asked.streams), list[Choice]()
+        first = secrets.randbelow(LARGEST_SEED) if asked.seed is None else asked.seed
         for prompt in asked.prompts:
             for number in range(asked.num_choices):
-                seed = asked.seed if number == 0 else derive_seed(asked.seed, number)
+                seed = first if number == 0 else derive_seed(first, number)
                 limit = 0 if asked.echoes_alone else None
                 request = GenerationRequest(next(self._numbers), prompt.token_ids, seed, limit)
                 scores_prompt = asked.echo and asked.num_top is not None
                 task = self._engine.task(request, asked.sampling, num_top=asked.num_top, scores_prompt=scores_prompt)
-                ticket.choices.append(Choice(task, ticket))
-        ticket.unfinished = len(ticket.choices)
+                choices.append(Choice(task=task, ticket=ticket))
+        ticket.choices, ticket.unfinished = choices, len(choices)
         with self._changed:
             if self._is_closed:
                 raise RequestError(503, "the service is ending", **{"Retry-After": "5"})
             outstanding = len(self._waiting) + len(self._running)
-            if outstanding + len(ticket.choices) > self._max_outstanding:
+            if outstanding + len(choices) > self._max_outstanding:
                 raise RequestError(
                     429, f"{outstanding} responses are waiting or being made: try again", **{"Retry-After": "1"}
                 )
-            self._waiting += ticket.choices
+            self._waiting += choices
             self._changed.notify_all()
         self._metrics.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in asked.prompts))
         return ticket
@@ -153,9 +177,9 @@ class Generation:
     def abandon(self, ticket: Ticket) -> None:
         """Nobody waits for this request: give its slots to others."""
         with self._changed:
-            for choice in ticket.choices:
-                choice.task.is_abandoned = True
             gone = [choice for choice in self._waiting if choice.ticket is ticket]
+            for choice in (*gone, *self._running.values()):
+                choice.task.is_abandoned |= choice.ticket is ticket
             for choice in gone:
                 self._waiting.remove(choice)
             self._metrics.abandoned.inc(ticket.unfinished)

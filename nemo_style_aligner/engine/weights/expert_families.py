@@ -89,7 +89,53 @@ class Mixtral:
         }
 
 
-EXPERT_FAMILIES: Mapping[str, ExpertFamily] = {"qwen3_moe": Qwen3Moe(), "mixtral": Mixtral()}
+class Glm4Moe:
+    """The first layers have an MLP. Layers behind the last, which predict further tokens, are left out of files."""
+
+    stored: Mapping[str, str] = {}
+
+    def read(self, config: Mapping[str, Any]) -> tuple[Experts, tuple[int, ...]]:
+        """See `ExpertFamily`."""
+        groups = {key: config[key] for key in ("n_group", "topk_group") if config[key] not in (None, 1)}
+        if groups:
+            raise ValueError(f"{groups}: experts in groups, of which some are chosen first, are not supported")
+        size = config["moe_intermediate_size"]
+        return (
+            Experts(
+                number=config["n_routed_experts"],
+                per_token=config["num_experts_per_tok"],
+                ffn_hidden_size=size,
+                scores="sigmoid",
+                normalized=bool(config["norm_topk_prob"]),
+                scaling=float(config["routed_scaling_factor"]),
+                has_bias=True,
+                shared_ffn_hidden_size=size * config["n_shared_experts"],
+            ),
+            tuple(range(min(config["first_k_dense_replace"], config["num_hidden_layers"]))),
+        )
+
+    def write(self, a: ModelArchitecture) -> dict[str, Any]:
+        """See `ExpertFamily`."""
+        assert a.experts is not None
+        return {
+            "n_routed_experts": a.experts.number,
+            "num_experts_per_tok": a.experts.per_token,
+            "moe_intermediate_size": a.experts.ffn_hidden_size,
+            "n_shared_experts": a.experts.shared_ffn_hidden_size // a.experts.ffn_hidden_size,
+            "routed_scaling_factor": a.experts.scaling,
+            "norm_topk_prob": a.experts.normalized,
+            "first_k_dense_replace": len(a.dense_layers),
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+        }
+
+
+EXPERT_FAMILIES: Mapping[str, ExpertFamily] = {
+    "qwen3_moe": Qwen3Moe(),
+    "mixtral": Mixtral(),
+    "glm4_moe": Glm4Moe(),
+}
 """By ``model_type``."""
 
 

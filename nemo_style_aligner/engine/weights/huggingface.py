@@ -97,6 +97,7 @@ class HuggingFaceCheckpoint:
                     raise ValueError(f"{self.directory} has two tensors {stored}, in two of its files")
                 if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old Llama checkpoints carry
                     self._places[name] = _Place(file, stored, 0, tuple(file.get_slice(stored).get_shape()))
+        self._leave_out_further_tokens()
         for name, place in self._places.items():
             if (dtype := place.file.get_slice(place.stored).get_dtype()) not in _DTYPES:
                 raise ValueError(
@@ -105,6 +106,13 @@ class HuggingFaceCheckpoint:
                 )
         if any(name.endswith(".qkv_proj.weight") for name in self._places):
             self._places = dict(_unfused(self._places, self.architecture))
+
+    def _leave_out_further_tokens(self) -> None:
+        """Forget layers behind the model's own that predict the token after the next (MTP: GLM-4.5, DeepSeek)."""
+        found = {name.removesuffix("eh_proj.weight") for name in self._places if name.endswith(".eh_proj.weight")}
+        if found:
+            logger.warning("%s: %s predict further tokens and are left out", self.directory, some_of(sorted(found)))
+        self._places = {name: p for name, p in self._places.items() if not name.startswith(tuple(found))}
 
     @functools.cached_property
     def architecture(self) -> ModelArchitecture:

@@ -99,6 +99,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3", {"qk_layernorm": True}, windows="any", window_flag=True),
     "qwen3_moe": Family("Qwen3Moe", {"qk_layernorm": True}, windows="all", window_flag=True),
     "mixtral": Family("Mixtral", bias_keys=(), windows="all"),
+    "glm4_moe": Family(
+        "Glm4Moe",
+        keys={"qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"},
+        bias_keys=(),
+        partial_rotary=True,
+    ),
     "nemotron": Family(
         "Nemotron",
         {"gated": False, "normalization": "layernorm1p"},
@@ -193,6 +199,8 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
     name = _family_name(config)
     family = FAMILIES[name]
     attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    if family.key("qkv_bias") == "attention_bias":
+        attention_bias = False
     if attention_bias != mlp_bias:
         raise ValueError("attention_bias and mlp_bias differ: biases on some linear layers only are not supported")
     rope = _full_rope(family, config)
@@ -241,8 +249,8 @@ def _value(family: Family, field: str, config: Mapping[str, Any]) -> Any:
         if value not in _ACTIVATIONS:
             raise ValueError(f"{key} {value!r} is not one of {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[value]
-    if value is None:
-        return None
+    if value is None or isinstance(value, bool):
+        return value
     return float(value) ** -0.5 if key == _INVERSE else float(value)
 
 

@@ -69,7 +69,9 @@ def command() -> None:
 @click.option("--job", type=click.Choice(tuple(_JOBS)), help="Which job reads the file.  [default: by its first line]")
 @click.option("--line", type=click.IntRange(min=1), default=1, help="The first line to show.")
 @click.option("--count", type=click.IntRange(min=1), default=1, help="How many examples to show.")
-@click.option("--environment", metavar="FILE.py:NAME", help="Run an episode of PPO's; MODEL is a .nemo archive.")
+@click.option(
+    "--environment", metavar="ENVIRONMENT", help="FILE.py:NAME, http://..., or '{command: [...]}': run episodes."
+)
 @click.option("--rewards", metavar="LIST", help="Try trainer.ppo.rewards on these lines: each response's reward.")
 @click.option("--response", "responses", multiple=True, help="To try them on.  [default: one that MODEL generates]")
 @click.option("--tokens", is_flag=True, help="Also each token, on a line of its own.")
@@ -336,7 +338,6 @@ def _show_episodes(
     from nemo_style_aligner.engine.parallel.groups import single_process
     from nemo_style_aligner.engine.text.jsonl import DataError
     from nemo_style_aligner.tools.evaluation.evaluation import generate, open_policy
-    from nemo_style_aligner.trainer.rl.episodes.runner import EpisodeLimits
     from nemo_style_aligner.trainer.rl.rollouts.setup import sampling_params
 
     items = [item for lines in chosen for item in dataset.of_lines(lines)[0]]
@@ -346,7 +347,7 @@ def _show_episodes(
         base, sampling = open_policy(model, "32"), sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed)
         room = base.architecture.max_position_embeddings - max(len(item.token_ids) for item in items)
         sampling = dataclasses.replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, room)))
-        environment = named, EpisodeLimits(**vars(config.trainer.ppo.episodes))
+        environment = named, config.trainer.ppo.episodes
         policy = base.load(trainable=False)
         made = generate(base, policy, items, sampling, num_slots=len(items), environment=environment)
     for sample, episode in made:

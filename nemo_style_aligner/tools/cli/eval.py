@@ -53,7 +53,9 @@ _count = click.IntRange(min=1)
 @click.option("--comparisons", type=_data, help="Pairs of texts; MODEL is a reward model.")
 @click.option("--category", metavar="KEY", help="Of a pair's line: accuracy also for each value of it.")
 @click.option("--reward-model", type=_path, callback=_model, help="Scores the responses; with --against, who wins.")
-@click.option("--environment", metavar="FILE.py:NAME", help="Tells the policy what its tools say; gives the reward.")
+@click.option(
+    "--environment", metavar="ENVIRONMENT", help="FILE.py:NAME, http://... or '{command: [...]}': gives rewards."
+)
 @click.option("--samples", type=_count, default=1, help="Responses to each prompt.")
 @click.option("-k", type=_count, multiple=True, help="pass@K; may be given again.  [default: --samples]")
 @click.option("--math", is_flag=True, help="An answer is also right if math-verify says so.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -30,6 +31,7 @@ from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.tools.evaluation import measures
 from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_config, require_reward_head
 from nemo_style_aligner.trainer.checkpoints.sharded_tensors import CheckpointMismatchError
+from nemo_style_aligner.trainer.config import schema
 from nemo_style_aligner.trainer.data.answers import ANSWER, given_answer, is_right, problem_of
 from nemo_style_aligner.trainer.data.datasets import PromptDataset, PromptItem, lengths_of, pad_rows
 from nemo_style_aligner.trainer.data.preferences import ComparisonEncoder
@@ -40,7 +42,12 @@ from nemo_style_aligner.trainer.models.packing import MicroBatching
 from nemo_style_aligner.trainer.models.pipeline import Scoring, forward
 from nemo_style_aligner.trainer.models.ragged import RaggedBatch, after_prompts
 from nemo_style_aligner.trainer.models.restore import BaseModel, read_base_model, require_same_tokenizer
-from nemo_style_aligner.trainer.rl.episodes.runner import Environment, Episode, EpisodeLimits, load_environment
+from nemo_style_aligner.trainer.rl.episodes.runner import (
+    Episode,
+    build_environment,
+    check_environment,
+    named_environment,
+)
 from nemo_style_aligner.trainer.rl.math_verifier import MathVerifier
 from nemo_style_aligner.trainer.rl.reward_functions import as_reward
 from nemo_style_aligner.trainer.rl.rollouts.collector import as_sample
@@ -237,7 +244,7 @@ def evaluate_policies(settings: EvaluationSettings, tell: Callable[[Results], No
     if s.prompts is not None:
         s.sampling()  # refuses what is out of range
     if s.environment is not None:
-        load_environment(s.environment, "--environment")
+        check_environment(named_environment(s.environment), "--environment")
     bases = [open_policy(path, s.precision) for path in (s.model, s.against) if path is not None]
     for path, what in ((s.against, "a model"), (s.reward_model, "a reward model")):
         if path is not None:
@@ -337,7 +344,7 @@ def _measure(
 def _responses(
     base: BaseModel, model: MegatronModel, items: Sequence[PromptItem], settings: EvaluationSettings
 ) -> list[EvaluatedResponse]:
-    environment = None if settings.environment is None else (settings.environment, EpisodeLimits())
+    environment = None if settings.environment is None else (settings.environment, schema.Episodes())
     how = {"samples": settings.samples, "num_slots": settings.num_slots}
     made = generate(base, model, items, settings.sampling(), environment=environment, **how)
     return [_evaluated(sample, result, base.tokenizer) for sample, result in made]
@@ -351,14 +358,14 @@ def generate(
     *,
     samples: int = 1,
     num_slots: int = 1,
-    environment: tuple[str, EpisodeLimits] | None = None,
+    environment: tuple[str, schema.Episodes] | None = None,
 ) -> list[tuple[Sample, GenerationResult]]:
     """Responses, or episodes, with the embedded engine on this process; ``samples`` to each prompt, one after another.
 
     They also end as those that the model has learnt (`Tokenizer.format`).
 
     Args:
-        environment: ``FILE.py:NAME``; None: a response is one reply.
+        environment: see `named_environment`; None: a response is one reply.
     """
     tokenizer = base.tokenizer
     sampling = dataclasses.replace(sampling, stop_strings=tokenizer.end_strings(sampling.stop_strings))
@@ -393,9 +400,10 @@ def generate(
             for result in engine.generate(requests, sampling):
                 take(result)
         else:
-            name, limits = environment
-            episodes = Environment(load_environment(name, "--environment"), name, tokenizer, decode, limits)
-            episodes.generate(engine, EngineGroup(), requests, sampling, prompts, take)
+            named, section = named_environment(environment[0]), environment[1]
+            of = build_environment(named, "--environment", engine, tokenizer, sampling, decode, section)
+            with contextlib.closing(of) as episodes:
+                episodes.generate(engine, EngineGroup(), requests, sampling, prompts, take)
     return [made[number] for number in sorted(made)]
 
 

@@ -53,7 +53,7 @@ class Section:
             raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(unknown))}")
         for name, (field, nested) in fields.items():
             is_computed = isinstance(field.default, str) and "${" in field.default  # of other keys, which `read` knows
-            default = {} if nested is not None else None if is_computed else field.default
+            default = {} if nested is not None and field.is_section else None if is_computed else field.default
             vars(self)[name] = field.read(given.get(name, default), nested)
 
     @classmethod
@@ -152,6 +152,11 @@ class Field:
     range: Range | None = None
     marks: frozenset[str] = frozenset()
     default: Any = None
+
+    @property
+    def is_section(self) -> bool:
+        """Whether nothing but a section is a value; a key that may also be a text, say, has a default of its own."""
+        return self.kinds == (dict,)
 
     @property
     def may_change(self) -> bool:

@@ -803,6 +803,12 @@ class ServePolicy(Section):
     max_length: Count | None = None
 
 
+class Program(Section):
+    # One of both (docs/environments.md). Its arguments: a program that is started for each episode.
+    command: list[str] | None = None
+    url: str | None = None  # http://HOST:PORT/PATH, of a program that is there and is sent each episode
+
+
 class Episodes(Section):
     max_replies: Count = 16  # of an episode; the response, with what is inserted, has length_params.max_length tokens
     seconds: Seconds = 300  # of an episode in its environment; a longer one has failed (on_nonfinite)
@@ -810,6 +816,10 @@ class Episodes(Section):
     # Reward of an episode whose environment wanted another reply when there was no room, or had been as many as there
     # may be: it is cut off there, and counted (cut_episodes). null: it has failed.
     limit_reward: Finite | None = 0.0
+    max_running: Count | None = None  # episodes of an engine that are under way at once; null: as many as it can begin
+    # Address at which each engine listens for programs (environment.command, environment.url); where they run on
+    # another machine, one of this machine's that they reach.
+    host: str = "127.0.0.1"
 
 
 class ActorLoop(Updates):
@@ -847,8 +857,9 @@ class ActorLoop(Updates):
     dynamic_sampling: DynamicSampling
 
     # FILE.py:NAME, an `async def NAME(policy, line)`: a response is an episode of several replies, between which this
-    # function tells the policy what its tools, or others, say (docs/environments.md). null: it is one reply.
-    environment: str | None = None
+    # function tells the policy what its tools, or others, say (docs/environments.md). {command: [...]} or {url: ...}: a
+    # program does. null: it is one reply.
+    environment: str | Program | None = None
     episodes: Free[Episodes]
 
     # Rewards

@@ -40,6 +40,7 @@ from nemo_style_aligner.trainer.rl.rollouts.setup import (
     build_generator,
     build_rollout_rank,
     compile_engine_ahead,
+    episode_journal,
     open_work_queue,
     require_kv_cache,
     response_text,
@@ -135,6 +136,7 @@ def build_ppo_trainer(config: PPOActor, run: Run, base: BaseModel) -> RLTrainer:
     )
     run.note_format(train_prompts.written)
     trainer.profile = config.trainer.profile
+    trainer.journal = episode_journal(config) if run.metrics.rank == 0 else None
     run.resume(config, actor.model, actor.optimizer, trainer)
     actor.optimizer.schedule.warn_if_nothing_decays()
     if trainer.critic is not None:

@@ -99,8 +99,9 @@ class Actor:
         """One optimizer update from a global batch, of which every data-parallel rank passes its own rows. Collective.
 
         Args:
-            batch: with columns ``old_logprobs``, ``advantages``; ``importance_weights`` unless all are 1; and
-                ``reference_logprobs`` where the KL penalty is in the loss.
+            batch: with columns ``old_logprobs``, ``advantages``; ``importance_weights`` unless all are 1;
+                ``reference_logprobs`` where the KL penalty is in the loss; ``response_lengths`` and
+                ``response_ends`` where some responses are several rows (`policy_objective`).
             origin: names the samples in the log or in the error, should the update be skipped or fail.
 
         Returns:
@@ -126,4 +127,5 @@ class Actor:
             importance_weights=columns.get("importance_weights"),
             reference_logprobs=columns.get("reference_logprobs"),
             entropy=entropy,
+            responses=(columns["response_lengths"], columns["response_ends"]) if "response_ends" in columns else None,
         )

@@ -200,6 +200,7 @@ def policy_objective(
     importance_weights: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
+    responses: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of some responses, summed: policy loss, KL penalty and entropy bonus.
 
@@ -208,6 +209,8 @@ def policy_objective(
         importance_weights: fp32 [k], of the tokens' policy loss; None: all 1.
         reference_logprobs: fp32 [k], where ``settings.kl_coef`` is not 0.
         entropy: fp32 [k], where ``settings.entropy_bonus`` is not 0.
+        responses: where some responses are several sequences: fp32 [k] each, how many tokens the response of each
+            token has, and 1 at its last one, else 0; None: each is one sequence.
 
     Returns:
         The weighted sum of the tokens' losses; what it is to be divided by, summed over all micro batches and ranks
@@ -238,7 +241,13 @@ def policy_objective(
     sums = {name: values.sum() for name, values in statistics.items()} | {"num_tokens": num_tokens}
     if settings.aggregation == "token_mean":
         return losses.sum(), num_tokens, sums
-    weights = moved(_weights(given.lengths, settings).to(losses.dtype), losses.device)
+    of_sequences = _weights(given.lengths, settings)
+    if responses is not None:  # means are over these
+        lengths, ends = responses
+        num_sequences = ends.sum()
+        if settings.aggregation == "sequence_mean":
+            of_sequences = 1.0 / lengths.double()
+    weights = moved(of_sequences.to(losses.dtype), losses.device)
     return (losses * weights).sum(), num_sequences, sums
 
 

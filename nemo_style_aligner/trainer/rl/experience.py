@@ -88,8 +88,12 @@ class Experience:
     def _rows(self, samples: Sequence[int], wanted: torch.Tensor) -> RaggedBatch:
         chosen = torch.zeros(len(self), dtype=torch.bool)
         chosen[list(samples)] = True
-        own = self.rollouts.own
-        return self.rollouts.batch(wanted, self.columns).rows(chosen[own].nonzero()[:, 0])
+        rollouts, columns = self.rollouts, self.columns
+        if rollouts.num_rows is not None:  # means over responses are not means over rows
+            lengths = rollouts.own_sampled
+            ends = torch.zeros(int(lengths.sum())).index_fill(0, lengths.cumsum(0) - 1, 1.0)
+            columns = columns | {"response_lengths": functional.spread(lengths.float(), lengths), "response_ends": ends}
+        return rollouts.batch(wanted, columns).rows(rollouts.of_rows(chosen).nonzero()[:, 0])
 
     def dealt(self, share: torch.Tensor) -> Experience:
         """The same with another share of the samples on each rank, int64 [n]. Collective."""
@@ -108,16 +112,20 @@ class Experience:
         )
 
     def value_batch(self) -> ValueBatch | None:
-        """What a critic in another job learns: all samples on rank 0, None elsewhere. Collective."""
+        """What a critic in another job learns: all samples' rows on rank 0, None elsewhere. Collective."""
         rollouts = self.rollouts
         tokens = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths)
         sampled = rollouts.on_first_rank(rollouts.sampled, rollouts.lengths)
         parts = [rollouts.on_first_rank(self.columns[name], rollouts.sampled_lengths) for name in ("returns", "values")]
         if tokens is None or sampled is None:
             return None
+        counts = rollouts.counts
+        if rollouts.num_rows is not None and rollouts.row_lengths is not None:
+            counts, lengths = counts.repeat_interleave(rollouts.num_rows), rollouts.row_lengths.tolist()
+            tokens, sampled = torch.cat(list(tokens)).split(lengths), torch.cat(list(sampled)).split(lengths)
         where = torch.nn.utils.rnn.pad_sequence([row[1:] for row in sampled], batch_first=True)
         returns, values = (torch.zeros(where.shape).masked_scatter(where, torch.cat(list(x or ()))) for x in parts)
-        mask = (where & rollouts.counts[:, None]).float()
+        mask = (where & counts[:, None]).float()
         return ValueBatch(pad_rows([row.tolist() for row in tokens], 0), returns, values, mask)
 
 

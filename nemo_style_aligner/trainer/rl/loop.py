@@ -9,9 +9,10 @@ come from is the scorer's (`scoring`).
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager, M
 from nemo_style_aligner.trainer.data.samplers import EpochSampler
 from nemo_style_aligner.trainer.models.actor import Actor
 from nemo_style_aligner.trainer.models.sharing import Costs
+from nemo_style_aligner.trainer.rl.episodes.journal import EpisodeJournal
 from nemo_style_aligner.trainer.rl.estimators import GroupedSamples
 from nemo_style_aligner.trainer.rl.experience import (
     Experience,
@@ -54,6 +56,7 @@ from nemo_style_aligner.trainer.training.run_control import RunControl
 logger = logging.getLogger(__name__)
 
 # Metrics that compare the engine's log-probs with the trainer's; left out where the trainer computes none.
+_KEPT_SAVES = 1  # checkpoints beside the newest whose journalled episodes are kept, should that be damaged
 _OF_TWO_POLICIES = ("engine_", "importance_")
 
 
@@ -65,6 +68,7 @@ class RLTrainer(TrainingLoop):
         redrawn_samples: those of them that dynamic sampling has drawn beside the first round of each step.
         ppo_optimization_step: policy updates made, those skipped for NaN or Inf included.
         warm_up_rounds: rounds of the critic's warm-up made.
+        history: of all updates so far, a digest: equal weights have equal ones, in the run and its other starts.
     """
 
     samples_name = "prompts"
@@ -95,7 +99,11 @@ class RLTrainer(TrainingLoop):
             settings.seed,
             staleness=settings.ppo.staleness,
             unload_engine=settings.ppo.trt_llm.unload_engine_train,
+            history=lambda: self.history,
         )
+        self.history = ""
+        self.journal: EpisodeJournal | None = None  # on rank 0, where episodes are journalled
+        self._forget: list[Callable[[], None]] = []  # episodes that older checkpoints needed
         self.title = "PPO" if settings.advantages.estimator.needs_values else settings.advantages.estimator.name
         self.consumed_samples = 0
         self.redrawn_samples = 0
@@ -288,6 +296,8 @@ class RLTrainer(TrainingLoop):
                     metrics["optim_step"] = self.ppo_optimization_step
                     self.metrics.log_metrics(metrics, self.ppo_optimization_step, "train_optim/")
                     self._last_loss = metrics.get("loss", math.nan)
+                    made = f"{self.history} {self._last_loss!r} {metrics.get('grad_norm')!r}"
+                    self.history = hashlib.sha256(made.encode()).hexdigest()
                     self.ppo_optimization_step += 1
 
     def _minibatches(self, groups: torch.Tensor, epoch: int) -> Iterator[torch.Tensor]:
@@ -373,6 +383,8 @@ class RLTrainer(TrainingLoop):
 
         Copies of both states are taken now; they are written while the next steps are made (`save_pair_ended`).
         """
+        if self.journal is not None:
+            self._forget.append(self.journal.of_now())
         critic_save = None if self.critic is None else self.critic.start_save()
         if critic_save is None:
             return super().begin_save()
@@ -383,6 +395,12 @@ class RLTrainer(TrainingLoop):
         assert self.critic is not None
         self.critic.confirm_save(critic_save)
         self.save_ended(times)
+
+    def save_ended(self, times: WorkTimes) -> None:
+        """Note that a checkpoint is whole on disk: the one before is now the oldest that may be resumed from."""
+        super().save_ended(times)
+        while len(self._forget) > _KEPT_SAVES:
+            self._forget.pop(0)()
 
     def close(self) -> None:
         """Close the connections to services and to the work queue."""
@@ -432,6 +450,7 @@ class RLTrainer(TrainingLoop):
             "rs_optimization_step": self.ppo_optimization_step,  # and in those of best of n
             "redrawn_samples": self.redrawn_samples,
             "warm_up_rounds": self.warm_up_rounds,
+            "history": self.history,
             "generation": self.schedule.state_dict(self.step),
             "critic": None if self.critic is None else self.critic.state_dict(),
             "train_prompts": self.train_prompts.state_dict(),
@@ -454,6 +473,7 @@ class RLTrainer(TrainingLoop):
             steps_left = in_first_rounds.batches_until(self.settings.max_epochs)
             self.bound_steps(steps_left, self.ppo_optimization_step, minibatches * self.settings.ppo.num_ppo_epochs)
         self.warm_up_rounds = int(state["warm_up_rounds"])
+        self.history = str(state.get("history", ""))
         if self.critic is not None and state["critic"] is not None:
             self.critic.load_state_dict(state["critic"])
         self.train_prompts.load_state_dict(state["train_prompts"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -36,25 +37,28 @@ class RemoteScores(RewardSource):
 
     def column(self, name: str, samples: Sequence[Sample]) -> concurrent.futures.Future[list[torch.Tensor]]:
         """Scores of samples' response tokens, fp32 each; returns at once."""
-        rows, answer = self._ask(samples)
+        places, answer = self._ask(samples)
+        rows = [row for of_sample in places for row in of_sample]
         return when_all([answer], lambda: of_sampled(answer.result()[name][rows], samples))
 
     def score(self, responses: Sequence[Sample]) -> Rewards:
         """See `RewardSource.score`."""
-        rows, answer = self._ask(responses)
-        return when_all([answer], lambda: self._rewards(answer, rows, responses))
+        places, answer = self._ask(responses)
+        lasts = [of_sample[-1] for of_sample in places]  # where an episode has ended
+        return when_all([answer], lambda: self._rewards(answer, lasts, responses))
 
-    def _ask(self, samples: Sequence[Sample]) -> tuple[list[int], concurrent.futures.Future[Scores]]:
+    def _ask(self, samples: Sequence[Sample]) -> tuple[list[range], concurrent.futures.Future[Scores]]:
         """One request for all scores, some of which may be wanted of some samples alone; the samples' rows in it."""
-        rows = {id(sample): row for row, sample in enumerate(self._asked)}
-        if all(id(sample) in rows for sample in samples):
-            return [rows[id(sample)] for sample in samples], self._answer
-        sequences = [sample.token_ids for sample in samples]
-        prompt_lengths, steps = torch.tensor([(sample.prompt_length, sample.step) for sample in samples]).unbind(1)
-        prompts = PromptsOfSequences([sample.line for sample in samples], prompt_lengths, steps)
-        answer = self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences), prompts)
-        self._asked, self._answer = samples, answer
-        return [*range(len(samples))], answer
+        if not {id(sample) for sample in samples} <= {id(sample) for sample in self._asked}:
+            rows = [row for sample in samples for row in sample.rows]
+            sequences = [row.token_ids for row in rows]
+            prompt_lengths, steps = torch.tensor([(row.prompt_length, row.step) for row in rows]).unbind(1)
+            prompts = PromptsOfSequences([row.line for row in rows], prompt_lengths, steps)
+            self._answer = self.client.infer_async(pad_rows(sequences, 0), lengths_of(sequences), prompts)
+            self._asked = samples
+        ends = itertools.accumulate(len(sample.rows) for sample in self._asked)
+        places = {id(sample): range(end - len(sample.rows), end) for sample, end in zip(self._asked, ends, strict=True)}
+        return [places[id(sample)] for sample in samples], self._answer
 
     def _rewards(
         self, answer: concurrent.futures.Future[Scores], rows: Sequence[int], responses: Sequence[Sample]

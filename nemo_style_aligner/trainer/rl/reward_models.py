@@ -64,7 +64,8 @@ class ModelRewards(RewardSource):
 
         Ordered by their ids, samples are computed in the same micro batches whichever rank has generated them.
         """
-        known = [(s.sample_id, len(s.token_ids), s.prompt_length, s.group) for s in samples]
+        lasts = [sample.rows[-1] for sample in samples]  # where an episode has ended
+        known = [(s.sample_id, len(s.token_ids), s.prompt_length, s.group) for s in lasts]
         facts = torch.tensor(known, dtype=torch.int64).view(-1, 4)
         every = all_gather_rows(facts.to(device())).cpu()
         if not len(every):
@@ -75,7 +76,7 @@ class ModelRewards(RewardSource):
         work = Costs(whole, common, groups.tolist()) if self._batching.shares_prompts else Costs.apart(whole)
         layout = current_layout()
         share = torch.tensor(sorted(shares(work, layout.dp_size)[layout.dp_rank]), dtype=torch.int64)
-        tokens = torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int32)
+        tokens = torch.tensor([token for sample in lasts for token in sample.token_ids], dtype=torch.int32)
         rows = exchange_rows(tokens, facts[:, 1], places, share).split(lengths[share].tolist())
         rewards = torch.zeros(len(ids), dtype=torch.float64, device=device())
         assert self._model is not None, "`load` comes first"

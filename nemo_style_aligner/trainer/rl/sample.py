@@ -55,6 +55,7 @@ class Sample:
         sampled: which tokens of the response the policy has sampled; None: all.
         outcome: what the environment of an episode has returned.
         problem: why an episode has failed.
+        row_lengths: tokens of the sequences that prompt and response are, of an episode of several; (): they are one.
     """
 
     sample_id: int
@@ -69,6 +70,21 @@ class Sample:
     sampled: Sequence[bool] | None = None
     outcome: Any = None
     problem: str | None = None
+    row_lengths: Sequence[int] = ()
+
+    @functools.cached_property
+    def rows(self) -> Sequence[Sample]:
+        """What models see: the sample itself, or the rows of an episode of several, each as a sample."""
+        if len(self.row_lengths) < 2:
+            return [self]
+        sampled, rows, start = [False] * self.prompt_length + [*map(bool, self.sampled or ())], list[Sample](), 0
+        for length in self.row_lengths:
+            ids, own = self.token_ids[start : start + length], sampled[start : start + length]
+            prompt_length = own.index(True) if start else self.prompt_length
+            of_row: dict[str, Any] = {"token_ids": ids, "prompt_length": prompt_length, "sampled": own[prompt_length:]}
+            rows.append(dataclasses.replace(self, row_lengths=(), **of_row))
+            start += length
+        return rows
 
     @property
     def prompt(self) -> str:
@@ -93,11 +109,13 @@ class Sample:
 
 def of_sampled(x: torch.Tensor, samples: Sequence[Sample]) -> list[torch.Tensor]:
     """The sampled tokens' part of the samples' rows of ``x`` [n, s-1], whose column t is of token t + 1."""
-    rows = []
-    for row, sample in zip(x, samples, strict=True):
-        of_response = row[sample.prompt_length - 1 : len(sample.token_ids) - 1]
-        rows.append(of_response if sample.sampled is None else of_response[torch.tensor(sample.sampled)])
-    return rows
+    rows = iter(x)
+    return [torch.cat([_of_sampled(next(rows), row) for row in sample.rows]) for sample in samples]
+
+
+def _of_sampled(x: torch.Tensor, row: Sample) -> torch.Tensor:
+    of_response = x[row.prompt_length - 1 : len(row.token_ids) - 1]
+    return of_response if row.sampled is None else of_response[torch.tensor(row.sampled)]
 
 
 def _excerpt(text: str) -> str:
@@ -122,6 +140,9 @@ class Rollouts:
         tokens: int32 [T], prompts and responses of the share, one after the other.
         sampled: bool [T], those that the policy has sampled.
         engine_logprobs: fp32 [R], the engine's log-probs of the share's sampled tokens.
+        num_rows: int64 [N], sequences that each sample is to the models: an episode whose history was rewritten has
+            several, one after the other among its tokens; None: each sample is one.
+        row_lengths: int64, tokens of each row of all samples; with ``num_rows``.
     """
 
     prompt_ids: torch.Tensor
@@ -136,6 +157,8 @@ class Rollouts:
     tokens: torch.Tensor
     sampled: torch.Tensor
     engine_logprobs: torch.Tensor
+    num_rows: torch.Tensor | None = None
+    row_lengths: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -167,9 +190,23 @@ class Rollouts:
         return functional.spread(x[self.own], self.own_sampled)
 
     def batch(self, wanted: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> RaggedBatch:
-        """The share as the models take it. ``wanted``: bool [N], samples that are computed."""
+        """The share as the models take it, row by row. ``wanted``: bool [N], samples that are computed."""
         own = self.own
-        return RaggedBatch(self.tokens, self.lengths[own], self.sampled, dict(columns), wanted[own])
+        lengths = self.lengths[own]
+        if self.num_rows is not None:
+            of_samples = self.lengths_by_row()
+            lengths = torch.tensor([length for sample in own.tolist() for length in of_samples[sample]])
+        return RaggedBatch(self.tokens, lengths.long(), self.sampled, dict(columns), self.of_rows(wanted))
+
+    def lengths_by_row(self) -> list[list[int]]:
+        """Tokens of the rows of each of the N samples."""
+        if self.num_rows is None or self.row_lengths is None:
+            return [[length] for length in self.lengths.tolist()]
+        return [part.tolist() for part in self.row_lengths.split(self.num_rows.tolist())]
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """What is known of each of the N samples, for the rows of the share."""
+        return x[self.own] if self.num_rows is None else x[self.own].repeat_interleave(self.num_rows[self.own])
 
     # ---- to other ranks ---------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.parallel.groups import device
 from nemo_style_aligner.engine.serving.app import ServedModel
+from nemo_style_aligner.engine.serving.generation import Generation
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.engine.weights.stream import export_weights
 from nemo_style_aligner.guard.http_client import server_url
@@ -76,7 +77,9 @@ class PolicyServer:
             for _ in weights:
                 pass
             return
-        with self._served.generation.paused():
+        generation = self._served.generation
+        assert isinstance(generation, Generation)
+        with generation.paused():
             self._engine.refit(weights, version)
 
     def close(self) -> None:

@@ -99,6 +99,8 @@ METRICS = (
            "first.", LEARNS, high=0.1, above="many responses are empty: the policy may have learnt to say nothing",
            goal="down"),
     Metric("*generation/replies", "Replies", "", "Of the policy in an episode: mean.", LEARNS),
+    Metric("*generation/rows", "Rows", "", "Sequences that an episode is to the models: mean; more than 1 where its "
+           "history was rewritten.", LEARNS),
     Metric("*generation/inserted_tokens", "Inserted tokens", "tokens", "What an environment has told the policy in an "
            "episode: mean.", LEARNS),
     Metric("*generation/environment_seconds", "Time in environments", "s", "Of an episode: mean. Others go on "
@@ -107,9 +109,9 @@ METRICS = (
            "than there may be; they get trainer.ppo.episodes.limit_reward.", LEARNS, high=0.5,
            above="most episodes are cut off: more room (model.ppo.length_params.max_length) or max_replies may help",
            goal="down"),
-    Metric("*generation/failed_episodes", "Failed episodes", "share", "Episodes whose environment raised an error or "
-           "took too long.", LEARNS, high=0.05, above="environments fail: the log says why",
-           goal="down"),
+    Metric("*generation/failed_episodes", "Failed episodes", "share", "Episodes whose environment raised an error, "
+           "took too long, or was a program that failed.", LEARNS, high=0.05,
+           above="environments fail: the log says why", goal="down"),
     Metric("*_rollouts/overlong_penalty", "Length penalty", "", "Mean of what trainer.ppo.overlong adds to the "
            "reward.", LEARNS, goal="up"),
     Metric("*_rollouts/uninformative_samples", "Samples that teach nothing", "samples", "Samples of groups whose "

@@ -111,11 +111,25 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         "HEAD_DIM": a.kv_channels,
         "ROTARY": a.turned_channels,
         "FFN": shard.ffn_size,
+        **_expert_macros(a, shard.size),
         "VOCAB_ROWS": shard.vocab_rows,
         "RANKS": shard.size,
         "EPSILON": repr(a.layernorm_epsilon),
         "SOFTMAX_SCALE": repr(a.attention_scale),
         "STORAGE_F32": int(shape.dtype == torch.float32),
+    }
+
+
+def _expert_macros(a: ModelArchitecture, ranks: int) -> dict[str, object]:
+    e = a.experts
+    return {
+        "EXPERTS": e.number if e else 0,
+        "EXPERTS_PER_TOKEN": e.per_token if e else 0,
+        "EXPERT_FFN": e.ffn_hidden_size // ranks if e else 0,
+        "SHARED_FFN": e.shared_ffn_hidden_size // ranks if e else 0,
+        "ROUTER_SIGMOID": int(e is not None and e.scores == "sigmoid"),
+        "ROUTER_NORMALIZED": int(e is not None and e.normalized),
+        "ROUTER_SCALING": repr(e.scaling if e else 1.0),
     }
 
 

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,18 +25,18 @@ from nemo_style_aligner.engine.embedded.native.structures import (
 )
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, SCORED_ROWS, EngineShape, ModelStep, StepInput
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
-from nemo_style_aligner.engine.embedded.weight_table import Rows, WeightTable, Write, layer_rows
+from nemo_style_aligner.engine.embedded.weight_table import Rows, WeightTable, Write, layer_rows, mlp_rows
 from nemo_style_aligner.engine.native.compilation import KERNELS, NativeUnavailable, NothingCompiles, usable_kernels
 from nemo_style_aligner.engine.sampling import SamplingRows
-from nemo_style_aligner.engine.weights.layout import LAYER_NORMS
+from nemo_style_aligner.engine.shard import ModelShard
+from nemo_style_aligner.engine.weights.layout import LAYER_NORMS, ROUTER_BIAS
 from nemo_style_aligner.wording import counted
 
 logger = logging.getLogger(__name__)
 
 _MAX_STOP_IDS = 64  # as in sample.h
-_KNOWN = EVERY_FEATURE - {"experts"} | {*ENDS}
+_KNOWN = EVERY_FEATURE | {*ENDS}
 _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}  # in a layer -> Hugging Face's names
-_MATRICES = ("qkv", "output", "fc1", "fc2")  # of a layer
 _PANEL = 32  # output features per panel, as in panels.h
 _WHOLE, _GATE, _UP = 0, 1, 2  # `Half` in panels.h
 _SOURCE_DTYPES = (torch.float32, torch.bfloat16)  # that can be packed
@@ -192,21 +193,15 @@ class NativeStep(ModelStep):
         self._pages = Arena(
             {f"{kind}.{layer}": (pages, shape.dtype) for layer in range(a.num_layers) for kind in ("keys", "values")}
         )
-        outputs = {
-            "qkv": shard.query_size + 2 * shard.group_size,
-            "output": a.hidden_size,
-            "fc1": 2 * _round_up(shard.ffn_size, 16) if a.gated else shard.ffn_size,
-            "fc2": a.hidden_size,
-            "head": shard.vocab_rows,
-        }
-        self._columns = {"qkv": a.hidden_size, "output": shard.query_size, "fc1": a.hidden_size, "fc2": shard.ffn_size}
-        self._columns["head"] = a.hidden_size
         regions: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name in [f"{layer}.{matrix}" for layer in range(a.num_layers) for matrix in _MATRICES] + ["head"]:
-            kind = name.rpartition(".")[2]
-            panels = -(-outputs[kind] // _PANEL)
-            regions[name] = ((panels, _round_up(self._columns[kind], 32), _PANEL), shape.dtype)
-            regions[f"{name}_bias"] = ((panels * _PANEL,), torch.float32)
+        for index in range(a.num_layers):
+            for kind, (outputs, columns) in _sizes(shard, index).items():
+                panels = -(-outputs // _PANEL), _round_up(columns, 32), _PANEL
+                experts = (a.experts.number,) if a.experts is not None and kind.startswith("expert") else ()
+                regions[f"{index}.{kind}"] = ((*experts, *panels), shape.dtype)
+                regions[f"{index}.{kind}_bias"] = ((panels[0] * _PANEL,), torch.float32)
+        panels = -(-shard.vocab_rows // _PANEL), _round_up(a.hidden_size, 32), _PANEL
+        regions["head"], regions["head_bias"] = (panels, shape.dtype), ((panels[0] * _PANEL,), torch.float32)
         if not a.tied_embeddings:
             regions["embedding"] = ((shard.vocab_rows, a.hidden_size), shape.dtype)
         for index, layer in enumerate(a.layers):
@@ -229,9 +224,11 @@ class NativeStep(ModelStep):
         for index, (layer, features) in enumerate(zip(self._layers, a.layers, strict=True)):
             norms = list(LAYER_NORMS[features.layer_norms])
             biases = [f"{norm}_bias" for norm in norms if a.norm_has_bias]
-            biases += [f"{matrix}_bias" for matrix in _MATRICES if _has_bias(a, matrix) and self._adds_bias(matrix)]
+            matrices = list(_sizes(self._shape.shard, index))
+            biases += [f"{matrix}_bias" for matrix in matrices if _has_bias(a, matrix) and self._adds_bias(matrix)]
+            biases += ["router_bias"] if features.experts is not None and features.experts.has_bias else []
             heads = [*(_HEAD_NORMS if features.qk_layernorm else ()), *(["sinks"] if features.attention_sinks else ())]
-            for name in (*_MATRICES, *norms, *biases, *heads):
+            for name in (*matrices, *norms, *biases, *heads):
                 setattr(layer, name, weights[f"{index}.{name}"].data_ptr())
             if features.rotates:
                 tables = self._local_rotary if features.local_rope else self._rotary
@@ -240,8 +237,7 @@ class NativeStep(ModelStep):
             layer.keys = self._pages[f"keys.{index}"].data_ptr()
             layer.values = self._pages[f"values.{index}"].data_ptr()
         activations: dict[str, Any] = {
-            name: self._activations[name].data_ptr()
-            for name in ("hidden", "qkv", "partial", "logits", "normed", "queries", "attended", "inner")
+            name: self._activations[name].data_ptr() for name in _activation_regions(self._shape, bf16=False)
         }
         return Model(
             layers=self._layers,
@@ -264,16 +260,17 @@ class NativeStep(ModelStep):
         packed = _PackedFromTrainer(self._context)
         writes: dict[str, Write] = {}
 
-        def pack(matrix: str, parts: dict[str, Rows], num_rows: int) -> None:
+        def pack(matrix: str, parts: dict[str, Rows], num_rows: int, columns: int, expert: int | None = None) -> None:
+            data = weights[matrix] if expert is None else weights[matrix][expert]
             names = tuple(f"{module}.weight" for module in parts)
-            size = (num_rows, self._columns[matrix.rpartition(".")[2]])
+            size = (num_rows, columns)
             source = self._trainer.find(names, size, _SOURCE_DTYPES, torch.device("cpu"))
             if source is not None:
                 self._trainer.copied[names] = source
             halves = (_GATE, _UP) if matrix.endswith("fc1") and len(parts) == 2 else (_WHOLE,) * len(parts)
             first_row = 0
             for (module, rows), half in zip(parts.items(), halves, strict=True):
-                to = _PackedRows(self._context, weights[matrix], first_row, half)
+                to = _PackedRows(self._context, data, first_row, half)
                 writes[f"{module}.weight"] = to.write
                 if source is not None:
                     packed.add(f"{module}.weight", to, source, rows)
@@ -284,8 +281,10 @@ class NativeStep(ModelStep):
 
         for layer in range(a.num_layers):
             prefix = f"model.layers.{layer}."
-            for matrix, parts in layer_rows(shard, prefix).items():
-                pack(f"{layer}.{matrix}", parts, Rows.total(parts))
+            for kind, parts, expert in _matrices(shard, layer):
+                pack(f"{layer}.{kind}", parts, Rows.total(parts), _sizes(shard, layer)[kind][1], expert)
+            if (experts := a.layers[layer].experts) is not None and experts.has_bias:
+                writes[f"{prefix}mlp.gate.{ROUTER_BIAS}"] = weights[f"{layer}.router_bias"][: experts.number].copy_
             norms = LAYER_NORMS[a.layers[layer].layer_norms]
             for region, module in {**norms, **(_HEAD_NORMS if a.qk_layernorm else {})}.items():
                 writes[f"{prefix}{module}.weight"] = weights[f"{layer}.{region}"].copy_
@@ -299,8 +298,35 @@ class NativeStep(ModelStep):
         if not a.tied_embeddings:
             writes["model.embed_tokens.weight"] = weights["embedding"][: shard.held_vocab_rows].copy_
         head = "model.embed_tokens" if a.tied_embeddings else "lm_head"
-        pack("head", {head: Rows(0, shard.held_vocab_rows)}, shard.vocab_rows)
+        pack("head", {head: Rows(0, shard.held_vocab_rows)}, shard.vocab_rows, a.hidden_size)
         return WeightTable(shard, writes, copied=packed.names, copy=packed.write if packed.names else None)
+
+
+def _sizes(shard: ModelShard, layer: int) -> dict[str, tuple[int, int]]:
+    """A layer's matrices on this rank, and one expert's: lanes of panels, and columns. fc1 and fc2 are an MLP's."""
+    a, experts = shard.architecture, shard.architecture.layers[layer].experts
+    h, size = a.hidden_size, shard.ffn_size
+    sizes = {"qkv": (shard.query_size + 2 * shard.group_size, h), "output": (h, shard.query_size)}
+    if experts is not None:
+        size = experts.shared_ffn_hidden_size // shard.size
+        sizes |= {"router": (experts.number, h), "expert_fc1": (2 * _round_up(shard.expert_size, 16), h)}
+        sizes["expert_fc2"] = (h, shard.expert_size)
+    if size:
+        sizes |= {"fc1": (2 * _round_up(size, 16) if a.gated else size, h), "fc2": (h, size)}
+    return sizes
+
+
+def _matrices(shard: ModelShard, layer: int) -> Iterator[tuple[str, dict[str, Rows], int | None]]:
+    """A layer's matrices by their names in `_sizes`, the rows of each, and the expert that it is of."""
+    prefix, experts = f"model.layers.{layer}.", shard.architecture.layers[layer].experts
+    rows = layer_rows(shard, prefix)
+    if experts is not None:
+        rows |= mlp_rows(shard, f"{prefix}mlp.shared_experts.", experts.shared_ffn_hidden_size // shard.size)
+        yield "router", {f"{prefix}mlp.gate": Rows(0, experts.number)}, None
+    for number in range(experts.number if experts is not None else 0):
+        for kind, parts in mlp_rows(shard, f"{prefix}mlp.experts.{number}.", shard.expert_size).items():
+            yield f"expert_{kind}", parts, number
+    yield from ((kind, parts, None) for kind, parts in rows.items() if kind in _sizes(shard, layer))
 
 
 def _has_bias(a: ModelArchitecture, matrix: str) -> bool:
@@ -321,7 +347,14 @@ def _activation_regions(shape: EngineShape, bf16: bool) -> dict[str, tuple[tuple
     shard, a = shape.shard, shape.architecture
     rows = _round_up(shape.max_step_tokens, 32)
     multiplied = torch.bfloat16 if bf16 else torch.float32
-    return {
+    experts, inner = a.experts, shard.ffn_size
+    routed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if experts is not None:
+        inner, places = max(inner, experts.shared_ffn_hidden_size // shard.size), rows * experts.per_token + 32
+        routed["routing"] = ((rows, _round_up(experts.number, _PANEL)), torch.float32)
+        routed["gathered"] = ((places, _round_up(a.hidden_size, 32)), multiplied)
+        routed["expert_inner"] = ((places, _round_up(shard.expert_size, 32)), multiplied)
+    return routed | {
         "hidden": ((rows, a.hidden_size), torch.float32),
         "qkv": ((rows, shard.query_size + 2 * shard.group_size), torch.float32),
         "partial": ((rows, a.hidden_size), torch.float32),
@@ -329,7 +362,7 @@ def _activation_regions(shape: EngineShape, bf16: bool) -> dict[str, tuple[tuple
         "normed": ((rows, _round_up(a.hidden_size, 32)), multiplied),
         "queries": ((rows, shard.num_heads, _round_up(a.kv_channels, 16)), multiplied),
         "attended": ((rows, _round_up(shard.query_size, 32)), multiplied),
-        "inner": ((rows, _round_up(shard.ffn_size, 32)), multiplied),
+        "inner": ((rows, _round_up(inner, 32)), multiplied),
     }
 
 

@@ -3,6 +3,8 @@
 // Compiled once per model shape; the shape comes as macros from `native/library.py`:
 //   LAYERS HIDDEN HEADS GROUPS HEAD_DIM ROTARY FFN VOCAB_ROWS   this rank's sizes (ROTARY: channels that are rotated)
 //   the fields of `architecture.LayerFeatures`, and of the model's ends, in capitals; 0 for None
+//   EXPERTS EXPERTS_PER_TOKEN EXPERT_FFN SHARED_FFN ROUTER_SCALING  0 in a model without experts
+//   ROUTER_SIGMOID ROUTER_NORMALIZED: the scores' function, and whether weights are of the chosen alone
 //   EPSILON  RANKS: how many ranks hold the model together
 //   STORAGE_F32 (else bf16)  KERNEL  LANES  EMULATE
 #include "attention.h"
@@ -20,6 +22,11 @@ constexpr int QKV = (HEADS + 2 * GROUPS) * HEAD_DIM;
 constexpr int HIDDEN_K = round_up(HIDDEN, 32), HEADS_K = round_up(HEADS * HEAD_DIM, 32), FFN_K = round_up(FFN, 32);
 constexpr int FFN_PANELS = GATED ? (FFN + 15) / 16 : (FFN + PANEL - 1) / PANEL;
 constexpr int panels(int features) { return (features + PANEL - 1) / PANEL; }
+// Of one expert: a gated MLP.
+constexpr int EXPERT_FFN_K = round_up(EXPERT_FFN, 32), EXPERT_PANELS = std::max(1, (EXPERT_FFN + 15) / 16);
+constexpr size_t EXPERT_FC1 = (size_t)EXPERT_PANELS * HIDDEN_K * PANEL;
+constexpr size_t EXPERT_FC2 = (size_t)panels(HIDDEN) * EXPERT_FFN_K * PANEL;
+constexpr int ROUTING = round_up(EXPERTS, PANEL); // a row of the router's logits
 
 // Mirrored by `native/structures.py`. Biases have one float per lane of their matrix's panels.
 struct Layer {
@@ -31,6 +38,8 @@ struct Layer {
     const float *cosines, *sines; // [positions][ROTARY / 2]; null: the layer does not rotate
     panel_t *keys, *values; // [page][GROUPS][PAGE_SIZE]
     const float* sinks; // [HEADS]; null: none
+    const panel_t *router, *expert_fc1, *expert_fc2; // [EXPERTS] of the latter; null: an MLP. With them, fc1 and fc2 are
+    const float* router_bias;                        // the shared expert's. [EXPERTS]; null: none
     int32_t window; // positions that a query sees, its own included; 0: all before it
 };
 struct Model {
@@ -41,6 +50,8 @@ struct Model {
     // Activations of t, the most tokens of a pass, and o, the most outputs; both rounded up to 32.
     float *hidden, *qkv, *partial, *logits;     // [t][HIDDEN], [t][QKV], [t][HIDDEN], [o][round_up(VOCAB_ROWS, 32)]
     act_t *normed, *queries, *attended, *inner; // [t][HIDDEN_K], [t][HEADS][CHANNELS], [t][HEADS_K], [t][FFN_K]
+    float* routing;                   // [t][ROUTING]
+    act_t *gathered, *expert_inner;   // [t * EXPERTS_PER_TOKEN + 32][HIDDEN_K], [...][EXPERT_FFN_K]
     int32_t max_length, vocab_start;
 };
 struct Pass {
@@ -52,6 +63,42 @@ struct AttentionItem {
     int32_t first, tokens;
 };
 
+// Which experts compute which rows, and with what weight: places 0 to n - 1, those of one expert one after the other.
+struct Routes {
+    std::vector<int32_t> chosen; // [row][EXPERTS_PER_TOKEN]: experts
+    std::vector<float> weights;  // the same: what their outputs are multiplied by
+    std::vector<int32_t> places; // the same: where they are computed
+    std::vector<int32_t> rows;   // by place
+    std::vector<float> factors;  // by place
+    std::vector<int32_t> hit;    // experts that have any row, ascending
+    int32_t begin[EXPERTS + 2];  // by expert, its first place
+
+    void resize(int num_rows) {
+        const size_t n = (size_t)num_rows * EXPERTS_PER_TOKEN;
+        if (chosen.size() >= n) return;
+        for (auto* each : {&chosen, &places, &rows}) each->resize(n);
+        weights.resize(n);
+        factors.resize(n);
+    }
+    // Orders what is chosen for `num_rows` rows by expert, and by row within each.
+    void sort(int num_rows) {
+        const int n = num_rows * EXPERTS_PER_TOKEN;
+        memset(begin, 0, sizeof begin);
+        for (int i = 0; i < n; ++i) ++begin[chosen[i] + 2];
+        hit.clear();
+        for (int e = 0; e < EXPERTS; ++e) {
+            if (begin[e + 2]) hit.push_back(e);
+            begin[e + 2] += begin[e + 1];
+        }
+        for (int i = 0; i < n; ++i) { // begin[e + 1] moves from the expert's first place to the next expert's
+            const int place = begin[chosen[i] + 1]++;
+            places[i] = place;
+            rows[place] = i / std::max(1, EXPERTS_PER_TOKEN);
+            factors[place] = weights[i];
+        }
+    }
+};
+
 struct Context {
     Context(const Model& model, int threads) : model(model), team(threads), scores(threads) {
         for (auto& s : scores) s.resize((size_t)QUERY_ROWS * round_up(model.max_length, PAGE));
@@ -60,7 +107,8 @@ struct Context {
     Team team;
     std::vector<std::vector<float>> scores;   // by thread
     std::vector<AttentionItem> items;
-    Counter counters[LAYERS * 8 + 4];
+    Routes routes;
+    Counter counters[LAYERS * (EXPERTS ? 14 : 8) + 4];
 };
 
 // ---- parts of a layer -----------------------------------------------------------------------------------------------
@@ -238,8 +286,8 @@ class Worker {
         const Layer& layer = m.layers[l];
         if (l == 0) norm_rows(layer.input_norm, layer.input_norm_bias, SUM_RANKS); // of embeddings
         else norm_rows(layer.input_norm, layer.input_norm_bias, SUMS_APART, m.layers[l - 1].mlp_out_norm, m.layers[l - 1].mlp_out_norm_bias);
-        const panel_t* next = first_panel(layer.output, HEADS_K);
-        product(m.normed, HIDDEN_K, layer.qkv, panels(QKV), next, [&](int panel, int first, int n, const float* block) {
+        const panel_t* output = first_panel(layer.output, HEADS_K);
+        product(m.normed, HIDDEN_K, layer.qkv, panels(QKV), output, [&](int panel, int first, int n, const float* block) {
             const int width = std::min(PANEL, QKV - panel * PANEL);
             for (int i = 0; i < n; ++i)
                 write_row<false>(m.qkv + (size_t)(first + i) * QKV + panel * PANEL, block + i * PANEL,
@@ -255,27 +303,120 @@ class Worker {
                    m.attended + (size_t)item.first * HEADS_K, HEADS_K);
         });
         c.team.barrier();
-        residual_product(m.attended, HEADS_K, layer.output, layer.output_bias, first_panel(layer.fc1, HIDDEN_K));
+        const panel_t* next = first_panel(layer.fc1 ? layer.fc1 : layer.router, HIDDEN_K);
+        residual_product(m.attended, HEADS_K, layer.output, layer.output_bias, next);
     }
 
     void mlp(int l) {
         const Layer& layer = m.layers[l];
         norm_rows(layer.mlp_norm, layer.mlp_norm_bias, SUMS_APART, layer.attention_out_norm, layer.attention_out_norm_bias);
-        const panel_t* next = first_panel(layer.fc2, FFN_K);
-        product(m.normed, HIDDEN_K, layer.fc1, FFN_PANELS, next, [&](int panel, int first, int n, float* block) {
+        const panel_t* next = first_panel(l + 1 < LAYERS ? m.layers[l + 1].qkv : m.head, HIDDEN_K);
+        if (EXPERTS && layer.router) experts(layer, next);
+        else dense<FFN>(layer, next);
+    }
+
+    // An MLP of an inner SIZE.
+    template <int SIZE> void dense(const Layer& layer, const panel_t* next) {
+        constexpr int INNER_K = round_up(SIZE, 32), COUNT = GATED ? (SIZE + 15) / 16 : panels(SIZE);
+        product(m.normed, HIDDEN_K, layer.fc1, COUNT, first_panel(layer.fc2, INNER_K), [&](int panel, int first, int n, float* block) {
             constexpr int WIDTH = GATED ? 16 : PANEL;
             for (int i = 0; i < n; ++i) {
                 float* x = block + i * PANEL;
                 if (layer.fc1_bias) write_row<true>(x, layer.fc1_bias + panel * PANEL, nullptr, PANEL);
-                act_t* out = m.inner + (size_t)(first + i) * FFN_K + panel * WIDTH;
+                act_t* out = m.inner + (size_t)(first + i) * INNER_K + panel * WIDTH;
                 for (int j = 0; j < WIDTH; j += LANES) {
                     vf y = activate(load<vf>(x + j));
                     store_as(out + j, GATED ? y * load<vf>(x + 16 + j) : y);
                 }
             }
         });
-        next = first_panel(l + 1 < LAYERS ? m.layers[l + 1].qkv : m.head, HIDDEN_K);
-        residual_product(m.inner, FFN_K, layer.fc2, layer.fc2_bias, next);
+        residual_product(m.inner, INNER_K, layer.fc2, layer.fc2_bias, next);
+    }
+
+    // Each expert that any row has is read once, for all rows that have it. What they add to a row is summed in their order.
+    void experts(const Layer& layer, const panel_t* next) {
+        if (SHARED_FFN) dense<std::max(1, SHARED_FFN)>(layer, first_panel(layer.router, HIDDEN_K));
+        product(m.normed, HIDDEN_K, layer.router, panels(EXPERTS), layer.expert_fc1, [&](int panel, int first, int n, const float* block) {
+            for (int i = 0; i < n; ++i)
+                memcpy(m.routing + (size_t)(first + i) * ROUTING + panel * PANEL, block + i * PANEL, PANEL * sizeof(float));
+        });
+        each(pass.num_tokens, rows_chunk(), [&](int row) {
+            choose(layer, row);
+            if (SUMS_APART && !SHARED_FFN) memset(m.partial + (size_t)row * HIDDEN, 0, HIDDEN * sizeof(float));
+        });
+        Routes& routes = c.routes;
+        if (thread == 0) routes.sort(pass.num_tokens);
+        c.team.barrier();
+        each(pass.num_tokens, rows_chunk(), [&](int row) {
+            for (int i = row * EXPERTS_PER_TOKEN; i < (row + 1) * EXPERTS_PER_TOKEN; ++i)
+                memcpy(m.gathered + (size_t)routes.places[i] * HIDDEN_K, m.normed + (size_t)row * HIDDEN_K, HIDDEN_K * sizeof(act_t));
+        });
+        const int hit = (int)routes.hit.size(), count = hit * EXPERT_PANELS;
+        const panel_t* fc2 = layer.expert_fc2 + (size_t)routes.hit[0] * EXPERT_FC2;
+        const auto fc1 = [&](int i) {
+            return layer.expert_fc1 + (size_t)routes.hit[i / EXPERT_PANELS] * EXPERT_FC1 + (size_t)(i % EXPERT_PANELS) * HIDDEN_K * PANEL;
+        };
+        c.counters[phase++].each_knowing_next(count, thread, c.team.size, [&](int i, int following) {
+            const int expert = routes.hit[i / EXPERT_PANELS], panel = i % EXPERT_PANELS, begin = routes.begin[expert];
+            const panel_t* ahead = following < count ? fc1(following) : first_panel(fc2, EXPERT_FFN_K);
+            multiply_panel(m.gathered + (size_t)begin * HIDDEN_K, HIDDEN_K, routes.begin[expert + 1] - begin,
+                           layer.expert_fc1 + (size_t)expert * EXPERT_FC1, panel, ahead, [&](int first, int n, const float* block) {
+                for (int r = 0; r < n; ++r) {
+                    const float* x = block + r * PANEL;
+                    act_t* out = m.expert_inner + (size_t)(begin + first + r) * EXPERT_FFN_K + panel * 16;
+                    for (int j = 0; j < 16; j += LANES)
+                        store_as(out + j, activate(load<vf>(x + j)) * load<vf>(x + 16 + j) * routes.factors[begin + first + r]);
+                }
+            });
+        });
+        c.team.barrier();
+        constexpr int OUT_PANELS = panels(HIDDEN);
+        c.counters[phase++].each_knowing_next(OUT_PANELS, thread, c.team.size, [&](int panel, int following) {
+            const int width = std::min(PANEL, HIDDEN - panel * PANEL);
+            float* out = (SUMS_APART ? m.partial : m.hidden) + panel * PANEL;
+            for (int h = 0; h < hit; ++h) {
+                const int begin = routes.begin[routes.hit[h]];
+                const panel_t* matrix = layer.expert_fc2 + (size_t)routes.hit[h] * EXPERT_FC2;
+                const panel_t* ahead = h + 1 < hit ? layer.expert_fc2 + (size_t)routes.hit[h + 1] * EXPERT_FC2 + (size_t)panel * EXPERT_FFN_K * PANEL
+                                     : following < OUT_PANELS ? fc2 + (size_t)following * EXPERT_FFN_K * PANEL : next;
+                multiply_panel(m.expert_inner + (size_t)begin * EXPERT_FFN_K, EXPERT_FFN_K, routes.begin[routes.hit[h] + 1] - begin,
+                               matrix, panel, ahead, [&](int first, int n, const float* block) {
+                    for (int r = 0; r < n; ++r)
+                        write_row<true>(out + (size_t)routes.rows[begin + first + r] * HIDDEN, block + r * PANEL, nullptr, width,
+                                        OUT_NORMS ? 1.0f : (float)RESIDUAL_MULTIPLIER);
+                });
+            }
+        });
+        c.team.barrier();
+    }
+
+    // The experts of a row and their weights; of equal scores the first. NaN is chosen last and stays in the weights.
+    void choose(const Layer& layer, int row) {
+        const float* logits = m.routing + (size_t)row * ROUTING;
+        float scores[EXPERTS + 1], keys[EXPERTS + 1], sum = 0, most = -INFINITY;
+        for (int e = 0; e < EXPERTS; ++e) {
+            scores[e] = ROUTER_SIGMOID ? 1.0f / (1.0f + std::exp(-logits[e])) : logits[e];
+            keys[e] = scores[e] + (layer.router_bias ? layer.router_bias[e] : 0.0f);
+            most = std::max(most, logits[e]);
+        }
+        int32_t* chosen = c.routes.chosen.data() + (size_t)row * EXPERTS_PER_TOKEN;
+        float* weights = c.routes.weights.data() + (size_t)row * EXPERTS_PER_TOKEN;
+        bool taken[EXPERTS + 1] = {};
+        for (int k = 0; k < EXPERTS_PER_TOKEN; ++k) {
+            int best = -1;
+            for (int e = 0; e < EXPERTS; ++e)
+                if (!taken[e] && (best < 0 || keys[e] > keys[best] || keys[best] != keys[best])) best = e;
+            taken[best] = true;
+            chosen[k] = best;
+            weights[k] = ROUTER_SIGMOID ? scores[best] : std::exp(scores[best] - most);
+            sum += weights[k];
+        }
+        if (!ROUTER_SIGMOID && !ROUTER_NORMALIZED) {
+            sum = 0;
+            for (int e = 0; e < EXPERTS; ++e) sum += std::exp(scores[e] - most);
+        }
+        const float factor = (float)ROUTER_SCALING / (ROUTER_SIGMOID ? EXPERTS_PER_TOKEN > 1 ? sum + 1e-20f : 1.0f : sum);
+        for (int k = 0; k < EXPERTS_PER_TOKEN; ++k) weights[k] *= factor;
     }
 
     void output() {
@@ -399,6 +540,7 @@ void step_run(void* context, const Pass* pass, int first_stage, int end_stage) {
             c.items.push_back({token, std::min(QUERY_TOKENS, end - token)});
     }
     for (auto& counter : c.counters) counter.reset();
+    if (EXPERTS) c.routes.resize(pass->num_tokens);
     c.team.run([&](int thread) { Worker(c, *pass, thread).run(first_stage, end_stage); });
 }
 

@@ -20,6 +20,7 @@ class Layer(ctypes.Structure):
         *[(name, Pointer) for name in ("attention_out_norm", "attention_out_norm_bias")],
         *[(name, Pointer) for name in ("mlp_out_norm", "mlp_out_norm_bias")],
         *[(name, Pointer) for name in ("query_norm", "key_norm", "cosines", "sines", "keys", "values", "sinks")],
+        *[(name, Pointer) for name in ("router", "expert_fc1", "expert_fc2", "router_bias")],
         ("window", ctypes.c_int32),
     ]
 
@@ -33,6 +34,7 @@ class Model(ctypes.Structure):
         ("head", Pointer),
         *[(name, Pointer) for name in ("embedding", "hidden", "qkv", "partial", "logits")],
         *[(name, Pointer) for name in ("normed", "queries", "attended", "inner")],
+        *[(name, Pointer) for name in ("routing", "gathered", "expert_inner")],
         ("max_length", ctypes.c_int32),
         ("vocab_start", ctypes.c_int32),
     ]

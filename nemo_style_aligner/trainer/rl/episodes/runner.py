@@ -12,6 +12,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import inspect
 import logging
 import sys
@@ -20,6 +21,8 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import yaml
 
 from nemo_style_aligner import activity
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
@@ -31,7 +34,10 @@ from nemo_style_aligner.engine.text.tokenizer import Tokenizer
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.guard.user_code import UserCodeError, describe, load_function
 from nemo_style_aligner.seeds import derive_seed
-from nemo_style_aligner.trainer.rl.episodes.policy import Ask, EpisodeError, EpisodeLimitError, Policy
+from nemo_style_aligner.trainer.config import schema
+from nemo_style_aligner.trainer.rl.episodes.journal import EpisodeJournal
+from nemo_style_aligner.trainer.rl.episodes.policy import Ask, EpisodeError, EpisodeLimitError, Policy, Wanted
+from nemo_style_aligner.trainer.rl.episodes.programs import Program, ProgramError, program_of
 from nemo_style_aligner.trainer.rl.episodes.turns import Turns
 from nemo_style_aligner.trainer.rl.reward_functions import as_number
 from nemo_style_aligner.trainer.rl.sample import Prompt
@@ -41,7 +47,7 @@ logger = logging.getLogger(__name__)
 EpisodeFunction = Callable[[Policy, dict[str, Any]], Awaitable[Any]]
 """``async def episode(policy, line) -> reward``: a number, named parts of one, or None where reward sources score."""
 
-SUMS = ("replies", "inserted_tokens", "environment_seconds", "failed_episodes", "cut_episodes")
+SUMS = ("replies", "rows", "inserted_tokens", "environment_seconds", "failed_episodes", "cut_episodes")
 """What `Environment.generate` counts."""
 
 _BEAT_SECONDS = 0.25
@@ -66,6 +72,9 @@ class Episode(GenerationResult):
         problem: why the episode counts as failed; None: it does not.
         num_replies: of the policy.
         seconds: in the environment.
+        is_cut: it wanted another reply than it may have.
+        further_rows: lengths of the rows but the first, if there are several (`Policy.fork`): sequences of their own,
+            with prompts that are no part of ``mask``, and with the reward of the one episode.
     """
 
     mask: list[bool] = dataclasses.field(default_factory=list)
@@ -73,11 +82,19 @@ class Episode(GenerationResult):
     problem: str | None = None
     num_replies: int = 1
     seconds: float = 0.0
+    is_cut: bool = False
+    further_rows: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def sampled(self) -> list[bool]:
         """See `GenerationResult.sampled`."""
         return self.mask
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """See `GenerationResult.row_lengths`."""
+        (whole,) = super().row_lengths
+        return [whole - sum(self.further_rows), *self.further_rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +106,14 @@ class EpisodeLimits:
         seconds: in the environment, replies not counted.
         blocked_seconds: for which a coroutine may hold the event loop.
         limit_reward: what one gets whose environment wanted another reply than it may have; None: it has failed.
+        max_running: how many an engine has under way at once; None: as many as it can begin.
     """
 
     max_replies: int = 16
     seconds: float = 300.0
     blocked_seconds: float = 60.0
     limit_reward: float | None = 0.0
+    max_running: int | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,16 +129,21 @@ class _Running:
     is_cut: bool = False  # at a limit of replies or tokens
     seconds: float = 0.0
     entered: float = 0.0  # the environment, last
+    num_asking: int = 0  # replies that it waits for
 
 
 class Environment:
-    """Runs a function of the user's for each prompt.
+    """Runs a function of the user's, or a program, for each prompt.
 
     Args:
         function: see `EpisodeFunction`.
         name: of it, for messages.
         tokenizer: the policy's.
         decode: gives a reply's text.
+        journal: keeps finished episodes, for those of programs; None: they can be generated again.
+
+    Attributes:
+        weights: tells the engine's weights from all others of the run.
     """
 
     def __init__(
@@ -129,9 +153,10 @@ class Environment:
         tokenizer: Tokenizer,
         decode: Callable[[Sequence[int]], str],
         limits: EpisodeLimits,
+        journal: EpisodeJournal | None = None,
     ) -> None:
-        self.name = name
-        self._function, self._limits, self._decode = function, limits, decode
+        self.name, self.weights = name, ""
+        self._function, self._limits, self._decode, self._journal = function, limits, decode, journal
         self._turns, self._eos_id = Turns(tokenizer), tokenizer.eos_id
 
     def generate(
@@ -158,12 +183,28 @@ class Environment:
             EnvironmentBlocksError: a coroutine does not give the event loop back.
             For the others see `GenerationEngine.generate`.
         """
-        round_ = _Round(self, engine, group, requests, sampling, prompts, take)
-        try:
+        with contextlib.closing(_Round(self, engine, group, requests, sampling, prompts, take)) as round_:
             round_.run()
-        finally:
-            round_.close()
         return round_.sums
+
+    def close(self) -> None:
+        """Close what programs have reached."""
+        if isinstance(self._function, Program):
+            self._function.close()
+
+    def kept(self, request: GenerationRequest) -> Episode | None:
+        """The episode of a request that an earlier start of the run has finished, if it is kept."""
+        fields = None if self._journal is None else self._journal.read(request.seed, self._origin(request))
+        return None if fields is None else Episode(**fields)
+
+    def keep(self, request: GenerationRequest, episode: Episode) -> None:
+        """Keep a finished episode, where they are kept. One that has failed is run again."""
+        if self._journal is not None and episode.problem is None:
+            self._journal.write(request.seed, self._origin(request), vars(episode))
+
+    def _origin(self, request: GenerationRequest) -> str:
+        of = (self.name, self.weights, request.request_id, request.prompt_token_ids)
+        return hashlib.sha256(repr(of).encode()).hexdigest()
 
     def policy(self, running: _Running, engine: EmbeddedEngine, sampling: SamplingParams, ask: Ask) -> Policy:
         """The policy of an episode."""
@@ -172,10 +213,10 @@ class Environment:
             running.prompt.token_ids,
             self._turns,
             self._decode,
-            max_tokens=running.request.limit(sampling),
+            sampling,
             max_length=engine.max_sequence_length,
             max_replies=self._limits.max_replies,
-            least_tokens=max(1, sampling.min_new_tokens),
+            name=f"{running.request.seed:016x}",
         )
 
     async def outcome(self, running: _Running) -> tuple[Any, str | None]:
@@ -191,34 +232,39 @@ class Environment:
             return None, f"{of_line}: took more than {self._limits.seconds:g} s (trainer.ppo.episodes.seconds)"
         except EpisodeLimitError as error:
             running.is_cut = True
-            is_failed = self._limits.limit_reward is None or not running.policy.transcript.num_replies
+            is_failed = self._limits.limit_reward is None or not running.policy.num_replies
             return self._limits.limit_reward, f"{of_line}: {error}" if is_failed else None
         except EpisodeError as error:
             return None, f"{of_line}: {error}"
         except Exception as error:
             logger.error("%s raised an error", of_line, exc_info=error)
             return None, f"{of_line} raised {describe(error)}"
-        if not running.policy.transcript.num_replies:
+        if not running.policy.num_replies:
             return None, f"{of_line}: it ended before the policy had replied"
         return _plain(returned), None
 
     def episode(self, running: _Running, outcome: Any, problem: str | None, version: int) -> Episode:
         """The finished episode. One without a reply gets an end, since a sample has a token: it counts nowhere."""
         assert running.policy is not None
-        said = running.policy.transcript
-        none = not said.num_replies
+        last, (first, *others) = running.policy.last, running.policy.rows
+        rows = [row for row in (first, *others) if row.last is not None] or [first]
+        none = last is None
+        tokens = [token for row in rows for token in row.ids][len(rows[0].prompt) :]
+        mask = [of for row in rows for of in [False] * len(row.prompt) + row.sampled][len(rows[0].prompt) :]
         return Episode(
             request_id=running.request.request_id,
-            prompt_token_ids=said.prompt,
-            token_ids=[self._eos_id] if none else said.tokens,
-            logprobs=[0.0] if none else said.logprobs,
-            finish_reason="stop" if said.last is not None and said.last.ended and not running.is_cut else "length",
+            prompt_token_ids=rows[0].prompt,
+            token_ids=[self._eos_id] if none else tokens,
+            logprobs=[0.0] if none else [logprob for row in rows for logprob in row.logprobs],
+            finish_reason="stop" if last is not None and last.ended and not running.is_cut else "length",
             weight_version=version,
-            mask=[True] if none else said.sampled,
+            mask=[True] if none else mask,
             outcome=outcome,
             problem=problem,
-            num_replies=said.num_replies,
+            num_replies=running.policy.num_replies,
             seconds=running.seconds,
+            is_cut=running.is_cut and problem is None,
+            further_rows=[len(row.ids) for row in rows[1:]],
         )
 
 
@@ -282,14 +328,19 @@ class _Round:
 
     def _begin(self) -> None:
         """Begin episodes while the engine would have slots to spare."""
+        most = self._environment._limits.max_running
         while self._requests is not None:
             with self._changed:
-                if self._in_engine + len(self._queue) + len(self._beginning) >= self._engine.num_slots:
+                is_busy = self._in_engine + len(self._queue) + len(self._beginning) >= self._engine.num_slots
+                if is_busy or (most is not None and len(self._running) >= most):
                     return
             request = next(self._requests, None)
             if request is None:
                 self._requests = None
                 return
+            if (kept := self._environment.kept(request)) is not None:
+                self._count(kept)
+                continue
             running = _Running(request, self._prompts[request.request_id])
             with self._changed:
                 self._beginning.add(running)
@@ -310,12 +361,17 @@ class _Round:
                     return
                 running, outcome, problem = self._ended.popleft()
             episode = self._environment.episode(running, outcome, problem, self._engine.weight_version)
-            self.sums["replies"] += episode.num_replies
-            self.sums["inserted_tokens"] += len(episode.mask) - sum(episode.mask)
-            self.sums["environment_seconds"] += episode.seconds
-            self.sums["failed_episodes"] += problem is not None
-            self.sums["cut_episodes"] += running.is_cut and problem is None
-            self._take(episode)
+            self._environment.keep(running.request, episode)
+            self._count(episode)
+
+    def _count(self, episode: Episode) -> None:
+        self.sums["replies"] += episode.num_replies
+        self.sums["rows"] += len(episode.row_lengths)
+        self.sums["inserted_tokens"] += len(episode.mask) - sum(episode.mask)
+        self.sums["environment_seconds"] += episode.seconds
+        self.sums["failed_episodes"] += episode.problem is not None
+        self.sums["cut_episodes"] += episode.is_cut
+        self._take(episode)
 
     def _check_loop(self) -> None:
         """Raise where a coroutine holds the event loop."""
@@ -362,8 +418,8 @@ class _Round:
         running.task = self._loop.create_task(self._run(running))
 
     async def _run(self, running: _Running) -> None:
-        async def ask(ids: list[int], number: int, most: int) -> tuple[list[int], list[float], bool]:
-            return await self._ask(running, ids, number, most)
+        async def ask(ids: list[int], number: int, wanted: Wanted) -> ScheduledSequence:
+            return await self._ask(running, ids, number, wanted)
 
         outcome, problem = None, None
         try:
@@ -378,28 +434,31 @@ class _Round:
                 self._ended.append((running, outcome, problem))
                 self._changed.notify_all()
 
-    async def _ask(
-        self, running: _Running, ids: list[int], number: int, most: int
-    ) -> tuple[list[int], list[float], bool]:
+    async def _ask(self, running: _Running, ids: list[int], number: int, wanted: Wanted) -> ScheduledSequence:
         sample, seed = running.request.request_id, running.request.seed
         of_reply = derive_seed(seed, number) if number else seed  # one reply is what a response without environment is
-        request = GenerationRequest(sample * _OF_EPISODE + number, ids, of_reply, most)
-        task, answer = self._engine.task(request, self._sampling), self._loop.create_future()
-        self._leave(running)
+        request = GenerationRequest(sample * _OF_EPISODE + number, ids, of_reply, wanted.max_tokens)
+        task = self._engine.task(request, wanted.sampling, num_top=wanted.num_top)
+        answer: asyncio.Future[ScheduledSequence] = self._loop.create_future()
+        if not running.num_asking:
+            self._leave(running)
+        running.num_asking += 1
         with self._changed:
             self._asked[request.request_id] = answer
             self._beginning.discard(running)
             self._queue.append(task)
             self._changed.notify_all()
         try:
-            sequence = await answer
+            return await answer
         finally:
             task.is_abandoned = True
+            running.num_asking -= 1
             self._enter(running)
-        return sequence.token_ids, sequence.logprobs, sequence.finish_reason == "stop"
 
     def _enter(self, running: _Running) -> None:
-        """Its time in the environment goes on."""
+        """Its time in the environment goes on, unless it waits for another reply."""
+        if running.num_asking:
+            return
         running.entered = time.monotonic()
         left = max(0.0, self._environment._limits.seconds - running.seconds)
         running.timer = self._loop.call_later(left, self._is_late, running)
@@ -428,6 +487,63 @@ def _plain(returned: Any) -> Any:
 def _give(future: asyncio.Future[ScheduledSequence], sequence: ScheduledSequence) -> None:
     if not future.done():
         future.set_result(sequence)
+
+
+def build_environment(
+    named: str | schema.Program,
+    key: str,
+    engine: EmbeddedEngine,
+    tokenizer: Tokenizer,
+    sampling: SamplingParams,
+    decode: Callable[[Sequence[int]], str],
+    section: schema.Episodes,
+    journal: EpisodeJournal | None = None,
+) -> Environment:
+    """The environment that a config or a command line names.
+
+    Args:
+        named: ``FILE.py:NAME``, or a program; ``key`` is where it is named, for messages.
+        engine: that generates the replies.
+        sampling: of replies; ``decode`` gives their texts.
+        section: limits, and where programs reach the policy.
+        journal: keeps episodes of programs.
+
+    Raises:
+        UserCodeError, ProgramError: there is no such function or program.
+    """
+    limits = EpisodeLimits(**{name: value for name, value in vars(section).items() if name != "host"})
+    if isinstance(named, str):
+        return Environment(load_environment(named, key), named, tokenizer, decode, limits)
+    # Here, because it loads Flask: other jobs need not.
+    from nemo_style_aligner.trainer.rl.episodes.endpoint import EpisodeEndpoint
+
+    tell, endpoint = program_of(named, key, section.seconds), EpisodeEndpoint(engine, tokenizer, sampling, section.host)
+    name = named.url or " ".join(named.command or ())
+    return Environment(Program(tell, endpoint), name, tokenizer, decode, limits, journal)
+
+
+def named_environment(text: str) -> str | schema.Program:
+    """What a command line names: ``FILE.py:NAME``, a program's ``http://...``, or ``{command: [...]}`` as configs do.
+
+    Raises:
+        ProgramError: it begins as a section does, and is none.
+    """
+    if text.startswith(("http://", "https://")):
+        return schema.Program(url=text)
+    if not text.startswith("{"):
+        return text
+    try:
+        return schema.Program(**yaml.safe_load(text))
+    except (yaml.YAMLError, TypeError) as error:
+        raise ProgramError(f"--environment {text}: give {{command: [...]}} or {{url: ...}} ({error})") from error
+
+
+def check_environment(named: str | schema.Program, key: str) -> None:
+    """Make sure that there is such an environment, named by ``key``. Raises UserCodeError, ProgramError."""
+    if isinstance(named, str):
+        load_environment(named, key)
+    else:
+        program_of(named, key, 0)
 
 
 def load_environment(named: str, key: str) -> EpisodeFunction:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,39 +34,40 @@ class Turns:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._renderer = ChatRenderer(tokenizer)
-        self._proved = set[tuple[str, ...]]()
+        self._proved = set[str]()
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def prompt(self, conversation: Conversation) -> list[int]:
         """The ids of a conversation up to where the answer begins.
 
         Raises:
             DataError: a part of it would be left out, or it cannot be rendered.
         """
-        text = self._renderer.prompt(_record(len(messages)), Conversation(_turns(messages), tools))
+        text = self._renderer.prompt(_record(len(conversation.turns)), conversation)
         return self._tokenizer.with_bos(self._tokenizer.text_to_ids(text), self._renderer.begins_with_bos(None))
 
-    def after_reply(self, messages: Sequence[Message], reply: Sequence[int]) -> list[int]:
-        """The ids of ``messages`` alone, up to where the next reply begins.
+    def after_reply(self, new: Conversation, reply: Sequence[int]) -> list[int]:
+        """The ids of new turns alone, up to where the next reply begins.
 
         Args:
-            messages: at least one.
+            new: at least one turn; tools and variables are the conversation's.
             reply: the ids that were sampled before; of what the template writes behind an answer, they may have a part.
 
         Raises:
             TurnsError: the template does not allow it.
             DataError: as `prompt`.
         """
-        turns = _turns(messages)
-        follows = self._following(turns, 1)
-        roles = tuple(turn.role for turn in turns)
-        if roles not in self._proved:
-            if any(self._following(turns, length, other) != follows for length, other in ((1, 1), (2, 0), (3, 1))):
+        follows = self._following(new, 1)
+        roles = tuple(turn.role for turn in new.turns)
+        of_template = json.dumps([roles, new.tools, new.variables], default=dict)
+        if of_template not in self._proved:
+            if any(self._following(new, length, other) != follows for length, other in ((1, 1), (2, 0), (3, 1))):
                 raise TurnsError(
                     f"what the chat template writes behind an answer, for messages of {', '.join(roles)}, depends on "
                     "the conversation before: an episode of several replies cannot be continued token by token. Change "
-                    "the template (chat_template.jinja beside the tokenizer), or use policy.sample with ids of your own"
+                    "the template (chat_template.jinja beside the tokenizer), give the prompt's messages to the first "
+                    "policy.reply, so that each reply can have a row of its own, or use policy.sample with your own ids"
                 )
-            self._proved.add(roles)
+            self._proved.add(of_template)
         said = self._tokenizer.ids_to_text(reply[-_TAIL:], keep_special=True)
         there = next(n for n in range(min(len(said), len(follows)), -1, -1) if said.endswith(follows[:n]))
         return self.text(follows[there:], reply)
@@ -73,14 +76,15 @@ class Turns:
         """The ids of a text behind other ids."""
         return self._tokenizer.parts_to_ids([self._tokenizer.ids_to_text(before[-_TAIL:], keep_special=True), text])[1]
 
-    def _following(self, turns: Sequence[Turn], length: int, number: int = 0) -> str:
+    def _following(self, new: Conversation, length: int, number: int = 0) -> str:
         """What is written behind the last answer of a conversation of so many questions and answers."""
         answer, before = mark(100 + number), list[Turn]()
         for place in range(length):
             before.append(Turn("user", "user", mark(200 + number + place), is_target=False))
             text = answer if place == length - 1 else mark(300 + number + place)
             before.append(Turn("assistant", "assistant", text, is_target=False))
-        text = self._renderer.prompt(_record(len(turns)), Conversation([*before, *turns]))
+        whole = dataclasses.replace(new, turns=[*before, *new.turns])
+        text = self._renderer.prompt(_record(len(new.turns)), whole)
         parts = text.split(answer)
         if len(parts) != 2:
             raise TurnsError(f"the chat template writes an answer {len(parts) - 1} times: it cannot be continued")
@@ -91,7 +95,8 @@ def _record(count: int) -> Record:
     return Record(Path("messages"), count, {})
 
 
-def _turns(messages: Sequence[Message]) -> list[Turn]:
+def turns_of(messages: Sequence[Message]) -> list[Turn]:
+    """Messages as the renderer takes them. Raises DataError."""
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise TurnsError('give messages, such as {"role": "user", "content": "..."}')
     return [read_turn(Record(Path("messages"), number, message)) for number, message in enumerate(messages, 1)]

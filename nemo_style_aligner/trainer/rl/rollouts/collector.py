@@ -80,6 +80,7 @@ def as_sample(
     of_episode: dict[str, Any] = {}
     if isinstance(result, Episode):
         of_episode = {"sampled": result.mask, "outcome": result.outcome, "problem": result.problem}
+        of_episode["row_lengths"] = result.row_lengths
     return Sample(
         sample_id=result.request_id,
         group=group,
@@ -274,16 +275,16 @@ class Collected:
         """
         own = self._own()
         places, results = [place for place, _ in own], [result for _, result in own]
-        facts = torch.zeros(len(own), 6, dtype=torch.int64)
+        facts = torch.zeros(len(own), 7, dtype=torch.int64)
         for row, (place, r) in enumerate(own):
             counts = len(r.prompt_token_ids), len(r.token_ids), len(r.logprobs)
-            facts[row] = torch.tensor([place, *counts, r.finish_reason == "stop", r.weight_version])
+            facts[row] = torch.tensor([place, *counts, r.finish_reason == "stop", r.weight_version, len(r.row_lengths)])
         facts = all_gather_rows(facts.to(device())).cpu()
         facts = facts[facts[:, 0].argsort()]
         if facts[:, 0].tolist() != list(range(len(self))):
             missing = sorted(set(range(len(self))) - set(facts[:, 0].tolist()))
             raise RuntimeError(f"the rollouts are not one per sample: {len(facts)} results, missing {missing[:20]}")
-        _, prompt_lengths, responses, sampled_lengths, ended, versions = facts.unbind(1)
+        _, prompt_lengths, responses, sampled_lengths, ended, versions, num_rows = facts.unbind(1)
         lengths = prompt_lengths + responses
         share = deal(work(SampleSizes(lengths, sampled_lengths, prompt_lengths, self.groups)), minibatches)
         tokens = [torch.tensor(r.prompt_token_ids + r.token_ids, dtype=torch.int32) for r in results]
@@ -302,7 +303,17 @@ class Collected:
             tokens=_exchanged(places, tokens, torch.int32, share),
             sampled=_exchanged(places, sampled, torch.bool, share),
             engine_logprobs=_exchanged(places, logprobs, torch.float32, share),
+            **_rows(own, num_rows),
         )
+
+
+def _rows(own: Sequence[tuple[int, GenerationResult]], num_rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`Rollouts.num_rows` and ``row_lengths``, where a sample has several rows. Collective."""
+    if not (num_rows > 1).any():
+        return {}
+    table = [(place, row, length) for place, of in own for row, length in enumerate(of.row_lengths)]
+    every = all_gather_rows(torch.tensor(table, dtype=torch.int64).view(-1, 3).to(device())).cpu().tolist()
+    return {"num_rows": num_rows, "row_lengths": torch.tensor([length for _, _, length in sorted(every)])}
 
 
 def _exchanged(
@@ -460,7 +471,8 @@ class RolloutCollector:
     ) -> list[dict[str, Any]]:
         """Everything about every sample, as ``samples.jsonl`` has it, on rank 0; empty elsewhere. Collective.
 
-        One whose reward is missing has the key ``problem``, if it is known why.
+        One whose reward is missing has the key ``problem``, if it is known why; an episode of several rows has their
+        lengths as ``rows``.
 
         Args:
             columns: fp32 [R] each, by name; lists with a number for each token of the response, null where it was
@@ -471,6 +483,7 @@ class RolloutCollector:
         sampled = rollouts.on_first_rank(rollouts.sampled, rollouts.lengths)
         if tokens is None or sampled is None:
             return []
+        rows = rollouts.lengths_by_row()
         records, parts = [], {name: json_numbers(part.tolist()) for name, part in scores.parts.items()}
         rewards, starts = json_numbers(scores.rewards.tolist()), rollouts.prompt_lengths.tolist()
         for sample, (row, start) in enumerate(zip(tokens, starts, strict=True)):
@@ -493,6 +506,7 @@ class RolloutCollector:
                 "pieces": [self.tokenizer.token_text(token) for token in response],
                 **{n: [next(of) if own else None for own in is_sampled] for n, of in numbers.items()},
                 **({"problem": scores.problems[sample]} if sample in scores.problems else {}),
+                **({"rows": rows[sample]} if len(rows[sample]) > 1 else {}),
             })  # fmt: skip
         return records
 
@@ -521,6 +535,7 @@ class GenerationSchedule:
         staleness: 0: the rollouts of a step are generated with the weights it starts from. 1: with those that the step
             before started from, while that one trains; those of the first step as with 0.
         unload_engine: give the engine's memory back when a round is complete.
+        history: tells the model's present weights from all others; see `RLTrainer`.
     """
 
     def __init__(
@@ -532,8 +547,10 @@ class GenerationSchedule:
         *,
         staleness: int,
         unload_engine: bool,
+        history: Callable[[], str] = str,
     ) -> None:
         self._collector = collector
+        self._history = history
         self._model = model
         self._timer = timer
         self._seed = seed
@@ -594,7 +611,7 @@ class GenerationSchedule:
             with self._timer("rollout_wait"):
                 generation.wait()
         with self._timer("refit"):
-            generator.refit(self._model, version)
+            generator.refit(self._model, version, self._history())
             if self._collector.follower is not None:
                 self._collector.follower.refit(self._model, version)
 

@@ -70,11 +70,11 @@ class RemoteGenerator:
         if channel.rank == 0:
             channel.post({"kind": "build", "max_sequence_length": max_sequence_length})
 
-    def refit(self, model: MegatronModel, version: int) -> None:
+    def refit(self, model: MegatronModel, version: int, history: str = "") -> None:
         """See `LocalGenerator.refit`."""
         channel = self._channel
         if channel.rank == 0:
-            channel.post({"kind": "refit", "version": version})
+            channel.post({"kind": "refit", "version": version, "history": history})
         if model.layout.dp_rank == 0 or model.computes_together:  # one replica's ranks export, the first of them sends
             # The receivers know tensors by the layout table's order: none is left out, none reordered (transient).
             weights = export_weights(model)
@@ -272,6 +272,7 @@ class RolloutRank:
         assert self._generator is not None, "the first command builds it"
         if command["kind"] == "refit":
             weights = receive_weights(self._architecture, self._dtype, self._channel.broadcast)
+            self._generator.note_weights(str(command["history"]))
             self._generator.engine.refit(weights, int(command["version"]))
         else:
             self._generate(self._generator, command["round"])

@@ -61,13 +61,22 @@ class LocalGenerator:
         """Version of the weights that the engine has; -1 while it has none."""
         return self.engine.weight_version
 
-    def refit(self, model: MegatronModel, version: int) -> None:
-        """Take over the weights of the policy, and the engine's memory where it was unloaded. Collective."""
+    def refit(self, model: MegatronModel, version: int, history: str = "") -> None:
+        """Take over the weights of the policy, and the engine's memory where it was unloaded. Collective.
+
+        ``history`` tells the weights from all others; see `RLTrainer`.
+        """
         engine = self.engine
+        self.note_weights(history)
         engine.reload()
         # Weights that the engine reads in the model's own memory are not streamed.
         weights = export_weights(model, without=engine.viewed_weights, transient=True)
         engine.refit(weights, version)
+
+    def note_weights(self, history: str) -> None:
+        """Note what weights the engine gets: kept episodes of a program are those of the same ones."""
+        if self.environment is not None:
+            self.environment.weights = history
 
     def unload(self) -> None:
         """Lend the engine's memory to training, on the same device, until the next `refit`."""
@@ -137,6 +146,8 @@ class LocalGenerator:
         """Close connections and servers. Collective."""
         roles.barrier()  # closing rank 0's work source stops the queue: no rank may need it any more
         self.work.close()
+        if self.environment is not None:
+            self.environment.close()
         self.engine.close()
 
 

@@ -27,12 +27,13 @@ from nemo_style_aligner.engine.text.tokenizer import Tokenizer
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
 from nemo_style_aligner.engine.weights.stream import lendable_weights
 from nemo_style_aligner.guard.secret import resolve_token
-from nemo_style_aligner.trainer.config.loading import ConfigError
-from nemo_style_aligner.trainer.config.schema import ActorLoop, Generation, Policy, PPOActor, RemoteCritic
+from nemo_style_aligner.trainer.config.loading import ConfigError, log_directory
+from nemo_style_aligner.trainer.config.schema import ActorLoop, Generation, Policy, PPOActor, Program, RemoteCritic
 from nemo_style_aligner.trainer.launch import roles
 from nemo_style_aligner.trainer.launch.roles import Channel
 from nemo_style_aligner.trainer.models.gpt import MegatronModel
-from nemo_style_aligner.trainer.rl.episodes.runner import Environment, EpisodeLimits, load_environment
+from nemo_style_aligner.trainer.rl.episodes.journal import FOLDER, EpisodeJournal
+from nemo_style_aligner.trainer.rl.episodes.runner import build_environment
 from nemo_style_aligner.trainer.rl.rollouts.collector import Generator
 from nemo_style_aligner.trainer.rl.rollouts.disaggregated import RemoteGenerator, RolloutRank
 from nemo_style_aligner.trainer.rl.rollouts.generator import LocalGenerator
@@ -346,22 +347,30 @@ def _local_generator(
     group: EngineGroup,
     queue: WorkQueueServer | None,
 ) -> LocalGenerator:
-    work, environment = build_work_source(config, engine, group, queue), build_environment(config, tokenizer)
+    work = build_work_source(config, engine, group, queue)
     minutes = max(config.trainer.distributed_timeout_minutes, config.trainer.ppo.batch_iterator.wait_seconds / 60)
     meeting = control_group(dist.get_world_size(), minutes)
     sampling = sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed, tokenizer)
+    named, environment = config.trainer.ppo.environment, None
+    if named is not None:
+        assert isinstance(engine, EmbeddedEngine)  # the config's checks have seen to it
+        environment = build_environment(
+            named,
+            "trainer.ppo.environment",
+            engine,
+            tokenizer,
+            sampling,
+            response_text(sampling, tokenizer),
+            config.trainer.ppo.episodes,
+            episode_journal(config),
+        )
     return LocalGenerator(engine, work, sampling, group, meeting, environment)
 
 
-def build_environment(config: PPOActor, tokenizer: Tokenizer) -> Environment | None:
-    """What ``trainer.ppo.environment`` names; None: a response is one reply. Raises UserCodeError."""
-    named = config.trainer.ppo.environment
-    if named is None:
-        return None
-    function = load_environment(named, "trainer.ppo.environment")
-    sampling = sampling_params(config.model.ppo, config.trainer.ppo.trt_llm.seed, tokenizer)
-    bounds = EpisodeLimits(**vars(config.trainer.ppo.episodes))
-    return Environment(function, named, tokenizer, response_text(sampling, tokenizer), bounds)
+def episode_journal(config: PPOActor) -> EpisodeJournal | None:
+    """The journal of a run whose environment is a program; None of any other."""
+    is_program = isinstance(config.trainer.ppo.environment, Program)
+    return EpisodeJournal(log_directory(config.exp_manager) / FOLDER) if is_program else None
 
 
 def response_text(sampling: SamplingParams, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

@@ -7,11 +7,9 @@ run when it is started again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,9 +17,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
-from nemo_style_aligner.durable import UNFINISHED, publish
+from nemo_style_aligner.durable import UNFINISHED
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError, UserError
-from nemo_style_aligner.guard.trusted_paths import UntrustedPathError, private_folder, unless_planted
+from nemo_style_aligner.guard.trusted_paths import UntrustedPathError, private_folder, write_synced
 from nemo_style_aligner.trainer.checkpoints.directory import DAMAGED
 from nemo_style_aligner.trainer.checkpoints.manifest import NOT_THERE, read_patiently
 from nemo_style_aligner.trainer.services.exactly_once.ledger import CriticPosition, batch_digest
@@ -183,19 +181,12 @@ class CriticJournal:
         _delete(self._entries.pop(number).path)
 
     def _write_file(self, path: Path, content: bytes) -> None:
-        staging = path.with_name(path.name + UNFINISHED)
         try:
             private_folder(self.directory)  # nobody else may read the samples
-            with open(staging, "wb", opener=unless_planted) as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            publish(staging, path)
+            write_synced(path, content)
         except UntrustedPathError as error:
             raise JournalError(f"the critic journal would not be safe from others: {error}; or remove it") from error
         except OSError as error:
-            with contextlib.suppress(OSError):
-                staging.unlink()  # give a full disk its room back
             raise NotWrittenError(
                 error.errno,
                 f"{path} of {len(content) / 2**20:.1f} MiB cannot be written ({error.strerror}); it must be on disk "
