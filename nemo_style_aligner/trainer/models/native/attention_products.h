@@ -5,7 +5,6 @@
 namespace {
 
 constexpr int TILE = LANES == 16 ? 12 : 6; // rows: at two vectors each, the sums leave registers for operands
-constexpr int SUMMED = 512; // numbers, or words, that are added up one by one: of longer rows, sums of these are
 
 // Causal attention needs scores of queries with keys up to their own, not beyond. `multiply` leaves out the rest: which
 // numbers these are depends on which dimensions are queries, with positions from `first` on, and which are keys.
@@ -50,30 +49,24 @@ void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, 
                     constexpr int N = decltype(count)::value;
                     vf acc[N][V];
                     float* out = c + m * ldc + n;
+#pragma GCC unroll 16
+                    for (int i = 0; i < N; ++i)
+#pragma GCC unroll 2
+                        for (int v = 0; v < V; ++v) acc[i][v] = ADD ? load<vf>(out + i * ldc + v * LANES) : vf{};
                     const float *left = a + m * am + begin * ak, *right = b + begin * ldb + n;
-                    for (int k = begin, from = begin; from == begin || k < end; from += SUMMED) {
+                    for (int k = begin; k < end; ++k, left += ak, right += ldb) {
+                        vf w[V];
+#pragma GCC unroll 2
+                        for (int v = 0; v < V; ++v) w[v] = load<vf>(right + v * LANES);
 #pragma GCC unroll 16
                         for (int i = 0; i < N; ++i)
 #pragma GCC unroll 2
-                            for (int v = 0; v < V; ++v)
-                                acc[i][v] = ADD && from == begin ? load<vf>(out + i * ldc + v * LANES) : vf{};
-                        for (const int to = std::min(end, from + SUMMED); k < to; ++k, left += ak, right += ldb) {
-                            vf w[V];
-#pragma GCC unroll 2
-                            for (int v = 0; v < V; ++v) w[v] = load<vf>(right + v * LANES);
-#pragma GCC unroll 16
-                            for (int i = 0; i < N; ++i)
-#pragma GCC unroll 2
-                                for (int v = 0; v < V; ++v) acc[i][v] = add_products<P>(acc[i][v], left + i * am, w[v]);
-                        }
-#pragma GCC unroll 16
-                        for (int i = 0; i < N; ++i)
-#pragma GCC unroll 2
-                            for (int v = 0; v < V; ++v) {
-                                float* at = out + i * ldc + v * LANES;
-                                store(at, from == begin ? acc[i][v] : load<vf>(at) + acc[i][v]);
-                            }
+                            for (int v = 0; v < V; ++v) acc[i][v] = add_products<P>(acc[i][v], left + i * am, w[v]);
                     }
+#pragma GCC unroll 16
+                    for (int i = 0; i < N; ++i)
+#pragma GCC unroll 2
+                        for (int v = 0; v < V; ++v) store(out + i * ldc + v * LANES, acc[i][v]);
                 });
             }
         });
