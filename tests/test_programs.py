@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -363,6 +364,57 @@ def test_a_server_is_sent_each_episode_and_answers_its_reward(
     assert len({told["api_key"] for told in seen}) == len({told["episode"] for told in seen}) == 4
     gone, _ = run(url="http://127.0.0.1:9/run")
     assert "http://127.0.0.1:9/run does not answer" in str(gone[0].problem)
+
+
+GYM = Path(__file__).parents[1] / "examples" / "environments" / "nemo_gym_agent.py"
+GYM_LINE = {
+    "responses_create_params": {
+        "input": [{"role": "developer", "content": "Help."}, {"role": "user", "content": "what's it like in sf?"}],
+        "tools": [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": True}],
+    }
+}
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_an_agent_plays_tasks_of_nemo_gym(calls: int, tmp_path: Path) -> None:
+    """A policy that calls a tool so often before it answers; the server counts calls by its cookie."""
+    seen: list[tuple[str, Any]] = []
+    call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "sf"}'}}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            seen.append((self.path, body))
+            asked = sum(path == "/v1/chat/completions" for path, _ in seen)
+            message = {"content": "cold"} if asked > calls else {"content": None, "tool_calls": [call]}
+            answers = {
+                "/v1/chat/completions": {"choices": [{"message": {"role": "assistant", **message}}]},
+                "/verify": body | {"reward": float(self.headers.get("Cookie") == "session=7")},
+            }
+            self.send_response(200)
+            if self.path == "/seed_session":
+                self.send_header("Set-Cookie", "session=7")
+            self.end_headers()
+            self.wfile.write(json.dumps(answers.get(self.path, {"weather": "cold"})).encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{serving.server_address[1]}"
+        told = {"line": GYM_LINE, "base_url": f"{url}/v1", "api_key": "k", "model": "policy", "episode": "1"}
+        said = subprocess.run([sys.executable, GYM, url], input=json.dumps(told), capture_output=True, text=True)
+        serving.shutdown()
+    assert json.loads(said.stdout) == {"reward": 1.0}, said.stderr
+    assert [path for path, _ in seen] == [
+        "/seed_session", *["/v1/chat/completions", "/get_weather"] * calls, "/v1/chat/completions", "/verify",
+    ]  # fmt: skip
+    output = seen[-1][1]["response"]["output"]
+    assert [item["type"] for item in output] == ["function_call", "function_call_output"] * calls + ["message"]
+    asked = seen[-2][1]
+    assert [m["role"] for m in asked["messages"]] == ["system", "user", *["assistant", "tool"] * calls]
+    assert asked["tools"][0]["function"]["name"] == "get_weather"
 
 
 # ---- the journal --------------------------------------------------------------------------------

@@ -95,19 +95,19 @@ def test_a_policy_learns_a_taskset(base: Path, server: str, tmp_path: Path) -> N
             *("trainer.ppo.rewards=[{source: environment}]", "trainer.ppo.estimator=grpo"),
             *("trainer.precision=32", f"trainer.ppo.max_steps={steps}", "trainer.ppo.max_epochs=9"),
             *("trainer.ppo.val_check_interval=0", "trainer.ppo.save_interval=10", "trainer.ppo.mask_truncated=False"),
-            *("trainer.ppo.num_rollouts_per_prompt=16", "model.ppo.num_rollout_samples=8", "model.ppo.ratio_eps=0.2"),
-            *("model.global_batch_size=128", "model.micro_batch_size=128", "model.ppo.rollout_micro_batch_size=32"),
+            *("trainer.ppo.num_rollouts_per_prompt=8", "model.ppo.num_rollout_samples=4", "model.ppo.ratio_eps=0.2"),
+            *("model.global_batch_size=32", "model.micro_batch_size=32", "model.ppo.rollout_micro_batch_size=32"),
             *("model.encoder_seq_length=32", "model.ppo.length_params.max_length=16", "model.ppo.entropy_bonus=0.02"),
             *("model.optim.lr=3e-3", "model.optim.sched.warmup_steps=1", "model.optim.sched.name=constant"),
             *("trainer.ppo.initial_policy_kl_penalty=0", "trainer.ppo.episodes.max_running=32"),
         )
 
-    assert Job(job(20), tmp_path / "first.txt").wait(TIMEOUT) == 0, (tmp_path / "first.txt").read_text()[-3000:]
+    assert Job(job(10), tmp_path / "first.txt").wait(TIMEOUT) == 0, (tmp_path / "first.txt").read_text()[-3000:]
     run(job(40), tmp_path / "second.txt", TIMEOUT)
     metrics = read_metrics(tmp_path / "log")
     rewards = [value for _, value in metrics["train_rollouts/rewards"]]
     print([round(value, 3) for value in rewards])
-    assert len(rewards) == 40 and statistics.mean(rewards[:3]) < 0.4 < 0.9 < statistics.mean(rewards[-3:])
+    assert len(rewards) == 40 and statistics.mean(rewards[:5]) < 0.4 < 0.65 < statistics.mean(rewards[-5:])
     for name, expected in {"replies": 2.0, "rows": 1.0, "failed_episodes": 0.0}.items():
         assert {value for _, value in metrics[f"generation/{name}"]} == {expected}, name
     assert set(read_metrics(tmp_path / "log")) >= {"train_rollouts/rewards/environment/right"}

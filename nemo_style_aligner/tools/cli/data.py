@@ -363,7 +363,8 @@ def _show_episode(sample: Sample, result: GenerationResult, tokenizer: Tokenizer
     text = Example("episode", sample.token_ids, learnt)
     told = len(result.mask) - sum(result.mask)
     replies = f"{result.num_replies} {'reply' if result.num_replies == 1 else 'replies'}"
-    sizes = f"{replies}, {sum(result.mask)} tokens sampled, {told} inserted"
+    rows = f" in {len(result.row_lengths)} rows" if result.further_rows else ""
+    sizes = f"{replies}{rows}, {sum(result.mask)} tokens sampled, {told} inserted"
     click.secho(f"--- {sample.place}: episode, {sizes}, {result.seconds:.2g} s in the environment", bold=True)
     click.echo(shown(text, tokenizer, _paint))
     if with_tokens:
