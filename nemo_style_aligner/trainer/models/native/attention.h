@@ -24,7 +24,6 @@ namespace {
 
 constexpr int BLOCK = 4 * LANES; // query tokens of a head that are computed together
 constexpr int AHEAD = 8;         // how many tokens ahead channels are prefetched
-constexpr int SUMMED = 512;      // keys, or words of them, that are added up one by one: of more, sums of these are
 
 struct Span {
     int64_t first; // token
@@ -108,19 +107,17 @@ void exponentiate(float* scores, int count, int begin, int window, const float* 
         const Seen seen(column, begin, count, window);
         float* x = scores + column;
         seen.hide(x, -INFINITY);
-        vf most = splat(-INFINITY), sum = {}, total = {};
+        vf most = splat(-INFINITY), sum = {};
         for (int key = 0; key < seen.keys; ++key) most = vmax(most, load<vf>(x + (size_t)key * BLOCK));
         if (sink) most = vmax(most, splat(*sink)), sum = vexp(splat(*sink) - most);
         for (int key = 0; key < seen.keys; key += P) {
             vf e[2] = {};
-            if (key % SUMMED == 0) total += sum, sum = vf{};
 #pragma GCC unroll 2
             for (int p = 0; p < P; ++p)
                 if (key + p < seen.keys) sum += e[p] = vexp(load<vf>(x + (size_t)(key + p) * BLOCK) - most);
             store(x + (size_t)(key / P) * BLOCK, word_of<P>(e[0], e[1]));
         }
         for (int k = words(seen.keys, P); k < words(seen.last, P); ++k) store(x + (size_t)k * BLOCK, vf{});
-        sum += total;
         store(sums + column, sum);
         store(lse + column, most + vlog(sum));
     }
@@ -140,15 +137,13 @@ void differentiate(float* scores, float* grads, float* across, int count, int be
         seen.hide(x, -INFINITY);
         seen.hide(g, 0);
         const vf normalizer = load<vf>(lse + column);
-        vf sum = {}, total = {};
+        vf sum = {};
         for (int key = 0; key < seen.keys; ++key) {
-            if (key % SUMMED == 0) total += sum, sum = vf{};
             const size_t at = (size_t)key * BLOCK;
             const vf p = vexp(load<vf>(x + at) - normalizer);
             sum += p * load<vf>(g + at);
             store(x + at, p);
         }
-        sum += total;
         store(sums + column, sum);
         // Rows get shorter, so that what is written here has been read.
         for (int key = 0; key < seen.last; key += P) {
@@ -169,18 +164,6 @@ void differentiate(float* scores, float* grads, float* across, int count, int be
 }
 
 // ---- attention ------------------------------------------------------------------------------------------------------
-
-// out [count][width] = the sum over `end` keys of weights [key][BLOCK queries] times values [key][width], both in words;
-// `own`: the key of the first query. part: memory as `out`.
-template <int P>
-void weigh(const float* weights, const float* values, float* out, float* part, int width, int count, int end, int own) {
-    for (int k = 0; k == 0 || k < words(end, P); k += SUMMED) {
-        multiply<DEPTH_UP_TO_ROWS, P>(weights + (size_t)k * BLOCK, 1, BLOCK, values + (size_t)k * width, width,
-                                      k ? part : out, width, count, width, std::min(words(end, P) - k, SUMMED),
-                                      own - k * P);
-        for (int i = 0; k && i < count * width; i += LANES) store(out + i, load<vf>(out + i) + load<vf>(part + i));
-    }
-}
 
 // Where tokens' heads are in memory, and how to read and write them. T: type of the numbers in memory.
 template <class T> struct Heads {
@@ -310,11 +293,10 @@ template <class T> void attention_forward(const Attention& a) {
         const Family& family = *task.family;
         const size_t all = (size_t)(family.end - family.first) * width, rows = (size_t)BLOCK * width;
         const size_t matrix = (size_t)family.most_keys * width, apart = family.is_apart ? matrix : 0;
-        Scratch scratch(2 * all + matrix + 2 * apart + (size_t)BLOCK * family.most_keys + 4 * rows + 2 * BLOCK);
+        Scratch scratch(2 * all + matrix + 2 * apart + (size_t)BLOCK * family.most_keys + 3 * rows + 2 * BLOCK);
         float *all_keys = scratch.take(all), *all_values = scratch.take(all);
         float *keys_memory = scratch.take(apart), *values_memory = scratch.take(apart), *memory = scratch.take(matrix);
-        float *query = scratch.take(rows), *across = scratch.take(rows);
-        float *out = scratch.take(rows), *part = scratch.take(rows);
+        float *query = scratch.take(rows), *across = scratch.take(rows), *out = scratch.take(rows);
         float *sums = scratch.take(BLOCK), *lse = scratch.take(BLOCK);
         float* scores = scratch.take((size_t)BLOCK * family.most_keys);
         h.fetch_all(task, a.per_group, true, (F*)all_keys);
@@ -344,7 +326,8 @@ template <class T> void attention_forward(const Attention& a) {
                     if (a.softcap) cap_scores(scores, count, own, a.window, a.softcap, nullptr);
                     exponentiate<P>(scores, count, own, a.window, a.sinks ? a.sinks + h.head_of(task, head) : nullptr,
                                     sums, lse);
-                    weigh<P>(scores, values + (size_t)origin / P * width, out, part, width, count, end, own);
+                    multiply<DEPTH_UP_TO_ROWS, P>(scores, 1, BLOCK, values + (size_t)origin / P * width, width, out,
+                                                  width, count, width, words(end, P), own);
                     for (int i = 0; i < count; ++i) {
                         const float factor = 1 / sums[i];
                         T* row = (T*)a.out + h.place_out(token + i, task, head);
@@ -391,13 +374,13 @@ template <class T> void attention_backward(const Attention& a) {
         const size_t all = (size_t)(family.end - family.first) * width, rows = (size_t)BLOCK * width;
         const size_t matrix = (size_t)family.most_keys * width, block = (size_t)BLOCK * family.most_keys;
         const size_t apart = family.is_apart ? matrix : 0;
-        Scratch scratch(6 * all + matrix + 4 * apart + (a.softcap ? 4 : 3) * block + 8 * rows + 2 * BLOCK);
+        Scratch scratch(6 * all + matrix + 4 * apart + (a.softcap ? 4 : 3) * block + 7 * rows + 2 * BLOCK);
         float *sum = scratch.take(2 * all), *own = scratch.take(2 * all), *piece = scratch.take(2 * apart);
         float *all_keys = scratch.take(all), *all_values = scratch.take(all);
         float *keys_memory = scratch.take(apart), *values_memory = scratch.take(apart), *memory = scratch.take(matrix);
         float *query = scratch.take(rows), *query_memory = scratch.take(rows), *query_across = scratch.take(rows);
         float *grad = scratch.take(rows), *grad_memory = scratch.take(rows), *grad_across = scratch.take(rows);
-        float *result = scratch.take(rows), *part = scratch.take(rows), *lse = scratch.take(BLOCK), *sums = scratch.take(BLOCK);
+        float *result = scratch.take(rows), *lse = scratch.take(BLOCK), *sums = scratch.take(BLOCK);
         float *weights = scratch.take(block), *slopes = scratch.take(block);
         float* slopes_across = P == 1 ? slopes : scratch.take(block);
         float* caps = a.softcap ? scratch.take(block) : nullptr;
@@ -457,7 +440,8 @@ template <class T> void attention_backward(const Attention& a) {
                                                  grad_values + from_key, width, end, width, words(count, P), first);
                     multiply<DEPTH_FROM_ROWS, P>(slopes, BLOCK, 1, joined<P>(query, count, width, query_memory), width,
                                                  grad_keys + from_key, width, end, width, words(count, P), first);
-                    weigh<P>(slopes_across, keys_joined + from_key / P, result, part, width, count, end, first);
+                    multiply<DEPTH_UP_TO_ROWS, P>(slopes_across, 1, BLOCK, keys_joined + from_key / P, width, result,
+                                                  width, count, width, words(end, P), first);
                     for (int i = 0; a.products && i < count; ++i)
                         a.products[(token + i) * h.heads + h.head_of(task, head)] = sums[i];
                     for (int i = 0; i < count; ++i)
