@@ -21,6 +21,7 @@
 # make test-verifiers GRPO on a taskset of verifiers, which it installs into .venv-verifiers: minutes
 # make test-slurm     the scripts in slurm/ on a real Slurm, which it installs: minutes; root on Debian or Ubuntu only
 # make docs           docs/ as a site in results/site; a broken link or any other warning ends it
+# make dist           the wheel, which has all that `pip install` needs: dist/nemo_style_aligner-*.whl
 # make lint           ruff and mypy
 # make clean          remove results of demos and benchmarks, and caches (.venv stays; remove it by hand)
 
@@ -48,7 +49,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-agent demo-smollm2 bench faults attack mutants check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-verifiers test-slurm docs lint clean
+.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-agent demo-smollm2 bench faults attack mutants check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-verifiers test-slurm docs dist lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -172,6 +173,13 @@ docs: $(DOCS_STAMP)
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs 2 docs results/site
 	@cp results/site/README.html results/site/index.html
 	@echo "results/site/index.html"
+
+# What an earlier build has left would be packed, too. A wheel has no .git: it is told its commit.
+dist: $(STAMP)
+	rm -rf build dist
+	git describe --always --abbrev=12 --exclude='*' --dirty=+ >nemo_style_aligner/commit.txt || true
+	status=0; $(BIN)/python -m pip wheel --no-deps --wheel-dir dist . || status=$$?; \
+	    rm -rf build nemo_style_aligner/commit.txt; exit $$status
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_style_aligner.places import CONFIGS
 from nemo_style_aligner.trainer.config import command_line, section_names
 from nemo_style_aligner.trainer.config.fields import values
 from nemo_style_aligner.trainer.config.foreign_keys import FOREIGN_KEYS
 from nemo_style_aligner.trainer.config.loading import (
-    CONF_DIR,
     ConfigError,
     check_config,
     complete_config,
@@ -340,7 +340,7 @@ def test_the_defaults_pass_their_own_check(job: str) -> None:
 @pytest.fixture(scope="module")
 def make() -> ModuleType:
     """``conf/make.py``"""
-    spec = importlib.util.spec_from_file_location("make", CONF_DIR / "make.py")
+    spec = importlib.util.spec_from_file_location("make", CONFIGS / "make.py")
     assert spec is not None and spec.loader is not None
     sys.modules["make"] = module = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
@@ -349,7 +349,7 @@ def make() -> ModuleType:
 
 def test_the_reference_of_keys_is_made_from_the_schema(make: ModuleType) -> None:
     """If not: ``python conf/make.py``. It has every key of every YAML file."""
-    text = (CONF_DIR.parent / "docs" / "config.md").read_text()
+    text = (CONFIGS.parent / "docs" / "config.md").read_text()
     assert text == make.reference()
     named = {
         f"{section}.{key}"
@@ -363,7 +363,7 @@ def test_the_reference_of_keys_is_made_from_the_schema(make: ModuleType) -> None
 @pytest.mark.parametrize("job", JOBS)
 def test_yaml_files_are_made_from_the_schema(job: str, make: ModuleType) -> None:
     """If not: ``python conf/make.py``. Every key has a comment, on its line or above it."""
-    text = (CONF_DIR / f"{job}.yaml").read_text()
+    text = (CONFIGS / f"{job}.yaml").read_text()
     assert text == make.yaml_of(job)
     above, unexplained = "", []
     for line in text.splitlines():

@@ -30,13 +30,13 @@ from nemo_style_aligner.engine.rope import RopeScaling
 from nemo_style_aligner.errors import NotWrittenError
 from nemo_style_aligner.guard.http_server import PlaceTakenError
 from nemo_style_aligner.guard.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from nemo_style_aligner.places import CONFIGS
 from nemo_style_aligner.trainer.checkpoints.directory import checkpoint_name
 from nemo_style_aligner.trainer.checkpoints.manifest import Manifest
 from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings
 from nemo_style_aligner.trainer.config import command_line
 from nemo_style_aligner.trainer.config.job_config import JobConfig
 from nemo_style_aligner.trainer.config.loading import (
-    CONF_DIR,
     ConfigError,
     check_config,
     complete_config,
@@ -1401,7 +1401,7 @@ def said(model: Path, line: str) -> str:
     """What a job's command line leads to: its messages, places on this machine left out."""
     job, *arguments = shlex.split(line)
     found = "\n".join(problems(model, job, shlex.join(arguments), 4))
-    return names_of(job).translated(found).replace(str(model.parent), "DIR").replace(str(CONF_DIR.parent), "REPO")
+    return names_of(job).translated(found).replace(str(model.parent), "DIR").replace(str(CONFIGS.parent), "REPO")
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -1414,7 +1414,7 @@ def test_help_and_composed_configs_are_those_that_users_know(
         monkeypatch.setattr(sys, "argv", ["job.py", *flags, "exp_manager.name=x"])
         monkeypatch.setattr(signal, "signal", Mock())  # for pipes that end early
         assert command_line.compose(job, "A job.") is None
-        text = capsys.readouterr().out.replace(str(CONF_DIR.parent), "REPO")
+        text = capsys.readouterr().out.replace(str(CONFIGS.parent), "REPO")
         assert hashlib.sha256(text.encode()).hexdigest()[:16] == known[flags[0]], f"{job} {flags[0]}"
 
 

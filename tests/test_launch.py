@@ -48,7 +48,8 @@ from nemo_style_aligner.engine.parallel.machine import (
     outgoing_address,
     own_address,
 )
-from nemo_style_aligner.trainer.config.loading import CONF_DIR, ConfigError
+from nemo_style_aligner.places import CONFIGS
+from nemo_style_aligner.trainer.config.loading import ConfigError
 from nemo_style_aligner.trainer.jobs.log_lock import LOCK_FILE, hold_log_directory
 from nemo_style_aligner.trainer.launch import initialization, meeting
 from nemo_style_aligner.trainer.launch.initialization import _stay_on_loopback, bind_address
@@ -841,7 +842,7 @@ def test_help_says_what_the_script_is(script: Path) -> None:
     assert result.stdout.startswith("It's a job: {ranks}, a=b\n\nAny key of the config can be set"), result.stdout
     must_be = result.stdout.partition("These must be:\n\n")[2].partition("\n\n")[0].split()
     assert must_be == ["pretrained_checkpoint.restore_from_path"]
-    file = CONF_DIR / "gpt_ppo_critic.yaml"
+    file = CONFIGS / "gpt_ppo_critic.yaml"
     assert result.stdout.endswith(f"{file}:\n\n{file.read_text()}\n")  # with the comments
     unread = f"'{sys.executable}' '{script}' -h | true; exit ${{PIPESTATUS[0]}}"  # as with `| head`
     result = subprocess.run(["bash", "-c", unread], env=CLEAN, text=True, capture_output=True, check=False)

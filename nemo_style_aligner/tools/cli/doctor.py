@@ -12,10 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import click
+
+from nemo_style_aligner.places import IS_CHECKOUT, REPOSITORY
 
 _EXAMPLES = """\b
 Examples:
@@ -23,7 +24,6 @@ Examples:
   nsa doctor --need gpu --need mpi && mpirun -np 8 python examples/nlp/gpt/train_gpt_sft.py ...
   nsa doctor --json | jq '.[] | select(.state != "ok")'
 """
-_CHECKOUT = Path(__file__).parents[3]  # whose extras have the versions that fit
 _SECONDS = 120.0  # for a program that is asked for its version
 _MARKS = {"ok": ("ok", "green"), "missing": ("--", "yellow"), "broken": ("!!", "red")}
 
@@ -100,17 +100,18 @@ def _parts(trtllm_python: str) -> dict[str, _Part]:
     trtllm = f"{trtllm_python} -m pip install --pre --extra-index-url https://pypi.nvidia.com tensorrt-llm"
     started = "jobs are not started by {}; python, torchrun and trainer.devices do"
 
+    where = f"-e '{REPOSITORY}'" if IS_CHECKOUT else "'nemo_style_aligner'"
+    again = "make install" if IS_CHECKOUT else f"pip install --force-reinstall {where}"
+
     def extra(name: str) -> str:
-        return f"pip install -e '{_CHECKOUT}[{name}]'"
+        return f"pip install {where[:-1]}[{name}]'"  # which has the versions that fit
 
     return {
         "python": _Part(lambda: f"{platform.python_version()}, {sys.executable}", nothing, is_required=True),
-        "packages": _Part(_packages, "what they do fails, or computes something else", "make install", True),
-        "torch": _Part(_torch, nothing, "make install", True),
-        "megatron-core": _Part(
-            partial(_package, "megatron-core", "megatron.core.models.gpt"), nothing, "make install", True
-        ),
-        "gloo": _Part(_gloo, "ranks cannot talk to each other", "make install", True),
+        "packages": _Part(_packages, "what they do fails, or computes something else", again, True),
+        "torch": _Part(_torch, nothing, again, True),
+        "megatron-core": _Part(partial(_package, "megatron-core", "megatron.core.models.gpt"), nothing, again, True),
+        "gloo": _Part(_gloo, "ranks cannot talk to each other", again, True),
         "gpu": _Part(_gpus, "training and generation run on the CPU"),
         "nccl": _Part(_nccl, "ranks talk by gloo, through host memory"),
         "transformer-engine": _Part(

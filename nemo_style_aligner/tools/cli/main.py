@@ -19,9 +19,13 @@ from nemo_style_aligner.arguments import why_unwritable
 from nemo_style_aligner.engine.parallel.detection import detect_launch
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.guard.masking import masked_text
+from nemo_style_aligner.places import commit
 from nemo_style_aligner.wording import spelt
 
 COMMANDS = {
+    "train": "Run a training job: sft, rm, ppo, reinforce, dpo, kto, rs, kd.",
+    "serve-critic": "Serve PPO's critic, and train it.",
+    "serve-reward": "Serve a reward model, or a function of yours, to PPO.",
     "convert": "Convert models: Hugging Face, GGUF, training checkpoints, .nemo.",
     "inspect": "Describe a model: architecture, sizes, tokenizer, what it was trained from.",
     "data": "Look at data files as a job sees them; convert them.",
@@ -38,6 +42,7 @@ COMMANDS = {
 _EXAMPLES = """\b
 Examples:
   nsa convert ~/models/SmolLM2-135M-Instruct base.nemo
+  nsa train sft model.restore_from_path=base.nemo model.data.train_ds.file_path=train.jsonl
   nsa data show train.jsonl --model base.nemo
   nsa eval policy.nemo --against sft.nemo --prompts test.jsonl --reward-model rm.nemo
   nsa report results/actor
@@ -47,7 +52,7 @@ Examples:
   nsa launch plan.yaml --with slurm
 
 \b
-"nsa COMMAND --help" has examples of each. Models are trained with the scripts in examples/nlp/gpt.
+"nsa COMMAND --help" has examples of each. "nsa train" runs the scripts in examples/nlp/gpt.
 Completion: eval "$(_NSA_COMPLETE=bash_source nsa)" in ~/.bashrc; zsh_source and fish_source likewise.
 """
 
@@ -78,8 +83,15 @@ class _Imported(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        command: click.Command = importlib.import_module(f"nemo_style_aligner.tools.cli.{self.name}").command
+        module = str(self.name).replace("-", "_")
+        command: click.Command = importlib.import_module(f"nemo_style_aligner.tools.cli.{module}").command
         return command.make_context(info_name, args, parent, **extra)
+
+
+def _say_version(context: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        click.echo(f"nsa, version {__version__}" + (f" ({found})" if (found := commit()) else ""))
+        context.exit()
 
 
 @click.group(
@@ -87,7 +99,7 @@ class _Imported(click.Command):
     epilog=_EXAMPLES,
     commands=[_Imported(name, short_help=text) for name, text in COMMANDS.items()],
 )
-@click.version_option(__version__, prog_name="nsa")
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_say_version, help="Say which.")
 def nsa() -> None:
     """Look at, convert and try models and data of nemo_style_aligner; plan and launch its jobs."""
 

@@ -307,7 +307,7 @@ class _Search:
         for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
             divides = self.cluster.devices % tp == 0 and ranks % (tp * pp) == 0
             if divides and self.run.update % (ranks // (tp * pp)) == 0 and not shape.layout_problems(tp, pp):
-                yield Layout(tp, pp, ranks // (tp * pp))
+                yield from _with_experts(shape, Layout(tp, pp, ranks // (tp * pp)), self.cluster.devices)
 
     def _training(self, ranks: int) -> list[int]:
         """How many of the actor's ranks could train: the most over which the policy can be laid out, or some."""
@@ -443,3 +443,16 @@ class _Search:
 def _in_turn(trained: Mapping[str, float], saved: Savings) -> float:
     """Bytes of these that are there only while the model trains."""
     return trained["activations"] + (trained["gradients"] + trained["Adam"] if saved.offload else 0.0)
+
+
+def _with_experts(shape: ModelArchitecture, layout: Layout, devices: int) -> Iterator[Layout]:
+    """A layout and, of a model with experts, those that divide whole experts over a machine, and over more ranks."""
+    if not shape.expert_layout_problems(1, layout.tp):
+        yield layout
+    possible = [
+        ep
+        for ep in ((2, 4, 8, 16, 32, 64) if shape.experts is not None else ())
+        if layout.tp * layout.dp % ep == 0 and not shape.expert_layout_problems(ep, 1)
+    ]
+    for ep in sorted({*possible[-1:], *[ep for ep in possible if ep <= devices][-1:]}):
+        yield dataclasses.replace(layout, ep=ep, etp=1)

@@ -22,15 +22,13 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.guard.parsing import parse_yaml, read_bytes
 from nemo_style_aligner.guard.secret import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, make_secret
+from nemo_style_aligner.places import SCRIPTS
 from nemo_style_aligner.trainer.config.command_line import compose
 from nemo_style_aligner.trainer.config.fields import Given, Section, fields_of, of
 from nemo_style_aligner.trainer.config.job_config import JobConfig
 from nemo_style_aligner.trainer.config.loading import ConfigError, check_config
 from nemo_style_aligner.trainer.config.schema import JOBS, Count, fields_of_job
 from nemo_style_aligner.trainer.config.section_names import names_of
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-SCRIPTS = REPOSITORY / "examples" / "nlp" / "gpt"
 
 _NAME = r"(?!secret$)[a-z][a-z0-9_]*"
 _REFERENCE = re.compile(r"\{([\w-]+)\.(host|port|listen)\}")  # also to what is no job's name, which is refused

@@ -256,7 +256,8 @@ def _keys_of_critic_in_job(run: Run, plan: Candidate, critic: Fit) -> dict[str, 
     """Keys of the actor's config about a critic in its job, with ranks of its own or on those that train."""
     of_policy = {"model.encoder_seq_length", "trainer.precision"}
     if plan.critic_apart is None:
-        of_policy |= {f"model.{name}" for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+        names = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+        of_policy |= {f"model.{name}_parallel_size" for name in names}
         of_policy |= {"model.sequence_parallel", "trainer.ppo.inference_micro_batch_size"}
     keys = {f"critic.{key}": value for key, value in _critic_keys(run, critic).items() if key not in of_policy}
     where = {"trainer.ppo.critic_devices": plan.critic_ranks} if plan.critic_apart else {"placement": plan.strategy}
@@ -275,7 +276,11 @@ def _critic_keys(run: Run, critic: Fit) -> dict[str, Any]:
 
 
 def _model_keys(run: Run, fit: Fit) -> dict[str, Any]:
-    return {
+    of_experts = {
+        "model.expert_model_parallel_size": fit.layout.ep,
+        "model.expert_tensor_parallel_size": fit.layout.etp or None,
+    }
+    return (of_experts if fit.layout.ep > 1 else {}) | {
         "model.tensor_model_parallel_size": fit.layout.tp,
         "model.pipeline_model_parallel_size": fit.layout.pp,
         "model.sequence_parallel": fit.layout.tp > 1,

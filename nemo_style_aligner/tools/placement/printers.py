@@ -14,7 +14,8 @@ from pathlib import Path
 from nemo_style_aligner.engine.parallel.detection import LOOPBACK
 from nemo_style_aligner.engine.parallel.machine import free_port
 from nemo_style_aligner.errors import UserError
-from nemo_style_aligner.tools.placement.plan import REPOSITORY, Address, Plan, PlanError
+from nemo_style_aligner.places import REPOSITORY
+from nemo_style_aligner.tools.placement.plan import Address, Plan, PlanError
 from nemo_style_aligner.wording import counted
 
 _EVERYWHERE = "0.0.0.0"  # a service in a cluster listens on all addresses of its node, and asks for the secret

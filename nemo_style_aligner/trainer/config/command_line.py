@@ -16,8 +16,8 @@ import yaml
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_style_aligner.places import CONFIGS
 from nemo_style_aligner.trainer.config.loading import (
-    CONF_DIR,
     WITHOUT_EXP_MANAGER,
     ConfigError,
     complete_config,
@@ -70,7 +70,7 @@ def compose(name: str, description: str = "", arguments: Sequence[str] | None = 
     parser = _Parser(add_help=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-c", "--cfg", choices=("job",))
-    parser.add_argument("-cp", "--config-path", type=os.path.abspath, default=str(CONF_DIR))
+    parser.add_argument("-cp", "--config-path", type=os.path.abspath, default=str(CONFIGS))
     parser.add_argument("-cn", "--config-name", default=name)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args(sys.argv[1:] if arguments is None else arguments)
@@ -93,7 +93,7 @@ def config_with(name: str, overrides: Sequence[str]) -> DictConfig:
     Raises:
         ConfigError: an override cannot be read.
     """
-    return complete_config(_by_hydra(name, overrides, CONF_DIR), name)
+    return complete_config(_by_hydra(name, overrides, CONFIGS), name)
 
 
 def _by_hydra(file: str, overrides: Sequence[str], folder: Path) -> DictConfig:

@@ -18,15 +18,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_style_aligner.guard.masking import masked
+from nemo_style_aligner.places import CONFIGS
 from nemo_style_aligner.trainer.config.fields import find_field, value_problems
 from nemo_style_aligner.trainer.config.foreign_keys import ConfigError, find_foreign, take_foreign
 from nemo_style_aligner.trainer.config.job_config import plain_config
 from nemo_style_aligner.trainer.config.schema import ExpManager, fields_of_job
 from nemo_style_aligner.trainer.config.section_names import given, names_of
-
-CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
-"""The repository's ``conf/``: one YAML file per job."""
-
 
 WITHOUT_EXP_MANAGER = {"create_checkpoint_callback": False, "create_wandb_logger": False}
 """What NeMo's ``exp_manager=null`` means here: keys of that section."""
@@ -53,9 +50,9 @@ def config_file(job: str) -> Path:
     Raises:
         ConfigError: there is no such file.
     """
-    path = CONF_DIR / f"{job}.yaml"
+    path = CONFIGS / f"{job}.yaml"
     if not path.exists():
-        raise ConfigError(f"{path} does not exist: run from a checkout of the repository (pip install -e .)")
+        raise ConfigError(f"{path} does not exist: the installation is incomplete, install the package again")
     return path
 
 
@@ -257,5 +254,5 @@ def _describe_unknown(unknown: Sequence[str], known: Sequence[str], job: str) ->
         nearest = list(dict.fromkeys([*alike, *same_name]))[:3]
         hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
         lines.append(f"  {key}{hint}")
-    lines.append(f"The keys this job knows are in {CONF_DIR / (job + '.yaml')}, each with a comment.")
+    lines.append(f"The keys this job knows are in {CONFIGS / (job + '.yaml')}, each with a comment.")
     return "\n".join(lines)

@@ -159,7 +159,8 @@ class _Place:
 
 def _roles(config: PPOActor, policy: BaseModel, scorer: Scorer, teacher: BaseModel | None) -> Iterator[Role]:
     ppo, itemsize, layout = config.trainer.ppo, policy.dtype.itemsize, current_layout()
-    here = _Place(range(dist.get_world_size()), Layout(layout.tp_size, layout.pp_size, layout.dp_size))
+    of_experts = {"ep": layout.ep_size, "etp": layout.etp_size}
+    here = _Place(range(dist.get_world_size()), Layout(layout.tp_size, layout.pp_size, layout.dp_size, **of_experts))
     yield _trained("policy", config.model, policy.architecture, itemsize, here)
     if ppo.reference.devices:
         yield _apart("reference", config, REFERENCE, policy.architecture, itemsize)
