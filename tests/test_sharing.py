@@ -76,7 +76,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["language", "values"])
-@pytest.mark.parametrize("way", [*WAYS, "torch", "engine", "biases", "norms of heads"])
+@pytest.mark.parametrize("way", [*WAYS, "torch", "engine", "biases", "norms of heads", "windows", "sinks"])
 def test_every_number_is_the_same(way: str, head: RewardHeadConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs or values, loss and gradients: with compiled layers and without, recomputed or not, with adapters."""
     if way == "engine":  # as with Transformer Engine, whose parts are others
@@ -84,7 +84,7 @@ def test_every_number_is_the_same(way: str, head: RewardHeadConfig | None, monke
     if way in ("torch", "engine"):
         for module in (attention, whole_layer):
             monkeypatch.setattr(module, "kernels_for", lambda _: None)
-    name = {"biases": "layernorm1p", "norms of heads": "qk-norm"}.get(way, "llama")
+    name = {"biases": "layernorm1p", "norms of heads": "qk-norm", "windows": way, "sinks": way}.get(way, "llama")
     model = build_model(ARCHITECTURES[name], {"optim": OPTIM, **WAYS.get(way, {})}, torch.float32, head=head)
     batch = groups()
     apart, num_apart = numbers(model, batch, MicroBatching(12, shares_prompts=False))
