@@ -800,6 +800,28 @@ def test_hugging_face_to_nemo_and_back_is_exact(classifier: bool, tmp_path: Path
         assert again.generation_config.eos_token_id == [98, 2] and tokenizer.eos_token_id == 98
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 8, "windowed_layers": (1,), "local_rotary_base": 50.0, "attention_sinks": True},
+        {"sliding_window": 8, "windowed_layers": (0, 1)},
+    ],
+)
+def test_windows_and_sinks_come_back_from_an_archive(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Under Megatron-Core's names."""
+    architecture = dataclasses.replace(TINY, **changes)
+    model, again = (build(architecture) for _ in range(2))
+    import_weights(model, TensorSource(random_source(architecture)))
+    save_nemo(tmp_path / "model.nemo", model, architecture.to_nemo_config(), None)
+    config = load_nemo_config(tmp_path / "model.nemo")
+    assert (config["window_size"], config.get("softmax_type")) == ([7, 0], "learnable" if len(changes) == 4 else None)
+    assert ModelArchitecture.from_nemo_config(config) == architecture
+    load_nemo_weights(tmp_path / "model.nemo", again)
+    for (name, parameter), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+    assert any("core_attention.softmax_offset" in name for name, _ in model.named_parameters()) == (len(changes) == 4)
+
+
 def reward_archive(folder: Path, tokenizer: Tokenizer, bias: float = 0.5, **standardization: float) -> Path:
     """A reward model of random weights."""
     architecture = ModelArchitecture(2, 32, 64, 4, 2, tokenizer.vocab_size, max_position_embeddings=64)
