@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.parallel.machine import available_cores, computes_in_bf16, processor_features
 from nemo_style_aligner.trainer.models.packed_weights import constant_weights, weight_product
 from nemo_style_aligner.trainer.models.products import product
@@ -37,6 +37,18 @@ SHAPES = {
         num_query_groups=2,
         vocab_size=512,
         max_position_embeddings=1024,
+        tied_embeddings=True,
+    ),
+    "moe": ModelArchitecture(  # 0.4 billion parameters, of which a token has 0.1
+        num_layers=12,
+        hidden_size=512,
+        ffn_hidden_size=1024,
+        num_attention_heads=8,
+        num_query_groups=2,
+        vocab_size=24576,
+        experts=Experts(number=64, per_token=8, ffn_hidden_size=256),
+        qk_layernorm=True,
+        family="qwen3_moe",
         tied_embeddings=True,
     ),
     "30m": ModelArchitecture(
@@ -394,17 +406,18 @@ def generation_floor(
 ) -> Floor:
     """The floor of generating all of these responses at the same time with weights and KV cache in ``dtype``.
 
-    Each pass takes the time to read the weights and the KV cache of the responses under way, or the time of its
-    arithmetic at the rate of square matrix products, whichever is longer. Sampling, norms and all else are free.
+    Each pass takes the time to read the weights (of experts those that tokens have, if all are equally likely) and the
+    KV cache of the responses under way, or the time of its arithmetic at the rate of square matrix products, whichever
+    is longer. Sampling, norms and all else are free.
     """
     a, itemsize = architecture, 2 if dtype == "bfloat16" else 4
-    head, body = a.output_parameters, a.layer_parameters
+    head, body = a.output_parameters, a.active_layer_parameters
     kv_numbers = 2 * a.num_layers * a.num_query_groups * a.kv_channels
 
     def pass_cost(num_tokens: int, num_outputs: int, num_pairs: float, kv_tokens: int) -> tuple[float, float]:
         operations = 2 * body * num_tokens + 2 * head * num_outputs
         operations += a.num_layers * a.pair_operations * num_pairs
-        num_bytes = itemsize * (body + head + kv_numbers * kv_tokens)
+        num_bytes = itemsize * (a.layer_parameters_read(num_tokens) + head + kv_numbers * kv_tokens)
         return max(num_bytes / rates.memory, operations / rates.gemm_of(dtype)), num_bytes
 
     pairs = sum(n * (n + 1) / 2 for n in prompt_lengths)

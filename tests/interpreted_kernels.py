@@ -40,8 +40,12 @@ def checked(a: ModelArchitecture, dtype: torch.dtype) -> None:
 
 
 ZERO_CENTERED = dataclasses.replace(LARGE, normalization="rmsnorm1p")
+WINDOWS = dataclasses.replace(
+    LARGE, num_layers=2, attention_sinks=True, sliding_window=37, windowed_layers=(1,), local_rotary_base=100.0
+)
+LONG_WINDOWS = dataclasses.replace(WINDOWS, sliding_window=700, attention_sinks=False)
 
-for each in (LARGE, ZERO_CENTERED, architecture("llama-geglu-bias"), architecture("nemotron")):
+for each in (LARGE, ZERO_CENTERED, WINDOWS, LONG_WINDOWS, architecture("llama-geglu-bias"), architecture("nemotron")):
     checked(each, torch.float32)
 checked(ONE_GROUP, torch.float16)
 

@@ -70,6 +70,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     micro: int = 4
     max_tokens: int | None = None
     sequence_parallel: bool = False
@@ -89,7 +90,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def reference(self) -> str:
@@ -115,6 +116,7 @@ OF_CRITIC_IN_JOB = (
         "pp2_tokens",
         "dp2",
         "dp2_overlap",
+        "cp2",
     ),
     *("tp2_dp2_sp", "pp2_dp2"),
 )
@@ -199,6 +201,12 @@ LAYOUTS = (
     Layout("kept_tp2_in_part", tp=2, updates=1, placement="resident", keep="auto", room=60, is_long=True),
     Layout("kept_dp2", dp=2, updates=1, placement="resident", keep="always", overlap=True),
     Layout("kept_dp2_tokens", dp=2, updates=1, placement="resident", keep="auto", max_tokens=30, is_long=True),
+    Layout("cp2", cp=2),
+    Layout("cp2_full", cp=2, micro=2, recompute="full", optimizer="fused_adam", is_long=True),
+    Layout("kept_cp2", cp=2, updates=1, placement="resident", keep="always", max_tokens=30, is_long=True),
+    Layout("tied_cp2", cp=2, tied=True, overlap=True, is_long=True),
+    Layout("gspo_cp2", algorithm="gspo", cp=2, max_tokens=60),
+    Layout("distillation_cp2", algorithm="distillation", cp=2, is_long=True),
     Layout("gspo_tp2_sp", algorithm="gspo", tp=2, sequence_parallel=True, is_long=True),
     Layout("gspo_pp2", algorithm="gspo", pp=2, micro=3, is_long=True),
     Layout("gspo_dp2", algorithm="gspo", dp=2, is_long=True),
@@ -211,6 +219,10 @@ LAYOUTS = (
     Layout("bf16_pp2", pp=2, precision="bf16", is_long=True),
     Layout("bf16_dp2", dp=2, precision="bf16", is_long=True),
     # four
+    Layout("tp2_cp2_sp", tp=2, cp=2, sequence_parallel=True),
+    Layout("pp2_cp2", pp=2, cp=2, max_tokens=50, is_long=True),
+    Layout("cp2_dp2", cp=2, dp=2, overlap=True, is_long=True),
+    Layout("gspo_cp4", algorithm="gspo", cp=4, is_long=True),
     Layout("tp2_dp2_sp", tp=2, dp=2, sequence_parallel=True, micro=3),
     Layout("pp2_dp2_tokens", pp=2, dp=2, max_tokens=50),
     Layout("pp2_dp2", pp=2, dp=2, micro=1, is_long=True),
@@ -333,6 +345,7 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
             "model": {
                 "tensor_model_parallel_size": layout.tp,
                 "pipeline_model_parallel_size": layout.pp,
+                "context_parallel_size": layout.cp,
                 "sequence_parallel": layout.sequence_parallel,
                 "micro_batch_size": layout.micro,
                 "max_tokens_per_micro_batch": layout.max_tokens,
@@ -383,7 +396,7 @@ def config(job: str, layout: Layout, archive: Path, log_dir: Path) -> DictConfig
 
 def ppo_step(folder: Path, layout: Layout) -> None:
     """What `RLTrainer.make_step` does from the rollouts on, and what the critic job does meanwhile."""
-    groups = initialize_model_parallel(layout.tp, layout.pp, seed=1)
+    groups = initialize_model_parallel(layout.tp, layout.pp, seed=1, cp_size=layout.cp)
     log_dir = folder / "logs" / layout.name
     actor_cfg = PPOActor.read(config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor"))
     base, actor_cfg = open_base_model(actor_cfg.pretrained_checkpoint.restore_from_path, actor_cfg)
@@ -434,7 +447,7 @@ def ppo_step(folder: Path, layout: Layout) -> None:
 
 def group_step(folder: Path, layout: Layout) -> None:
     """The same of a group estimator: no critic, groups of samples, rewards from somewhere, of which one is missing."""
-    initialize_model_parallel(layout.tp, layout.pp, seed=1)
+    initialize_model_parallel(layout.tp, layout.pp, seed=1, cp_size=layout.cp)
     log_dir = folder / "logs" / layout.name
     cfg = PPOActor.read(config("gpt_ppo_actor", layout, folder / _file("sft", layout.tied), log_dir / "actor"))
     base, cfg = open_base_model(cfg.pretrained_checkpoint.restore_from_path, cfg)

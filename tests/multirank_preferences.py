@@ -38,7 +38,9 @@ from nemo_style_aligner.trainer.telemetry.metrics import MetricsLogger
 from nemo_style_aligner.trainer.training.run_control import RunControl
 from nemo_style_aligner.trainer.training.supervised import SupervisedTrainer
 
-LAYOUTS = {"one": (1, 1, 1), "tensor": (2, 1, 2), "pipeline": (1, 2, 2), "data": (1, 1, 2)}  # tp, pp, ranks
+LAYOUTS = {  # tp, cp, pp, ranks
+    "one": (1, 1, 1, 1), "tensor": (2, 1, 1, 2), "context": (1, 2, 1, 2), "pipeline": (1, 1, 2, 2), "data": (1, 1, 1, 2)
+}  # fmt: skip
 KD = "knowledge_distillation"
 BUILD = {"dpo": build_dpo_trainer, "kto": build_kto_trainer, KD: build_distillation_trainer}
 
@@ -122,11 +124,15 @@ def report(trainer: SupervisedTrainer) -> dict[str, Any]:
 def main(folder: Path) -> None:
     fork_ranks(1, lambda: (initialize_model_parallel(1, 1, seed=3), make_files(folder)))
     for method in BUILD:
-        for name, (tp, pp, ranks) in LAYOUTS.items():
+        for name, (tp, cp, pp, ranks) in LAYOUTS.items():
 
             def action() -> None:
-                initialize_model_parallel(tp, pp, seed=3)  # noqa: B023
-                keys = (f"model.tensor_model_parallel_size={tp}", f"model.pipeline_model_parallel_size={pp}")  # noqa: B023
+                initialize_model_parallel(tp, pp, seed=3, cp_size=cp)  # noqa: B023
+                sizes = {"tensor": tp, "context": cp, "pipeline": pp}  # noqa: B023
+                keys = [
+                    f"model.{kind}_{'' if kind == 'context' else 'model_'}parallel_size={size}"
+                    for kind, size in sizes.items()
+                ]
                 trainer = trainer_for(method, folder, folder / f"{method}_{name}", *keys)  # noqa: B023
                 result = report(trainer)
                 if method == KD:  # noqa: B023

@@ -22,7 +22,7 @@ from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.embedded import choose_operations
 from nemo_style_aligner.engine.embedded.decode_graphs import _batch as inputs_of_graph
 from nemo_style_aligner.engine.embedded.step import EngineShape
-from nemo_style_aligner.engine.embedded.torch_operations import Batch, TorchOperations
+from nemo_style_aligner.engine.embedded.torch_operations import Batch, HeadWeights, TorchOperations
 from nemo_style_aligner.engine.native import with_triton
 
 pytestmark = pytest.mark.skipif(
@@ -66,14 +66,14 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
     weight = torch.empty(a.hidden_size)
     product_bias, bias = (weight.bfloat16(), weight) if a.bias else (None, None)
     hidden = torch.empty(rows, a.hidden_size)
-    operations.add_and_norm(hidden, None, None, weight, bias)
-    operations.add_and_norm(hidden, hidden.bfloat16(), product_bias, weight, bias)
+    operations.add_and_norm(hidden, None, None, (weight, bias))
+    operations.add_and_norm(hidden, hidden.bfloat16(), product_bias, (weight, bias))
     operations.activate(torch.empty(rows, a.ffn_hidden_size * (2 if a.gated else 1), dtype=torch.bfloat16))
     norms = (torch.empty(a.kv_channels), torch.empty(a.kv_channels)) if a.qk_layernorm else None
     for batch in batches:
         size = (len(batch.positions), operations.groups * (operations.heads + 2) * a.kv_channels)
         qkv = torch.empty(size, dtype=torch.bfloat16)
-        operations.attention_of(batch)(qkv, norms, qkv, True)
+        operations.attention_of(batch)(qkv, HeadWeights(norms), qkv, a.layers[0])
 
 
 @pytest.mark.long

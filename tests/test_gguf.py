@@ -46,6 +46,8 @@ CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
 }
 PATTERNS = {  # as in the tokenizer.json files of these models
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -61,7 +63,7 @@ TEXTS = [
 
 def random_model(kind: str, **config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    made = CONFIGS[kind](**SIZES, **({"head_dim": 32} | config))
+    made = CONFIGS[kind](**(SIZES | {"head_dim": 32} | config))
     model = transformers.AutoModelForCausalLM.from_config(made).float().eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -93,9 +95,12 @@ def write_gguf(
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.rope_parameters["rope_theta"],
-        "vocab_size": VOCAB,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "vocab_size": VOCAB,
+        "rope.freq_base": config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"],
     }  # fmt: skip
+    if "gemma" in kind:
+        base["attention.sliding_window"] = config.sliding_window
+        base |= {cap: getattr(config, cap) for cap in ("attn_logit_softcapping", "final_logit_softcapping")}
     writer = gguf.GGUFWriter(path, kind)
     everything = {f"{kind}.{key}": value for key, value in base.items()} | dict(keys or {})
     for key, value in everything.items():
@@ -106,6 +111,8 @@ def write_gguf(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
+        if "gemma" in kind and name.endswith("norm.weight"):
+            values = values + 1
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         if kind == "llama" and heads:
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
@@ -141,9 +148,16 @@ def assert_same_logits(source: GGUFCheckpoint, reference: transformers.PreTraine
 # ---- weights and rotary embeddings ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+OF_GEMMA = {"num_hidden_layers": 3, "sliding_window": 30, "query_pre_attn_scalar": 32, "attn_implementation": "eager"}
+OF_KINDS: dict[str, dict[str, Any]] = {
+    "gemma2": {**OF_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "gemma3": {**OF_GEMMA, "num_hidden_layers": 7},  # the sixth has no window
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_gguf_has_the_logits_of_the_model_it_was_made_of(kind: str, tmp_path: Path) -> None:
-    reference = random_model(kind, tie_word_embeddings=kind == "qwen2")
+    reference = random_model(kind, tie_word_embeddings=kind not in ("llama", "qwen3"), **OF_KINDS.get(kind, {}))
     assert_same_logits(GGUFCheckpoint(write_gguf(tmp_path / "model.gguf", reference, kind)), reference)
 
 

@@ -65,7 +65,8 @@ HEAD = {
 }
 REGRESSION = {"num_attributes": 2, "attribute_weights": [0.25, 0.75]}
 OTHER_TESTS = {  # of keys of all jobs: layouts, models, adapters (`test_lora`), the optimizer (`test_supervised_jobs`)
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "encoder_seq_length",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "encoder_seq_length",
     "max_position_embeddings", "seed", "optim", "activations_checkpoint_granularity", "activations_checkpoint_method",
     "activations_checkpoint_num_layers", "hidden_dropout", "attention_dropout", "peft",
 }  # fmt: skip
@@ -216,7 +217,7 @@ def test_an_actor_waits_for_its_critic_as_its_config_says(monkeypatch: pytest.Mo
 def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = SimpleNamespace()
     replaced: dict[str, Any] = {
-        "initialize_model_parallel": lambda *arguments: arguments,
+        "initialize_model_parallel": lambda *arguments, **options: (*arguments, options),
         "hold_log_directory": lambda log_dir, name: made.__dict__.update(held=(log_dir, name)),
         "RunControl": lambda seconds: seconds,
         "start_watchdog": lambda minutes, log_dir: (minutes, log_dir),
@@ -246,7 +247,9 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
     assert cfg.exp_manager.keys() == {*manager, "exp_dir", "log_format", "log_level", "timeline", "dashboard_port"}
     keys_below(cfg.exp_manager, manager)
     change(cfg.exp_manager, manager)
-    change(cfg.model, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "seed": 7})
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "context_parallel_size": 4}
+    sizes |= {"expert_model_parallel_size": 5, "expert_tensor_parallel_size": 6}
+    change(cfg.model, sizes | {"seed": 7})
     change(cfg.trainer, {"distributed_timeout_minutes": 9})
     data = tmp_path / "train.jsonl"
     data.write_text("{}")
@@ -256,7 +259,7 @@ def test_a_run_is_set_up_as_its_config_says(job: str, tmp_path: Path, monkeypatc
         cfg.model.data.data_prefix = {"train": [str(data)]}
     config = JOBS[job].sections.read(cfg)
     run = start_run(config)
-    assert run.layout == (2, 3, 7, 9) and run.log_dir == tmp_path
+    assert run.layout == (2, 3, 7, 9, {"cp_size": 4, "ep_size": 5, "etp_size": 6}) and run.log_dir == tmp_path
     assert made.held == (tmp_path, "other") and made.logger == (tmp_path, 0, config.exp_manager)
     assert (run.control, run.watchdog) == (90.0, (5, tmp_path))
     assert run.checkpoints.settings == CheckpointSettings(**checkpoints, **resuming, nemo_name="other")

@@ -348,7 +348,7 @@ def test_a_layer_as_one_function_has_gradients_only_once() -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["tied", "qk-norm", "layernorm1p", "scaled", "norms after", "norms both"])
+@pytest.mark.parametrize("name", ["tied", "qk-norm", "layernorm1p", "scaled", "norms after", "norms both", "sinks"])
 def test_other_layers_are_computed_module_by_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases, norms of queries and keys, other norms and activations; with dropout, while training; on GPUs."""
 

@@ -145,6 +145,23 @@ def test_parameters_of_ranks_add_up_to_the_model() -> None:
     assert model.optimizer(Layout(8, 1, 4)) == pytest.approx(12 * a.num_parameters / 32)
 
 
+def test_experts_are_held_by_the_ranks_that_share_them_and_read_where_tokens_go() -> None:
+    a = MODELS["qwen3-30b-a3b"]
+    assert a.num_parameters == pytest.approx(30.5e9, rel=0.01)
+    assert a.active_layer_parameters + 2 * a.output_parameters == pytest.approx(3.35e9, rel=0.01)
+    model, whole = Model(a, device=H100), 2 * a.num_parameters
+    assert model.weights(Layout()) == pytest.approx(whole)
+    assert model.weights(Layout(8)) * 8 == pytest.approx(whole)  # as an engine cuts them, each expert over all ranks
+    assert model.weights(Layout(1, 1, 8, ep=8, etp=1)) == pytest.approx(whole - 2 * a.expert_parameters * 7 / 8)
+    assert model.optimizer(Layout(1, 1, 8, ep=8, etp=1)) == pytest.approx(12 * a.num_parameters / 8)
+    one, many = (model.itemsize * a.layer_parameters_read(tokens) for tokens in (1, 1000))
+    assert one == pytest.approx(2 * a.active_layer_parameters) and many == pytest.approx(2 * a.layer_parameters)
+    assert model.decode(1, 1, 0) < model.decode(1, 8, 0) / 3  # eight tokens read nearly eight times as many experts
+    steps = draw_steps(Lengths(512), Lengths(512), 64, 8, 1)[0]
+    exchanged, alone = (model.forward(Layout(dp=8, ep=ep, etp=1), steps, 8192) for ep in (8, 1))
+    assert exchanged > alone
+
+
 def test_more_ranks_take_less_time_but_not_in_proportion() -> None:
     model, steps = Model(MODELS["8b"], device=H100), draw_steps(Lengths(256), Lengths(330, 1.0, 2048), 256, 1, 1)[0]
     times = [model.training(Layout(1, 1, dp), steps, 8192, 128) for dp in (8, 16, 32)]

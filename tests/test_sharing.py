@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_models import VOCAB
 from trained_models import ARCHITECTURES, OPTIM
 
 from nemo_style_aligner.trainer.models import attention, layers, whole_layer
 from nemo_style_aligner.trainer.models.attention import EngineSelfAttention
+from nemo_style_aligner.trainer.models.context import part_of_row
 from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
 from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.kept_passes import KeptPasses
-from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.packing import MicroBatching, Sequences, pack_row
 from nemo_style_aligner.trainer.models.pipeline import Scoring, Tokens, forward, train_step
 from nemo_style_aligner.trainer.models.ragged import RaggedBatch, after_prompts
+from nemo_style_aligner.trainer.models.spans import Spans, taken
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_rank")
 
@@ -72,7 +76,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("head", [None, RewardHeadConfig()], ids=["language", "values"])
-@pytest.mark.parametrize("way", [*WAYS, "torch", "engine", "biases", "norms of heads"])
+@pytest.mark.parametrize("way", [*WAYS, "torch", "engine", "biases", "norms of heads", "windows", "sinks"])
 def test_every_number_is_the_same(way: str, head: RewardHeadConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs or values, loss and gradients: with compiled layers and without, recomputed or not, with adapters."""
     if way == "engine":  # as with Transformer Engine, whose parts are others
@@ -80,7 +84,7 @@ def test_every_number_is_the_same(way: str, head: RewardHeadConfig | None, monke
     if way in ("torch", "engine"):
         for module in (attention, whole_layer):
             monkeypatch.setattr(module, "kernels_for", lambda _: None)
-    name = {"biases": "layernorm1p", "norms of heads": "qk-norm"}.get(way, "llama")
+    name = {"biases": "layernorm1p", "norms of heads": "qk-norm", "windows": way, "sinks": way}.get(way, "llama")
     model = build_model(ARCHITECTURES[name], {"optim": OPTIM, **WAYS.get(way, {})}, torch.float32, head=head)
     batch = groups()
     apart, num_apart = numbers(model, batch, MicroBatching(12, shares_prompts=False))
@@ -148,3 +152,47 @@ def test_a_reward_model_shares_what_it_finds() -> None:
         found.append((outputs, sum(computed)))
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=0)
     assert [computed for _, computed in found] == [117 - 2 * 18, 117]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_of_a_row_attend_as_the_whole_row(size: int, seed: int) -> None:
+    """Each token is in one part; from the keys of all parts, each sees what it sees in the whole row, in that order."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(9) for _ in range(draw.choice((1, 4, 17)))] for _ in range(3)]
+    rows = [draw.choice(prompts) + [draw.randrange(9) for _ in range(draw.randrange(1, 12))] for _ in range(7)]
+    asked = Sequences(
+        [torch.tensor(row) for row in rows],
+        [torch.arange(len(row) - 1) >= draw.randrange(len(row) - 1) for row in rows],
+    )
+    whole = pack_row(asked.sharing(asked.prompt_lengths()), 1)
+    parts = [part_of_row(whole, size, rank, 4) for rank in range(size)]
+    (length,) = {part.tokens.shape[1] for part, _ in parts}
+    assert length % 4 == 0 and length * size < whole.tokens.shape[1] + size * (len(whole.sequences.spans.spans) + 4)
+    for part, _ in parts:
+        context = part.sequences.context
+        assert context is not None and sorted(context.keys.tolist()) == list(range(size * length))
+    count = whole.tokens.shape[1]
+    context = parts[0][0].sequences.context
+    assert context is not None
+    gathered = torch.cat([part.tokens[0] for part, _ in parts])[context.keys]
+    assert torch.equal(gathered[:count], whole.tokens[0])  # keys lie in the row's order
+
+    def seen(spans: Spans) -> list[list[int]]:
+        """Keys that each token sees."""
+        found = []
+        for span in spans:
+            keys = taken(torch.arange(size * length), span.keys).tolist()
+            first = len(keys) - span.queries.size
+            found += [keys[: first + place + 1] for place in range(span.queries.size)]
+        return found
+
+    expected, place = seen(whole.sequences.spans), context.keys.argsort()
+    for rank, (part, own) in enumerate(parts):
+        for token, keys in enumerate(seen(part.sequences.spans)):
+            where = int(place[rank * length + token])
+            assert where >= count or keys == expected[where]
+            assert where >= count or part.sequences.positions[token] == whole.sequences.positions[where]
+        assert torch.equal(part.tokens[0][part.outputs], whole.tokens[0][whole.outputs[own]])
+    outputs = torch.cat([F.pad(own, (0, context.most_outputs - len(own))) for _, own in parts])
+    assert outputs[context.outputs].tolist() == list(range(len(whole.outputs)))

@@ -31,6 +31,7 @@ TIMEOUT = 900.0
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(PYTHON is None, reason="NOT TESTED: needs verifiers; make test-verifiers installs it"),
 ]
 

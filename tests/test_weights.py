@@ -25,6 +25,7 @@ from small_models import TensorSource
 from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.parallel.groups import ParallelLayout
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer, train_character_tokenizer
 from nemo_style_aligner.engine.weights import stream
@@ -673,7 +674,7 @@ def test_round_trips_at_every_parallel_layout() -> None:
 
 def test_ranks_gather_buckets_of_bounded_size() -> None:
     """An entry that is larger gets one of its own; no bucket has entries of two stages."""
-    layout, config = SimpleNamespace(tp_size=2, pp_size=2), SimpleNamespace(params_dtype=torch.float32)
+    layout, config = ParallelLayout(2, 2, 1, 0, 0, 0), SimpleNamespace(params_dtype=torch.float32)
     model: Any = SimpleNamespace(architecture=TINY, layout=layout, config=config)
     entries, limit = weight_layout(TINY, padded_vocab_size=112), 10_000
     buckets = list(stream._buckets(model, entries, torch.float32, limit))
@@ -797,6 +798,28 @@ def test_hugging_face_to_nemo_and_back_is_exact(classifier: bool, tmp_path: Path
         assert tokenizer.pad_token == "<s>" and again.config.pad_token_id == 97
     else:
         assert again.generation_config.eos_token_id == [98, 2] and tokenizer.eos_token_id == 98
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 8, "windowed_layers": (1,), "local_rotary_base": 50.0, "attention_sinks": True},
+        {"sliding_window": 8, "windowed_layers": (0, 1)},
+    ],
+)
+def test_windows_and_sinks_come_back_from_an_archive(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Under Megatron-Core's names."""
+    architecture = dataclasses.replace(TINY, **changes)
+    model, again = (build(architecture) for _ in range(2))
+    import_weights(model, TensorSource(random_source(architecture)))
+    save_nemo(tmp_path / "model.nemo", model, architecture.to_nemo_config(), None)
+    config = load_nemo_config(tmp_path / "model.nemo")
+    assert (config["window_size"], config.get("softmax_type")) == ([7, 0], "learnable" if len(changes) == 4 else None)
+    assert ModelArchitecture.from_nemo_config(config) == architecture
+    load_nemo_weights(tmp_path / "model.nemo", again)
+    for (name, parameter), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+    assert any("core_attention.softmax_offset" in name for name, _ in model.named_parameters()) == (len(changes) == 4)
 
 
 def reward_archive(folder: Path, tokenizer: Tokenizer, bias: float = 0.5, **standardization: float) -> Path:

@@ -40,6 +40,8 @@ ARCHITECTURES = {
         **SHAPE, layer_norms="both", normalization="rmsnorm1p", activation="gelu-tanh", tied_embeddings=True,
         attn_logit_softcapping=1.0, final_logit_softcapping=2.0, embedding_multiplier=5.0, softmax_scale=0.3,
     ),
+    "windows": ModelArchitecture(**SHAPE, sliding_window=6, windowed_layers=(0, 1), local_rotary_base=50.0),
+    "sinks": ModelArchitecture(**SHAPE, attention_sinks=True, sliding_window=6, windowed_layers=(1,)),
 }  # fmt: skip
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-2, "weight_decay": 0.1}
 ADAM = schema.Optimizer(**OPTIM)

@@ -8,6 +8,7 @@ written down once.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -456,7 +457,7 @@ class ModelArchitecture(LayerFeatures):
         kinds = enumerate(self.expert_layers)
         return tuple(layer(i in no_rope, i in self.windowed_layers, has_experts) for i, has_experts in kinds)
 
-    @property
+    @functools.cached_property
     def expert_layers(self) -> list[int]:
         """Of each layer, 1 if it has experts, 0 if it has an MLP; megatron-core's ``moe_layer_freq``."""
         return [int(self.experts is not None and i not in self.dense_layers) for i in range(self.num_layers)]
@@ -554,12 +555,28 @@ class ModelArchitecture(LayerFeatures):
         """Weights of the output layer, tied or not."""
         return self.vocab_size * self.hidden_size
 
-    @property
+    @functools.cached_property
     def layer_parameters(self) -> int:
         """Parameters of the layers and the final norm, without embedding and output layer."""
         return self.num_parameters - self.output_parameters * (1 if self.tied_embeddings else 2)
 
-    @property
+    @functools.cached_property
+    def expert_parameters(self) -> int:
+        """Those of `layer_parameters` that belong to experts of which a token has only some."""
+        if self.experts is None:
+            return 0
+        matrices = 3 if self.gated else 2
+        of_layer = self.experts.number * matrices * self.hidden_size * self.experts.ffn_hidden_size
+        return sum(self.expert_layers) * of_layer
+
+    def layer_parameters_read(self, num_tokens: float) -> float:
+        """Those of `layer_parameters` that a pass of so many tokens reads, if all experts are equally likely."""
+        if self.experts is None:
+            return self.layer_parameters
+        missed = (1 - self.experts.per_token / self.experts.number) ** num_tokens  # share of experts that no token has
+        return self.layer_parameters - missed * self.expert_parameters
+
+    @functools.cached_property
     def active_layer_parameters(self) -> int:
         """Those of `layer_parameters` that a token's output depends on: of all experts those that it has."""
         return self._num_parameters(active=True) - self.output_parameters * (1 if self.tied_embeddings else 2)
@@ -571,8 +588,16 @@ class ModelArchitecture(LayerFeatures):
 
     def attention_pairs(self, num_tokens: int) -> int:
         """Pairs of a query and a key that it sees in a sequence, in all layers."""
-        reaches = [min(num_tokens, layer.window or num_tokens) for layer in self.layers]
-        return sum(reach * (reach + 1) // 2 + (num_tokens - reach) * reach for reach in reaches)
+        pairs = 0
+        for window, count in self._num_by_window.items():
+            reach = min(num_tokens, window or num_tokens)
+            pairs += count * (reach * (reach + 1) // 2 + (num_tokens - reach) * reach)
+        return pairs
+
+    @functools.cached_property
+    def _num_by_window(self) -> collections.Counter[int | None]:
+        """How many layers have each window."""
+        return collections.Counter(layer.window for layer in self.layers)
 
     def forward_operations(self, num_tokens: int, num_outputs: int) -> int:
         """Floating-point operations of matrix products in the forward pass of one sequence.

@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 
 # Largest error, relative to the largest magnitude of the exact result.
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 2e-5}
-_KNOWN = EVERY_FEATURE - {"layer_norms", "qk_norm_over_heads", "attn_logit_softcapping"} | {*ENDS}
-_KNOWN -= {"attention_sinks", "local_rope", "window", "experts"}
+_KNOWN = EVERY_FEATURE - {"layer_norms", "qk_norm_over_heads", "attn_logit_softcapping", "experts"} | {*ENDS}
 _POSITIONS = 1280  # of the longest sequence in the check
 _MANY_PROCESSORS = 2**16  # so many that the check divides attention into parts, whatever the number of heads
 
@@ -80,9 +79,12 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
     compare("activation", operations.activate(x), expected.activate(x.float()))
 
     pages = random(120, PAGE_TOKENS, 2 * groups, a.kv_channels)
-    heads_of = HeadWeights()
+    head_norms = sinks = None
     if a.qk_layernorm:
-        heads_of = HeadWeights((random(a.kv_channels, of=torch.float32), random(a.kv_channels, of=torch.float32)))
+        head_norms = random(a.kv_channels, of=torch.float32), random(a.kv_channels, of=torch.float32)
+    if a.attention_sinks:
+        sinks = random(groups * heads, of=torch.float32)
+    heads_of = HeadWeights(head_norms, sinks)
     cases = [(pages, layer) for layer in dict.fromkeys(a.layers) for pages in (4, 80)]
     for num_pages, layer in cases:  # pages of decoding tokens: attended to in one part, and in several
         batch = example(num_pages, len(pages), device)

@@ -33,6 +33,8 @@ _PROGRAMS_PER_PROCESSOR = 4  # wanted at least when tokens decode
 _POSITIONS_PER_PART = 256  # at least, a multiple of every block size: shorter parts cost more to combine than they gain
 _MOST_POSITIONS_PER_PART = 1024  # at most, about: else one long sequence would hold up many short ones
 _MOST_PARTS = 32
+_ALL = 1 << 30  # a window longer than any sequence
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,28 +70,31 @@ class PagedAttention:
         # Rows of a program for chunks, heads times tokens. At 128 channels Triton divides 64 of them badly.
         self._chunk_rows = max(128 if self._width == 128 else 64, self._decode_rows)
 
-    def of_pass(self, batch: Batch) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def of_pass(self, batch: Batch) -> Callable[..., torch.Tensor]:
         """The attention function for all layers of the pass ``batch``: [t, heads * d], before the output projection.
 
         Called with the layer's pages [pages, PAGE_TOKENS, 2 * groups, d], which hold the pass's keys and values
-        already, and with queries [t, groups, heads per group, d].
+        already, and with queries [t, groups, heads per group, d]; where the layer has them, with a window (positions
+        that a token sees, its own included) and with sinks (scores of nothing, float32 [groups * heads per group]).
         """
         blocks = [_Blocks(batch.tables)] if len(batch.tables) else []
         if batch.segments:
             blocks.append(self._chunk_blocks(batch))
         positions = batch.positions
 
-        def attend(pages: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        def attend(
+            pages: torch.Tensor, query: torch.Tensor, window: int | None = None, sinks: torch.Tensor | None = None
+        ) -> torch.Tensor:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             for part in blocks:
-                self._attend(query, pages, positions, part, out)
+                self._attend(query, pages, positions, part, out, window, sinks)
             return out.flatten(1)
 
         return attend
 
-    def num_parts(self, n: int, p: int) -> int:
+    def num_parts(self, n: int, p: int, window: int | None = None) -> int:
         """Number of parts into which the positions of ``n`` decoding sequences of up to ``p`` pages are divided."""
-        positions = p * PAGE_TOKENS
+        positions = p * PAGE_TOKENS if window is None else min(p * PAGE_TOKENS, window)
         wanted = triton.cdiv(self._wanted_programs, n * self._groups)
         wanted = max(wanted, triton.cdiv(positions, _MOST_POSITIONS_PER_PART))
         return min(_MOST_PARTS, wanted, triton.cdiv(positions, _POSITIONS_PER_PART))
@@ -106,13 +111,20 @@ class PagedAttention:
         return _Blocks(moved(torch.from_numpy(tables), device), moved(torch.tensor(chunks), device))
 
     def _attend(
-        self, query: torch.Tensor, pages: torch.Tensor, positions: torch.Tensor, blocks: _Blocks, out: torch.Tensor
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        positions: torch.Tensor,
+        blocks: _Blocks,
+        out: torch.Tensor,
+        window: int | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Compute the rows of ``out``, of the shape of ``query``, that belong to the tokens of ``blocks``."""
         decodes = blocks.chunks is None
         n, p = blocks.tables.shape
         rows = self._decode_rows if decodes else self._chunk_rows
-        parts = self.num_parts(n, p) if decodes else 1
+        parts = self.num_parts(n, p, window) if decodes else 1
         partial, log_sums = out, out  # not touched
         if parts > 1:
             heads = self._groups * self._heads
@@ -120,8 +132,9 @@ class PagedAttention:
             log_sums = torch.empty(n, heads, parts, dtype=torch.float32, device=out.device)
         attend_kernel[blocks.num_programs, self._groups, parts](
             *(query, pages, blocks.tables, positions, positions if decodes else blocks.chunks),
-            *(out, partial, log_sums),
+            *(out, partial, log_sums, positions if sinks is None else sinks),
             self._scale,
+            window or _ALL,
             # Strides in heads, so that Triton sees that a head's channels can be loaded side by side.
             *(query.stride(0) // self._channels, query.stride(1) // self._channels),
             *(blocks.tables.stride(0), positions.stride(0)),
@@ -135,6 +148,7 @@ class PagedAttention:
             LEAST=_POSITIONS_PER_PART,
             IN_CHUNKS=not decodes,
             IN_PARTS=parts > 1,
+            HAS_SINKS=sinks is not None,
             num_warps=8 if rows * self._width >= _MANY_RESULTS else 4,
             num_stages=_STAGES,
             enable_fp_fusion=True,
@@ -154,10 +168,17 @@ def _block(bytes_per_position: int) -> int:
     return max(_LEAST_ROWS, min(_MOST_POSITIONS, _BLOCK_BYTES // bytes_per_position))
 
 
+@triton.jit
+def load_heads(place, channels, is_there, is_channel, VALUES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys and values of a head, whose first numbers are at ``place``, those of values ``VALUES`` numbers later."""
+    places, is_stored = place[:, None] + channels[None, :], is_there[:, None] & is_channel[None, :]
+    return tl.load(places, mask=is_stored, other=0.0), tl.load(places + VALUES, mask=is_stored, other=0.0)
+
+
 # What differs between calls must not make Triton compile anew: neither values nor the alignment of views.
 @triton.jit(
-    do_not_specialize=["query_stride", "group_stride", "table_stride", "position_stride"],
-    do_not_specialize_on_alignment=["tables", "positions", "chunks"],
+    do_not_specialize=["window", "query_stride", "group_stride", "table_stride", "position_stride"],
+    do_not_specialize_on_alignment=["tables", "positions", "chunks", "sinks"],
 )
 def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations up
     query,
@@ -168,7 +189,9 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     out,
     partial,
     log_sums,
+    sinks,
     scale,
+    window,
     query_stride,
     group_stride,
     table_stride,
@@ -183,6 +206,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     LEAST: tl.constexpr,
     IN_CHUNKS: tl.constexpr,
     IN_PARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Attention of one program: its place in the grid is a block of tokens (see `_Blocks`), a group and a part.
 
@@ -190,7 +214,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     [t, groups, heads, parts, channels], and the logarithm of the sum of its weights to ``log_sums`` [t, groups, heads,
     parts]. Logarithms are of base 2, and ``scale`` includes the factor log2(e).
 
-    A part has at least ``LEAST`` positions, so the last parts of a short sequence are empty.
+    A part has at least ``LEAST`` positions, so the last parts of a short sequence are empty. With a window, positions
+    before that of the first token are in none. Sinks belong to the first part.
 
     Row i of a program's ``ROWS`` is head i % HEADS of token i // HEADS; ``WIDTH`` is ``CHANNELS`` padded.
     """
@@ -211,8 +236,9 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     first_position = tl.load(positions + first_token * position_stride).to(tl.int32)
     own_positions = first_position + tokens
     end = first_position + num_tokens
-    per_part = tl.maximum(tl.cdiv(tl.cdiv(end, BLOCK), num_parts) * BLOCK, LEAST)
-    begin = part * per_part
+    low = tl.maximum(first_position - window + 1, 0)
+    per_part = tl.maximum(tl.cdiv(tl.cdiv(end - low, BLOCK), num_parts) * BLOCK, LEAST)
+    begin = low + part * per_part
     end = tl.minimum(begin + per_part, end)
     if IN_PARTS:
         result = result * num_parts + part
@@ -222,24 +248,25 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
 
     own = (first_token + tokens) * query_stride + group * group_stride + heads
     q = tl.load(query + own[:, None] * CHANNELS + channels[None, :], mask=is_real, other=0.0)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    nothing = tl.full([ROWS], float("-inf"), tl.float32)
+    sink = tl.load(sinks + group * HEADS + heads) * LOG2_E if HAS_SINKS else nothing
+    highest = tl.where(part == 0, sink, nothing)
+    total = tl.where(highest > float("-inf"), 1.0, 0.0)
     attended = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(begin, end, BLOCK):
         seen = start + tl.arange(0, BLOCK)
         is_there = seen < end
         page = tl.load(tables + sequence * table_stride + seen // PAGE, mask=is_there, other=0).to(tl.int64)
         place = pages + (page * PAGE + seen % PAGE) * (2 * GROUPS * CHANNELS) + group * CHANNELS
-        places = place[:, None] + channels[None, :]
-        is_stored = is_there[:, None] & is_channel[None, :]
-        key = tl.load(places, mask=is_stored, other=0.0)
-        value = tl.load(places + GROUPS * CHANNELS, mask=is_stored, other=0.0)
+        key, value = load_heads(place, channels, is_there, is_channel, GROUPS * CHANNELS)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
         is_seen = is_there[None, :] & (seen[None, :] <= own_positions[:, None])
+        is_seen &= seen[None, :] > own_positions[:, None] - window
         scores = tl.where(is_seen, scores, float("-inf"))
         now_highest = tl.maximum(highest, tl.max(scores, 1))
-        shrunk = tl.exp2(highest - now_highest)
-        weights = tl.exp2(scores - now_highest[:, None])
+        base = tl.where(now_highest == float("-inf"), 0.0, now_highest)  # a token's window begins after the block
+        shrunk = tl.exp2(highest - base)
+        weights = tl.exp2(scores - base[:, None])
         total = total * shrunk + tl.sum(weights, 1)
         attended = attended * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         highest = now_highest

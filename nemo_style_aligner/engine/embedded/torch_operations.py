@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +19,8 @@ from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
 from nemo_style_aligner.engine.softcaps import stored_attention
 from nemo_style_aligner.engine.transfers import moved
 
+_MOST_QUERIES = 1024  # of a chunk at a time: masks, and scores where they are stored, have as many rows
+
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSegment:
@@ -28,6 +30,13 @@ class ChunkSegment:
     length: int
     start: int
     pages: np.ndarray  # int32, on the host: of all positions that the chunk attends to
+
+    def pieces(self, most: int) -> Iterator[ChunkSegment]:
+        """The same tokens, at most so many at a time."""
+        for begin in range(0, self.length, most):
+            length = min(most, self.length - begin)
+            end = self.start + begin + length
+            yield ChunkSegment(self.first + begin, length, self.start + begin, self.pages[: -(-end // PAGE_TOKENS)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +144,7 @@ class TorchOperations:
     def attention_of(self, batch: Batch) -> Attention:
         """The attention function for all layers of the pass ``batch``, whose tables and masks are made once."""
         scale, num_decode, device = self.architecture.attention_scale, len(batch.tables), batch.positions.device
+        segments = [piece for segment in batch.segments for piece in segment.pieces(_MOST_QUERIES)]
 
         @functools.cache
         def angles(layer: Layer) -> list[torch.Tensor]:
@@ -142,7 +152,7 @@ class TorchOperations:
 
         @functools.cache
         def seen(window: int | None) -> tuple[_Seen, list[_Seen]]:
-            return self._seen_decoding(batch, window), [_seen_by(chunk, window, device) for chunk in batch.segments]
+            return self._seen_decoding(batch, window), [_seen_by(segment, window, device) for segment in segments]
 
         def attention(qkv: torch.Tensor, weights: HeadWeights, pages: torch.Tensor, layer: Layer) -> torch.Tensor:
             heads, channels, cap = self.heads, self.architecture.kv_channels, layer.attn_logit_softcapping
@@ -156,7 +166,7 @@ class TorchOperations:
             sinks = None if weights.sinks is None else weights.sinks.view(self.groups, heads, 1)
             way, (by_decoding, by_chunks) = _Way(scale, cap, sinks), seen(layer.window)
             attended = [_attend_decoding(pages, query[:num_decode], by_decoding, way)] if num_decode else []
-            chunks = zip(batch.segments, by_chunks, strict=True)
+            chunks = zip(segments, by_chunks, strict=True)
             attended += [_attend_chunk(pages, query, chunk, by_chunk, way) for chunk, by_chunk in chunks]
             return attended[0] if len(attended) == 1 else torch.cat(attended)
 

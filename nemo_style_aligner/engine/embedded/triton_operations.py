@@ -88,10 +88,11 @@ class TritonOperations(TorchOperations):
 
         def attention(qkv: torch.Tensor, weights: HeadWeights, pages: torch.Tensor, layer: Layer) -> torch.Tensor:
             channels, turned, norms = self.architecture.kv_channels, self.cos.shape[1], weights.norms
+            cos, sin = self.rotary(layer)
             qkv = qkv.view(len(qkv), self.groups, self.heads + 2, channels)
             query_norm, key_norm = map(self.scales, norms or (self.cos, self.cos))  # not touched where there are none
             rotate_and_store_kernel[len(qkv), self.groups](
-                *(qkv, self.cos, self.sin, query_norm, key_norm, batch.positions, batch.places, pages),
+                *(qkv, cos, sin, query_norm, key_norm, batch.positions, batch.places, pages),
                 self.architecture.layernorm_epsilon,
                 batch.positions.stride(0),
                 GROUPS=self.groups,
@@ -105,7 +106,7 @@ class TritonOperations(TorchOperations):
                 num_warps=_warps(self._rows * self._width),
                 enable_fp_fusion=True,
             )
-            return attend(pages, qkv[:, :, : self.heads])
+            return attend(pages, qkv[:, :, : self.heads], layer.window, weights.sinks)
 
         return attention
 

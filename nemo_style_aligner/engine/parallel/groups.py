@@ -24,6 +24,7 @@ from nemo_style_aligner.errors import excepthook_kept
 
 _TIMEOUT_MINUTES = 30.0  # as in the configs
 _SEED_STEP_OF_STAGES = 100  # as in Megatron-LM and NeMo
+_SEED_STEP_OF_CONTEXT = 1_000_000
 # For ranks to find each other over gloo. Where nothing answers, gloo takes five times as long to fail.
 _MEETING_TIMEOUT = timedelta(minutes=2)
 _CONTROL_MARGIN_MINUTES = 5.0  # for the leader to end a wait that ran out, before the others give up on the leader
@@ -32,6 +33,8 @@ _CONTROL_MARGIN_MINUTES = 5.0  # for the leader to end a wait that ran out, befo
 @dataclasses.dataclass(frozen=True)
 class ParallelLayout:
     """Sizes of the tensor-, pipeline- and data-parallel groups and this rank's place in them.
+
+    ``cp_size`` ranks of those that have the same samples compute each of their sequences together.
 
     A stage's ranks are divided once more for its layers' experts: ``etp_size`` neighbouring ranks share each expert,
     ``ep_size`` such groups all experts, and the rest are replicas of these.
@@ -47,10 +50,13 @@ class ParallelLayout:
     etp_size: int = 1
     ep_rank: int = 0
     etp_rank: int = 0
+    cp_size: int = 1
+    cp_rank: int = 0
 
     def __str__(self) -> str:
         of_experts = f", of experts: expert {self.ep_size} x tensor {self.etp_size}" if self.cuts_experts else ""
-        return f"tensor {self.tp_size} x pipeline {self.pp_size} x data {self.dp_size}{of_experts}"
+        context = f" x context {self.cp_size}" if self.cp_size > 1 else ""
+        return f"tensor {self.tp_size}{context} x pipeline {self.pp_size} x data {self.dp_size}{of_experts}"
 
     @property
     def cuts_experts(self) -> bool:
@@ -65,7 +71,17 @@ class ParallelLayout:
     @property
     def expert_dp_size(self) -> int:
         """Ranks that have the same experts."""
-        return self.tp_size * self.dp_size // (self.ep_size * self.etp_size)
+        return self.tp_size * self.num_replicas // (self.ep_size * self.etp_size)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that have the same weights, but for experts."""
+        return self.dp_size * self.cp_size
+
+    @property
+    def replica(self) -> int:
+        """This rank's number among those."""
+        return self.dp_rank * self.cp_size + self.cp_rank
 
     @property
     def is_first_stage(self) -> bool:
@@ -91,26 +107,32 @@ def initialize_model_parallel(
     *,
     ep_size: int = 1,
     etp_size: int | None = None,
+    cp_size: int = 1,
 ) -> ParallelLayout:
     """Create megatron-core's process groups and seed every random stream.
 
-    torch.distributed must be initialised. Python and numpy are seeded alike on every rank, torch per pipeline stage (so
-    that dropout differs between stages), and megatron-core's tensor-parallel tracker also per tensor-parallel rank.
+    torch.distributed must be initialised. Python and numpy are seeded alike on every rank, torch per pipeline stage and
+    part of a sequence (so that dropout differs between these), and megatron-core's tensor-parallel tracker also per
+    tensor-parallel rank.
 
     Args:
         timeout_minutes: of the groups' collectives.
+        cp_size: ranks that compute each sequence together.
         ep_size, etp_size: ranks that share a layer's experts, and those that share each expert; None: ``tp_size``.
 
     Raises:
-        ValueError: the world size is not a multiple of ``tp_size * pp_size``, or of ``ep_size * etp_size * pp_size``.
+        ValueError: the world size is not a multiple of ``tp_size * cp_size * pp_size``, or of
+            ``ep_size * etp_size * pp_size``.
     """
     from megatron.core import parallel_state, tensor_parallel
 
     world_size = dist.get_world_size()
-    if tp_size < 1 or pp_size < 1 or world_size % (tp_size * pp_size):
+    together = tp_size * cp_size * pp_size
+    if min(tp_size, cp_size, pp_size) < 1 or world_size % together:
+        context = f"context_parallel_size={cp_size} x " if cp_size != 1 else ""
         raise ValueError(
-            f"{world_size} ranks cannot be split into tensor_model_parallel_size={tp_size} x "
-            f"pipeline_model_parallel_size={pp_size}: start a multiple of {tp_size * pp_size} ranks"
+            f"{world_size} ranks cannot be split into tensor_model_parallel_size={tp_size} x {context}"
+            f"pipeline_model_parallel_size={pp_size}: start a multiple of {together} ranks"
         )
     etp_size = etp_size or tp_size
     parts = ep_size * etp_size * pp_size
@@ -123,6 +145,7 @@ def initialize_model_parallel(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
+        context_parallel_size=cp_size,
         expert_model_parallel_size=ep_size,
         expert_tensor_parallel_size=etp_size,
         distributed_timeout_minutes=timeout_minutes,
@@ -130,7 +153,7 @@ def initialize_model_parallel(
     random.seed(seed)
     np.random.seed(seed)
     layout = current_layout()
-    seed_of_stage = seed + _SEED_STEP_OF_STAGES * layout.pp_rank
+    seed_of_stage = seed + _SEED_STEP_OF_STAGES * layout.pp_rank + _SEED_STEP_OF_CONTEXT * layout.cp_rank
     torch.manual_seed(seed_of_stage)
     tensor_parallel.model_parallel_cuda_manual_seed(seed_of_stage)
     return layout
@@ -151,6 +174,8 @@ def current_layout() -> ParallelLayout:
         etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
     )
 
 

@@ -14,6 +14,7 @@ from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.rope import RopeScaling, inverse_frequencies
 from nemo_style_aligner.engine.weights.gguf_file import GGUFFile
 from nemo_style_aligner.engine.weights.gguf_tokenizer import TOKENIZER_KEYS, write_tokenizer
+from nemo_style_aligner.engine.weights.huggingface_config import FAMILIES
 from nemo_style_aligner.engine.weights.stream import check_shapes
 
 HF_NAMES = {
@@ -33,20 +34,48 @@ HF_NAMES = {
     "ffn_down": "model.layers.{}.mlp.down_proj",
 }
 """Hugging Face's names by llama.cpp's; `{}` is the layer."""
+_NORMS_OF_GEMMA = {
+    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
+    "post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+}
 
-# GGUF architectures with Llama's tensors. llama.cpp reorders the rows of q and k of "llama" (which is Mistral's
-# too) for its own form of rotary embedding; the others it leaves as they are.
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# GGUF architectures and Hugging Face's families. llama.cpp reorders the rows of q and k of "llama" (which is Mistral's
+# too) for its own form of rotary embedding; the others it leaves as they are. Gemma's norms it stores plus one.
+_ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")} | {"gemma3": "gemma3_text"}
+# What llama.cpp knows of Gemma without a key: of how many layers the last has no window, and the number of layers of
+# which models the square of what scores are divided by is not the size of a head but this share of the hidden size.
+_PERIODS, _SHARED_SCALES = {"gemma2": 2, "gemma3": 6}, {"gemma2": 46, "gemma3": 62}
 
 # Every key of a file must match one of these, or one of `TOKENIZER_KEYS`; ARCH is the architecture's name.
 _USED = (
-    "split.count", "ARCH.block_count", "ARCH.context_length", "ARCH.embedding_length", "ARCH.feed_forward_length",
-    "ARCH.vocab_size", "ARCH.attention.head_count", "ARCH.attention.head_count_kv", "ARCH.attention.key_length",
-    "ARCH.attention.value_length", "ARCH.attention.layer_norm_rms_epsilon", "ARCH.rope.dimension_count",
-    "ARCH.rope.freq_base", "ARCH.rope.scale_linear", "ARCH.rope.scaling.type", "ARCH.rope.scaling.factor",
-    "ARCH.rope.scaling.original_context_length", "ARCH.rope.scaling.yarn_beta_fast",
+    "split.count",
+    "ARCH.block_count",
+    "ARCH.context_length",
+    "ARCH.embedding_length",
+    "ARCH.feed_forward_length",
+    "ARCH.vocab_size",
+    "ARCH.attention.head_count",
+    "ARCH.attention.head_count_kv",
+    "ARCH.attention.key_length",
+    "ARCH.attention.value_length",
+    "ARCH.attention.layer_norm_rms_epsilon",
+    "ARCH.rope.dimension_count",
+    "ARCH.rope.freq_base",
+    "ARCH.rope.scale_linear",
+    "ARCH.rope.scaling.type",
+    "ARCH.rope.scaling.factor",
+    "ARCH.rope.scaling.original_context_length",
+    "ARCH.rope.scaling.yarn_beta_fast",
     "ARCH.rope.scaling.yarn_beta_slow",
-)  # fmt: skip
+)
+_USED_BY = {
+    "gemma2": ("ARCH.attention.sliding_window", "ARCH.attn_logit_softcapping", "ARCH.final_logit_softcapping"),
+    "gemma3": (
+        "ARCH.attention.sliding_window", "ARCH.attention.sliding_window_pattern", "ARCH.rope.freq_base_swa",
+        "ARCH.final_logit_softcapping",
+    ),
+}  # fmt: skip
 _IRRELEVANT = (
     "general.*", "split.*", "quantize.*", "mradermacher.*", "ARCH.tensor_data_layout", "ARCH.rope.scaling.finetuned",
 )  # fmt: skip
@@ -131,6 +160,8 @@ class GGUFCheckpoint:
         for key, value in self._file.metadata.items():
             own = f"ARCH{key.removeprefix(self._kind)}" if key.startswith(f"{self._kind}.") else key
             given = value.tolist() if isinstance(value, np.ndarray) else [value]
+            if own in _USED_BY.get(self._kind, ()):
+                continue
             if own in _NEUTRAL and any(one not in _NEUTRAL[own] for one in given):
                 raise ValueError(f"{self.path}: models with {key}={value} are not supported")
             known = own in _NEUTRAL or any(fnmatchcase(own, name) for name in (*_USED, *_IRRELEVANT, *TOKENIZER_KEYS))
@@ -142,10 +173,11 @@ class GGUFCheckpoint:
 
     def _hf_name(self, name: str) -> str:
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
-        if match is None or match[2] not in HF_NAMES:
+        names = HF_NAMES | _NORMS_OF_GEMMA if self._kind in _PERIODS else HF_NAMES
+        if match is None or match[2] not in names:
             hint = " (experts)" if "exp" in name else " (scaled rotary embedding)" if "rope" in name else ""
             raise ValueError(f"{self.path}: tensor {name} is not supported{hint}")
-        return f"{HF_NAMES[match[2]].format(match[1])}.{match[3]}"
+        return f"{names[match[2]].format(match[1])}.{match[3]}"
 
     def _read_architecture(self) -> ModelArchitecture:
         def whole(key: str, *default: int) -> int:
@@ -176,14 +208,37 @@ class GGUFCheckpoint:
             max_position_embeddings=whole("context_length"),
             # Stored as float32: 9.99999974e-06 was 1e-05.
             layernorm_epsilon=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
-            qkv_bias=self._kind == "qwen2",
-            qk_layernorm=self._kind == "qwen3",
+            **FAMILIES[_ARCHITECTURES[self._kind]].fixed,
+            **(self._features_of_gemma(hidden_size, heads, head_size) if self._kind in _PERIODS else {}),
             tied_embeddings="lm_head.weight" not in self._names,
             rotary_base=base,
             rotary_percentage=rotary_size / max(head_size, 1),
             rope_scaling=self._rope_scaling(base, rotary_size),
-            family=self._kind,
+            family=_ARCHITECTURES[self._kind],
         )
+
+    def _features_of_gemma(self, hidden_size: int, heads: int, head_size: int) -> dict[str, Any]:
+        """What differs from model to model, or is not said, as llama.cpp has it."""
+
+        def value(key: str, kind: type[Any], *default: Any) -> Any:
+            return self._file.value(f"{self._kind}.{key}", kind, *default)
+
+        num_layers, is_third = value("block_count", int), self._kind == "gemma3"
+        period = value("attention.sliding_window_pattern", int, 6) if is_third else _PERIODS["gemma2"]
+        windowed = tuple(layer for layer in range(num_layers) if (layer + 1) % period)
+        square = hidden_size // heads if num_layers == _SHARED_SCALES[self._kind] else head_size
+        window = value("attention.sliding_window", int, *(() if is_third else (4096,)))
+        features = {
+            "activation": "gelu-tanh",
+            "embedding_multiplier": hidden_size**0.5,
+            "softmax_scale": float(square) ** -0.5,
+            "final_logit_softcapping": value("final_logit_softcapping", float, 0.0 if is_third else 30.0) or None,
+        }
+        if windowed:
+            features |= {"sliding_window": window, "windowed_layers": windowed}
+        if is_third:
+            return features | ({"local_rotary_base": value("rope.freq_base_swa", float, 10000.0)} if windowed else {})
+        return features | {"attn_logit_softcapping": value("attn_logit_softcapping", float, 50.0) or None}
 
     def _rope_scaling(self, base: float, rotary_size: int) -> RopeScaling | None:
         """As llama.cpp reads it: of a type that is not given, a factor is linear."""
@@ -219,7 +274,7 @@ class GGUFCheckpoint:
             architecture = self.architecture
             heads = architecture.num_attention_heads if ".q_proj." in name else architecture.num_query_groups
             return _undo_rotary_permutation(values, heads)
-        return values
+        return values - 1 if self._kind in _PERIODS and name.endswith("norm.weight") else values
 
 
 def _scaling_by(factors: torch.Tensor, base: float, rotary_size: int, positions: int) -> RopeScaling | None:

@@ -302,12 +302,17 @@ class _Search:
                 if divides and not run.policy.layout_problems(tp, engine_key="engine"):
                     yield _Split(training, critic, generating, tp)
 
-    def _layouts(self, shape: ModelArchitecture, ranks: int) -> Iterator[Layout]:
+    def _layouts(self, shape: ModelArchitecture, ranks: int, cp: int = 1) -> Iterator[Layout]:
         """Layouts of a model over so many ranks: those that divide model, machines and updates."""
         for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
-            divides = self.cluster.devices % tp == 0 and ranks % (tp * pp) == 0
-            if divides and self.run.update % (ranks // (tp * pp)) == 0 and not shape.layout_problems(tp, pp):
-                yield Layout(tp, pp, ranks // (tp * pp))
+            dp, rest = divmod(ranks, tp * pp * cp)
+            divides = self.cluster.devices % (tp * cp) == 0 and rest == 0 and dp > 0
+            if not divides or self.run.update % dp or shape.layout_problems(tp, pp):
+                continue
+            if cp == 1:
+                yield from _with_experts(shape, Layout(tp, pp, dp), self.cluster.devices)
+            elif shape.experts is None:
+                yield Layout(tp, pp, dp, cp)
 
     def _training(self, ranks: int) -> list[int]:
         """How many of the actor's ranks could train: the most over which the policy can be laid out, or some."""
@@ -369,7 +374,10 @@ class _Search:
         """
         found: list[Fit] = []
         short: list[tuple[float, str]] = []
-        for layout in self._layouts(shape, ranks):
+        # Sequences are divided only where nothing else fits.
+        for layout in itertools.chain.from_iterable(self._layouts(shape, ranks, cp) for cp in (1, 2, 4, 8)):
+            if found and layout.cp > found[-1].layout.cp:
+                break
             best: Fit | None = None
             for saved in LADDER:
                 used, slots = use(layout, saved)
@@ -443,3 +451,16 @@ class _Search:
 def _in_turn(trained: Mapping[str, float], saved: Savings) -> float:
     """Bytes of these that are there only while the model trains."""
     return trained["activations"] + (trained["gradients"] + trained["Adam"] if saved.offload else 0.0)
+
+
+def _with_experts(shape: ModelArchitecture, layout: Layout, devices: int) -> Iterator[Layout]:
+    """A layout and, of a model with experts, those that divide whole experts over a machine, and over more ranks."""
+    if not shape.expert_layout_problems(1, layout.tp):
+        yield layout
+    possible = [
+        ep
+        for ep in ((2, 4, 8, 16, 32, 64) if shape.experts is not None else ())
+        if layout.tp * layout.dp % ep == 0 and not shape.expert_layout_problems(ep, 1)
+    ]
+    for ep in sorted({*possible[-1:], *[ep for ep in possible if ep <= devices][-1:]}):
+        yield dataclasses.replace(layout, ep=ep, etp=1)

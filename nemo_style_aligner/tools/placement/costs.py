@@ -56,9 +56,8 @@ class Model(Sizes):
         GPUs read weights while they compute. A CPU does one after the other, and computes as in `forward`.
         """
         a, d = self.architecture, self.device
-        weights = (a.layer_parameters + a.output_parameters) / tp
-        reading = self.itemsize * weights / d.bandwidth
-        computing = 2 * weights * batch / d.products
+        reading = self.itemsize * (a.layer_parameters_read(batch) + a.output_parameters) / tp / d.bandwidth
+        computing = 2 * (a.active_layer_parameters + a.output_parameters) / tp * batch / d.products
         beside = self.kv_bytes(tp) * kv_tokens / d.bandwidth + self._per_layer(tp, batch)
         if d.is_cpu:
             return d.decoding_factor * (reading + beside) + computing / d.forward_share
@@ -68,7 +67,7 @@ class Model(Sizes):
         """Seconds that an engine needs for prompts' tokens."""
         a, d = self.architecture, self.device
         sums = 2 * a.num_layers * self._all_reduce(tp, tokens)
-        return 2 * a.layer_parameters * tokens / tp / (d.products * d.forward_share) + sums
+        return 2 * a.active_layer_parameters * tokens / tp / (d.products * d.forward_share) + sums
 
     def _per_layer(self, tp: int, batch: float) -> float:
         return self.architecture.num_layers * (KERNELS_PER_LAYER * self.device.kernel + 2 * self._all_reduce(tp, batch))
@@ -76,6 +75,16 @@ class Model(Sizes):
     def _all_reduce(self, tp: int, tokens: float) -> float:
         size = self.itemsize * self.architecture.hidden_size * tokens
         return self.device.all_reduce_seconds(size) if tp > 1 and tokens else 0.0
+
+    def _exchange(self, layout: Layout, tokens: float) -> float:
+        """Seconds to bring tokens to their experts and back, in one layer: between machines, or within one."""
+        experts, d, ranks = self.architecture.experts, self.device, layout.expert_ranks
+        if experts is None or ranks == 1:
+            return 0.0
+        size = 2 * self.itemsize * self.architecture.hidden_size * experts.per_token * tokens / layout.tp
+        if ranks > MACHINE:
+            return size * (1 - MACHINE / ranks) / d.network
+        return d.all_reduce_seconds(size) / 2
 
     def forward(self, layout: Layout, samples: Sequence[Sample], micro_batch: int) -> float:
         """Seconds of a pass over samples for log-probs or values; see `training`."""
@@ -92,23 +101,29 @@ class Model(Sizes):
         return seconds + math.ceil(len(samples) / update) * self.update(layout)
 
     def update(self, layout: Layout) -> float:
-        """Seconds to add up gradients over data-parallel ranks, step the optimizer, and gather weights.
+        """Seconds to add up gradients over ranks with the same weights, step the optimizer, and gather weights.
 
         Within a machine first: what passes the network is divided over the machine's ranks.
         """
-        parameters, d = self.parameters(layout), self.device
-        seconds = (3 * 12 + 4) * parameters / layout.dp / d.bandwidth  # reads and writes states, reads gradients
-        sent, neighbours = (4 + self.itemsize) * parameters, min(layout.dp, max(1, MACHINE // layout.tp))
-        if neighbours > 1:
+        of_experts = MACHINE // layout.expert_ranks
+        shares = zip(self.parts(layout), (MACHINE // layout.tp, of_experts), strict=True)
+        return sum(self._update(part, replicas, max(1, here)) for (part, replicas), here in shares)
+
+    def _update(self, parameters: float, replicas: float, here: int) -> float:
+        """`update` of parameters that ``replicas`` ranks have, of which up to ``here`` are on one machine."""
+        d, neighbours = self.device, min(replicas, here)
+        seconds = (3 * 12 + 4) * parameters / replicas / d.bandwidth  # reads and writes states, reads gradients
+        sent = (4 + self.itemsize) * parameters
+        if neighbours > 1 and sent:
             seconds += d.all_reduce_seconds(sent) / 2  # adding up and gathering, each half of it
-        return seconds + sent / neighbours * (1 - neighbours / layout.dp) / d.network
+        return seconds + sent / neighbours * (1 - neighbours / replicas) / d.network
 
     def _passes(
         self, layout: Layout, samples: Sequence[Sample], micro_batch: int, update: int, *, is_training: bool
     ) -> float:
         """The work of the rank that has most in each update, at the rate of passes, with sums and pipeline bubbles."""
         a, d = self.architecture, self.device
-        rate = layout.tp * layout.pp * d.products * (d.training_share if is_training else d.forward_share)
+        rate = layout.tp * layout.cp * layout.pp * d.products * (d.training_share if is_training else d.forward_share)
         factor = 3 if is_training else 1
         seconds = 0.0
         for begin in range(0, len(samples), update):
@@ -117,9 +132,14 @@ class Model(Sizes):
             passes = max(1, math.ceil(tokens / micro_batch))
             if layout.pp > 1:  # smaller ones, as far as samples go: fewer bubbles
                 passes = max(passes, min(math.ceil(len(part) / layout.dp), PASSES_PER_STAGE * layout.pp))
-            sums = passes * self._all_reduce(layout.tp, tokens / passes) * 2 * a.num_layers / layout.pp
+            of_pass = tokens / passes / layout.cp
+            sums = passes * self._all_reduce(layout.tp, of_pass) * 2 * a.num_layers / layout.pp
+            sums += passes * self._exchange(layout, tokens / passes) * sum(a.expert_layers) / layout.pp
+            if layout.cp > 1:  # keys and values of all parts
+                size = 2 * self.itemsize * a.num_query_groups * a.kv_channels / layout.tp * tokens / passes
+                sums += passes * d.all_reduce_seconds(size) / 2 * a.num_layers / layout.pp
             if layout.pp > 1:  # what a stage hands to the next
-                sums += passes * SEND_SECONDS + tokens * a.hidden_size * self.itemsize / d.network
+                sums += passes * SEND_SECONDS + tokens / layout.cp * a.hidden_size * self.itemsize / d.network
             alone = factor * most / rate * self._slowest_stage(layout, part) + (2 if is_training else 1) * sums
             seconds += alone * (1 + (layout.pp - 1) / passes)
         return seconds
@@ -142,7 +162,7 @@ class Model(Sizes):
 
     def _slowest_stage(self, layout: Layout, samples: Sequence[Sample]) -> float:
         """Work of a pipeline's last stage, which has the output layer, over that of its stages on average."""
-        layers = self.architecture.layer_parameters * sum(sample.tokens for sample in samples)
+        layers = self.architecture.active_layer_parameters * sum(sample.tokens for sample in samples)
         head = self.architecture.output_parameters * sum(sample.response for sample in samples)
         return layout.pp * (layers / layout.pp + head) / (layers + head)
 
@@ -155,9 +175,10 @@ class Model(Sizes):
         size = self.itemsize * self.architecture.num_parameters
         if is_apart:
             return size / self.device.network
-        if layout.pp == 1 and layout.tp == engine_tp:
+        own = self.architecture.expert_parameters == 0 or (layout.ep == 1 and layout.expert_ranks == layout.tp)
+        if layout.pp == 1 and layout.tp == engine_tp and own:
             return 0.0  # the engine computes with the trainer's weights
-        return size * (1 - 1 / layout.pp) / self.device.network + size / self.device.bandwidth
+        return size * (1 - 1 / (layout.pp * layout.ep)) / self.device.network + size / self.device.bandwidth
 
 
 def largest_share(work: Sequence[float], ranks: int) -> float:

@@ -252,11 +252,14 @@ def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str
     return keys
 
 
+_SIZES = ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
+
+
 def _keys_of_critic_in_job(run: Run, plan: Candidate, critic: Fit) -> dict[str, Any]:
     """Keys of the actor's config about a critic in its job, with ranks of its own or on those that train."""
     of_policy = {"model.encoder_seq_length", "trainer.precision"}
     if plan.critic_apart is None:
-        of_policy |= {f"model.{name}" for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+        of_policy |= {f"model.{name}_parallel_size" for name in _SIZES}
         of_policy |= {"model.sequence_parallel", "trainer.ppo.inference_micro_batch_size"}
     keys = {f"critic.{key}": value for key, value in _critic_keys(run, critic).items() if key not in of_policy}
     where = {"trainer.ppo.critic_devices": plan.critic_ranks} if plan.critic_apart else {"placement": plan.strategy}
@@ -275,9 +278,14 @@ def _critic_keys(run: Run, critic: Fit) -> dict[str, Any]:
 
 
 def _model_keys(run: Run, fit: Fit) -> dict[str, Any]:
-    return {
+    of_experts = {
+        "model.expert_model_parallel_size": fit.layout.ep,
+        "model.expert_tensor_parallel_size": fit.layout.etp or None,
+    }
+    return (of_experts if fit.layout.ep > 1 else {}) | {
         "model.tensor_model_parallel_size": fit.layout.tp,
         "model.pipeline_model_parallel_size": fit.layout.pp,
+        "model.context_parallel_size": fit.layout.cp,
         "model.sequence_parallel": fit.layout.tp > 1,
         "model.global_batch_size": run.update,
         "model.max_tokens_per_micro_batch": pass_tokens(run, fit.layout, run.update),

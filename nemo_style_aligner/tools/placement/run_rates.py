@@ -26,6 +26,7 @@ _KNOWN = {
     "trainer.ppo.top_n_rollouts": None,
     "trainer.ppo.trt_llm.enable": False,
     "model.peft.peft_scheme": "none",
+    "model.context_parallel_size": 1,
 }
 """Keys of an actor's config, and the only values with which the planner knows what a step does."""
 

@@ -11,13 +11,19 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.tools.placement.costs import Sample
 
 
 def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int) -> ModelArchitecture:
     return ModelArchitecture(layers, hidden, ffn, heads, groups, vocab, max_position_embeddings=131072)
+
+
+def _mixture(shape: ModelArchitecture, experts: int, size: int) -> ModelArchitecture:
+    """Of Qwen3's."""
+    of_8 = Experts(number=experts, per_token=8, ffn_hidden_size=size)
+    return dataclasses.replace(shape, kv_channels=128, qk_layernorm=True, experts=of_8, family="qwen3_moe")
 
 
 MODELS = {
@@ -27,6 +33,8 @@ MODELS = {
     "70b": _shape(80, 8192, 28672, 64, 8, 128256),
     "405b": _shape(126, 16384, 53248, 128, 8, 128256),
     "14b": dataclasses.replace(_shape(48, 5120, 13824, 40, 8, 152064), qkv_bias=True),  # Qwen2.5, as the next
+    "qwen3-30b-a3b": _mixture(_shape(48, 2048, 6144, 32, 4, 151936), 128, 768),
+    "qwen3-235b-a22b": _mixture(_shape(94, 4096, 12288, 64, 4, 151936), 128, 1536),
     "32b": dataclasses.replace(_shape(64, 5120, 27648, 40, 8, 152064), qkv_bias=True),
 }
 
@@ -46,13 +54,11 @@ def find_model(name: str) -> ModelArchitecture:
     from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_config  # which takes seconds
 
     try:
-        is_hf = (path / "config.json").is_file()
-        architecture = read_architecture(path) if is_hf else ModelArchitecture.from_nemo_config(load_nemo_config(path))
+        if (path / "config.json").is_file():
+            return read_architecture(path)
+        return ModelArchitecture.from_nemo_config(load_nemo_config(path))
     except (ValueError, OSError) as error:
         raise UserError(f"{name}: {error}") from error
-    if architecture.experts is not None:
-        raise UserError(f"{name}: it has experts, whose costs the planner does not know")
-    return architecture
 
 
 @dataclasses.dataclass(frozen=True)

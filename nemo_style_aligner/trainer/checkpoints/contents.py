@@ -189,7 +189,8 @@ def _seal(directory: Path, manifest: Manifest) -> None:
 
 def _layout(model: MegatronModel) -> dict[str, int]:
     layout = model.layout
-    return {"tp_size": layout.tp_size, "pp_size": layout.pp_size, "dp_size": layout.dp_size}
+    sizes = {"tp_size": layout.tp_size, "pp_size": layout.pp_size, "dp_size": layout.dp_size}
+    return sizes | ({"cp_size": layout.cp_size} if layout.cp_size > 1 else {})
 
 
 def _random_file(directory: Path) -> Path:

@@ -36,11 +36,16 @@ _FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
 def own_parts(parts: Iterable[Part]) -> list[Part]:
-    """The parts that this rank writes, of those that every data-parallel rank has, or each with the same experts."""
+    """The parts that this rank writes, of those that every replica's rank has, or each with the same experts."""
     every = list(parts)
-    others = _dealt((part for part in every if not part.is_of_expert), parallel_state.get_data_parallel_group())
+    others = _dealt((part for part in every if not part.is_of_expert), _replicas())
     of_experts = (part for part in every if part.is_of_expert)
     return others + _dealt(of_experts, parallel_state.get_expert_data_parallel_group())
+
+
+def _replicas() -> dist.ProcessGroup:
+    """The ranks that have the same weights."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _dealt(parts: Iterable[Part], group: dist.ProcessGroup) -> list[Part]:

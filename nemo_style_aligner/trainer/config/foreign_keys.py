@@ -134,7 +134,6 @@ FOREIGN_KEYS: tuple[ForeignKey, ...] = (
     ForeignKey("model.ub_tp_comm_overlap*", "has no effect: tensor-parallel communication is not overlapped"),
     ForeignKey("model.use_tp_pp_dp_mapping", "ranks are ordered TP, DP, PP", allowed=(False,)),
     ForeignKey("model.virtual_pipeline_model_parallel_size", "not supported", allowed=(*_NONE, 1)),
-    ForeignKey("model.context_parallel_size", "not supported", allowed=(*_NONE, 1)),
     ForeignKey("model.fp8*", "not supported", allowed=(*_NONE, False)),
     *(
         ForeignKey(f"model.{key}", "not supported", allowed=(*plain, *_NONE))

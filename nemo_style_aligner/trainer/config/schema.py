@@ -164,6 +164,8 @@ class Model(Section):
     expert_model_parallel_size: Free[Count] = 1  # groups of ranks that have different experts
     # Neighbouring ranks that share each expert. null: tensor_model_parallel_size.
     expert_tensor_parallel_size: Free[Count | None] = None
+    # Ranks that compute each sequence together, a part of its tokens each: for sequences that are too long for a rank
+    context_parallel_size: Free[Count] = 1
     sequence_parallel: Free[bool | None] = False  # shard activations between tensor-parallel regions too
     # Compute a prompt once for all sequences of a pass that begin with it: samples of a group, answers of a pair.
     share_prompts: Free[bool] = True

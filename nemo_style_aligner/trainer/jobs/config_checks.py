@@ -34,6 +34,7 @@ from nemo_style_aligner.trainer.data.datasets import data_source
 from nemo_style_aligner.trainer.data.sft import SFTFormat
 from nemo_style_aligner.trainer.jobs.actor_checks import actor_problems, needs_critic, shares_secret
 from nemo_style_aligner.trainer.jobs.job_view import (
+    CP,
     EP,
     ETP,
     GLOBAL_BATCH,
@@ -237,15 +238,15 @@ def _doubts(view: JobView) -> Iterator[str]:
 
 
 def _ranks(view: JobView) -> Iterator[str]:
-    parts = view.tp_size * view.pp_size
+    parts = view.tp_size * view.cp_size * view.pp_size
     apart = ", ".join(f"{devices_key(role)}={count}" for role, count in view.apart.items())
     if view.training_ranks < 1:
         yield f"{apart}: none of the {view.world_size} ranks is left to train; lower it or start more ranks"
     elif view.training_ranks % parts:
-        rest = f", less {apart}" if apart else ""
+        rest, shown = f", less {apart}" if apart else "", [CP] if view.cp_size > 1 else []
         yield (
-            f"{view.show(TP, PP)}: {view.training_ranks} ranks (trainer.devices x trainer.num_nodes{rest}) are not a "
-            f"multiple of {parts}; change the sizes or the number of ranks"
+            f"{view.show(TP, *shown, PP)}: {view.training_ranks} ranks (trainer.devices x trainer.num_nodes{rest}) "
+            f"are not a multiple of {parts}; change the sizes or the number of ranks"
         )
     if view.architecture is not None:
         yield from view.architecture.layout_problems(view.tp_size, view.pp_size)
@@ -258,6 +259,8 @@ def _experts(view: JobView, architecture: ModelArchitecture) -> Iterator[str]:
         if view.ep_size > 1 or view.get(ETP):
             yield f"{view.show(EP, ETP)}: the model has no experts; leave them out"
         return
+    if view.cp_size > 1:
+        yield f"{view.show(CP)}: sequences of models with experts are not divided; set it to 1"
     parts = view.ep_size * view.etp_size * view.pp_size
     if view.training_ranks > 0 and view.training_ranks % parts:
         yield (

@@ -186,6 +186,7 @@ def lay_out(model: schema.Model, timeout_minutes: float) -> ParallelLayout:
         timeout_minutes,
         ep_size=model.expert_model_parallel_size,
         etp_size=model.expert_tensor_parallel_size,
+        cp_size=model.context_parallel_size,
     )
 
 

@@ -14,6 +14,7 @@ from nemo_style_aligner.trainer.launch.roles import CRITIC, ROLLOUT, TEACHER, de
 from nemo_style_aligner.trainer.models.restore import read_base_config
 
 TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
+CP = "model.context_parallel_size"
 EP, ETP = "model.expert_model_parallel_size", "model.expert_tensor_parallel_size"
 GLOBAL_BATCH, MICRO_BATCH = "model.global_batch_size", "model.micro_batch_size"
 LENGTH, POSITIONS = "model.encoder_seq_length", "model.max_position_embeddings"
@@ -111,6 +112,11 @@ class JobView:
         return self.config.model.pipeline_model_parallel_size
 
     @property
+    def cp_size(self) -> int:
+        """The context-parallel size that the config asks for."""
+        return self.config.model.context_parallel_size
+
+    @property
     def ep_size(self) -> int:
         """The number of groups with different experts that the config asks for."""
         return self.config.model.expert_model_parallel_size
@@ -148,7 +154,7 @@ def as_served(config: JobConfig) -> RewardService:
 
     A teacher is of the same layout. As in the critic's job, the attributes of a regression model are merged.
     """
-    given = {key: config.get(key) for key in (TP, PP, "model.sequence_parallel", "trainer.precision")}
+    given = {key: config.get(key) for key in (TP, CP, PP, "model.sequence_parallel", "trainer.precision")}
     shared = {key: value for key, value in given.items() if value is not None}
     served = RewardService.read(load_defaults("inference_rm"))
     return served.changed(shared | {"model.regression.merge_attributes": True})

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from nemo_style_aligner.trainer.config.fields import values
 from nemo_style_aligner.trainer.config.loading import ConfigError, check_config, load_defaults, log_directory
 from nemo_style_aligner.trainer.config.schema import ActorLoop, Critic, ListedReward, PPOActor, RewardService
-from nemo_style_aligner.trainer.jobs.job_view import CRITIC_RANKS, LENGTH, PP, ROLLOUT_RANKS, TP, JobView, as_served
+from nemo_style_aligner.trainer.jobs.job_view import CP, CRITIC_RANKS, LENGTH, PP, ROLLOUT_RANKS, TP, JobView, as_served
 from nemo_style_aligner.trainer.launch.roles import REFERENCE, ROLLOUT, TEACHER
 from nemo_style_aligner.trainer.rl.reward_config import LAYOUT, REWARDS, reward_specs
 
@@ -28,7 +28,7 @@ CRITIC_JOB = "gpt_ppo_critic"
 CRITIC_ARCHIVE = "critic.pretrained_checkpoint.restore_from_path"
 
 _OTHER_NAMES: dict[str, Strategy] = {"colocated": "flatten", "colocate_all": "flatten", "disaggregated": "separate"}
-_LAYOUT = (TP, PP, "model.sequence_parallel")
+_LAYOUT = (TP, CP, PP, "model.sequence_parallel")
 _SHARED = ("model.seed", LENGTH, "trainer.precision", "trainer.devices")
 _OF_CRITIC = (
     *("pretrained_checkpoint.restore_from_path", "model.*"),
@@ -132,6 +132,7 @@ def frozen_config(config: PPOActor, role: str) -> RewardService:
             "model.pipeline_model_parallel_size": spec.pipeline_parallel_size,
             "model.expert_model_parallel_size": 1,
             "model.expert_tensor_parallel_size": None,
+            CP: 1,
             "model.sequence_parallel": False,
             "model.share_prompts": config.model.share_prompts,
             "model.forward_micro_batch_size": ppo.forward_micro_batch_size,

@@ -82,9 +82,8 @@ def announce_placement(config: PPOActor, policy: BaseModel, scorer: Scorer, teac
     """
     found = list(_roles(config, policy, scorer, teacher))
     layout, ranks = current_layout(), dist.get_world_size() + sum(ranks_apart(config.trainer.ppo).values())
-    sizes = f"tensor {layout.tp_size} x pipeline {layout.pp_size} x data {layout.dp_size}"
     if dist.get_rank() == 0:
-        heading = f"placement={strategy_of(config)}: {counted(ranks, 'ranks')}, {sizes}"
+        heading = f"placement={strategy_of(config)}: {counted(ranks, 'ranks')}, {layout}"
         logger.info("%s", "\n".join([heading, *picture(found, ranks)]))
     if short := [*_shortages(found)]:
         raise ConfigError(
@@ -145,21 +144,23 @@ class _Place:
     layout: Layout
 
     @classmethod
-    def apart(cls, role: str, tp: int, pp: int) -> _Place:
+    def apart(cls, role: str, tp: int, pp: int, cp: int = 1) -> _Place:
         """The ranks that a role has for itself."""
         to_others = channel()
         ranks = range(0) if to_others is None else to_others.ranks_of(role)
-        return cls(ranks, Layout(tp, pp, len(ranks) // (tp * pp)))
+        return cls(ranks, Layout(tp, pp, len(ranks) // (tp * cp * pp), cp))
 
     @property
     def copies(self) -> list[int]:
-        """By rank, in megatron-core's order: tensor, data, pipeline."""
-        return [place // self.layout.tp % self.layout.dp for place in range(len(self.ranks))]
+        """By rank, in megatron-core's order: tensor, context, data, pipeline."""
+        replicas = self.layout.cp * self.layout.dp
+        return [place // self.layout.tp % replicas for place in range(len(self.ranks))]
 
 
 def _roles(config: PPOActor, policy: BaseModel, scorer: Scorer, teacher: BaseModel | None) -> Iterator[Role]:
     ppo, itemsize, layout = config.trainer.ppo, policy.dtype.itemsize, current_layout()
-    here = _Place(range(dist.get_world_size()), Layout(layout.tp_size, layout.pp_size, layout.dp_size))
+    others = {"cp": layout.cp_size, "ep": layout.ep_size, "etp": layout.etp_size}
+    here = _Place(range(dist.get_world_size()), Layout(layout.tp_size, layout.pp_size, layout.dp_size, **others))
     yield _trained("policy", config.model, policy.architecture, itemsize, here)
     if ppo.reference.devices:
         yield _apart("reference", config, REFERENCE, policy.architecture, itemsize)
@@ -192,7 +193,7 @@ def _critic(config: PPOActor, scorer: Scorer, itemsize: int, here: _Place) -> It
         base, own = open_base_model(own.pretrained_checkpoint.restore_from_path, own, key=CRITIC_ARCHIVE)
         architecture = base.architecture
         tp, pp = own.model.tensor_model_parallel_size, own.model.pipeline_model_parallel_size
-        place = _Place.apart(CRITIC, tp, pp)
+        place = _Place.apart(CRITIC, tp, pp, own.model.context_parallel_size)
         yield _trained("critic", own.model, architecture, itemsize, place)
         if has_reward_model_here(config):
             swaps = _swaps(own.model.rm_placement, architecture, itemsize, place)
@@ -229,11 +230,12 @@ def _trained(
     swaps: bool = False,
 ) -> Role:
     model, layout = Sizes(architecture, itemsize), place.layout
-    shards = layout if uses_distributed_optimizer(own.optim.name) else dataclasses.replace(layout, dp=1)
+    shards = layout if uses_distributed_optimizer(own.optim.name) else dataclasses.replace(layout, dp=1, cp=1)
     moments = 0.0 if own.optim.name == "sgd" else model.optimizer(shards)
     states = _trained_share(own, architecture) * (model.gradients(layout) + moments)
     weights = model.weights(layout)
     tokens = own.max_tokens_per_micro_batch or own.micro_batch_size * own.encoder_seq_length
+    tokens //= layout.cp
     activations = tokens * activation_bytes(architecture, itemsize, own.activations_checkpoint_granularity, layout.tp)
     if name == "policy":  # the other has no output layer
         activations += min(chunk_bytes(device()), 4 * tokens * architecture.vocab_size // layout.tp)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_style_aligner.engine.architecture import EVERY_FEATURE, Layer
 from nemo_style_aligner.engine.softcaps import stored_attention
+from nemo_style_aligner.trainer.models.context import all_keys
 from nemo_style_aligner.trainer.models.gpu_kernels import gpu_kernels
 from nemo_style_aligner.trainer.models.layer_kernels import AttentionRow, LayerKernels, kernels_for
 from nemo_style_aligner.trainer.models.spans import PackedSequences, Spans, rotary_angles, taken
@@ -26,6 +28,8 @@ from nemo_style_aligner.trainer.models.varlen_attention import has_varlen_attent
 
 if TYPE_CHECKING:
     from nemo_style_aligner.trainer.models.triton_kernels import TritonKernels
+
+_BLOCK = 1024  # queries that are computed together where all their scores, or which they are, are stored
 
 
 @dataclasses.dataclass
@@ -75,7 +79,8 @@ class LocalSelfAttention(SelfAttention):
                 return self._attend_padded(hidden_states)
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
         layer, drops_out = self.config.layer(self.layer_number), self.training and self.core_attention.dropout > 0
-        kernels = None if drops_out or layer.unknown(EVERY_FEATURE) else kernels_for(hidden_states)
+        is_foreign = drops_out or layer.unknown(EVERY_FEATURE) or packed_seq_params.context
+        kernels = None if is_foreign else kernels_for(hidden_states)
         in_fp32 = kernels or _rotating_kernels(hidden_states)
         dtype = torch.float32 if in_fp32 else hidden_states.dtype
         rotary = rotary_of(self.config, self.layer_number, packed_seq_params, rotary_pos_emb, dtype)
@@ -94,6 +99,8 @@ class LocalSelfAttention(SelfAttention):
         if rotary is not None:
             tables = [table[:, None] for table in rotary]
             query, key = _Rotation.apply(query, *tables), _Rotation.apply(key, *tables)
+        if packed.context is not None:
+            key, value = all_keys(torch.stack([key, value], 1), packed.context).unbind(1)
         return self.linear_proj(core_attention(query, key, value, packed_seq_params=packed))
 
     def _attend_padded(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -148,7 +155,7 @@ class EngineSelfAttention(LocalSelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `LocalSelfAttention.forward`."""
         packed = packed_seq_params
-        if packed is None or packed.spans.are_whole:
+        if packed is None or (packed.spans.are_whole and packed.context is None):
             options = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed, **kwargs}
             return SelfAttention.forward(self, hidden_states, attention_mask, *args, **options)
         dtype = torch.float32 if _rotating_kernels(hidden_states) else hidden_states.dtype
@@ -212,8 +219,7 @@ class CausalAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
         drops_out = self.training and self.dropout > 0
-        stores_scores = self.softcap is not None or self.softmax_offset is not None
-        can = len(packed.spans.spans) > 1 and not drops_out and not stores_scores
+        can = len(packed.spans.spans) > 1 and not drops_out and not self._stores_scores
         if can and has_varlen_attention(query, key, self.window):
             return varlen_attention(query, key, value, packed, self.scale, self.window).flatten(1)[:, None]
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -238,33 +244,52 @@ class CausalAttention(MegatronModule):
         has_own_stream = not dropout or self.config.sequence_parallel
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with contextlib.nullcontext() if has_own_stream else get_cuda_rng_tracker().fork():
-            if self.softcap is None and self.softmax_offset is None:
-                is_plain = s == key.shape[2] and (self.window is None or self.window >= s)
-                mask = None if is_plain else _visible(query, key, self.window)
+            is_whole = s == key.shape[2] and (self.window is None or self.window >= s)
+            if is_whole and not self._stores_scores:
                 out = F.scaled_dot_product_attention(
-                    query,
-                    key,
-                    value,
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    dropout_p=dropout,
-                    scale=self.scale,
-                    enable_gqa=has_groups,
+                    query, key, value, is_causal=True, dropout_p=dropout, scale=self.scale, enable_gqa=has_groups
                 )
             else:
-                out = self._attend_storing(query, key, value, dropout)
+                blocks = _blocks(query, key, value, self.window)
+                attended = [self._attend_block(*block, dropout, has_groups) for block in blocks]
+                out = attended[0] if len(attended) == 1 else torch.cat(attended, 2)
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)
 
-    def _attend_storing(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+    @property
+    def _stores_scores(self) -> bool:
+        """Whether `scaled_dot_product_attention` does not know what is done with scores."""
+        return self.softcap is not None or self.softmax_offset is not None
+
+    def _attend_block(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, has_groups: bool
     ) -> torch.Tensor:
-        """``query`` [b, heads, s, d]. Scores are computed again in the backward pass, unless some are dropped out."""
-        mask, scale = _visible(query, key, self.window), self.scale or query.shape[-1] ** -0.5
+        """[b, heads, n, d], of [b, groups, m, d]. Scores that are stored are computed again in the backward pass,
+        unless some are dropped out.
+        """
+        mask = _visible(query, key, self.window)
+        if not self._stores_scores:
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, dropout_p=dropout, scale=self.scale, enable_gqa=has_groups
+            )
         sinks = None if self.softmax_offset is None else self.softmax_offset[:, None, None]
-        arguments = query, key, value, mask, scale, self.softcap, sinks
+        arguments = query, key, value, mask, self.scale or query.shape[-1] ** -0.5, self.softcap, sinks
         if dropout or not torch.is_grad_enabled():
             return stored_attention(*arguments, dropout)
         return cast(torch.Tensor, checkpoint(stored_attention, *arguments, use_reentrant=False))
+
+
+def _blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Some queries [b, heads, n, d] at a time, with the keys and values [b, groups, m, d] that they see.
+
+    Masks and stored scores then take memory in proportion to a sequence's length, not to its square.
+    """
+    before = key.shape[2] - query.shape[2]  # keys that all queries see
+    for begin in range(0, query.shape[2], _BLOCK):
+        end = min(begin + _BLOCK, query.shape[2])
+        first = 0 if window is None else max(0, before + begin - window + 1)
+        yield query[:, :, begin:end], key[:, :, first : before + end], value[:, :, first : before + end]
 
 
 def _visible(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:

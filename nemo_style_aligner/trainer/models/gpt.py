@@ -372,7 +372,7 @@ def _wrap_for_training(
     optim = Optimizer.among(model_cfg.get("optim") or {})
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=optim.overlap_grad_sync and layout.dp_size > 1 and layout.expert_dp_size > 1,
+        overlap_grad_reduce=optim.overlap_grad_sync and layout.num_replicas > 1 and layout.expert_dp_size > 1,
         use_distributed_optimizer=uses_distributed_optimizer(optim.name),
         check_for_nan_in_grad=False,
     )
@@ -381,7 +381,7 @@ def _wrap_for_training(
     if not ddp_config.overlap_grad_reduce:
         add_in_place(gpt)
     for size, groups in (
-        (layout.dp_size, ddp.bucket_groups),
+        (layout.num_replicas, ddp.bucket_groups),
         (layout.expert_dp_size, ddp.expert_parallel_bucket_groups),
     ):
         # There is no rank to exchange with, but megatron-core would copy whole buffers all the same.

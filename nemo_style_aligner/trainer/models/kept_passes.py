@@ -76,7 +76,7 @@ class KeptPasses:
 
     Where data-parallel ranks share a batch that all of them hold, all know which sequences were computed together and
     by which rank; of ragged batches a rank knows its own passes. Each rank decides for itself whether it keeps the
-    activations (tensor-parallel ranks agree on it): the micro batches are the same either way, and with them the
+    activations (ranks that compute together agree on it): the micro batches are the same either way, and with them the
     numbers.
 
     Args:
@@ -96,16 +96,17 @@ class KeptPasses:
         self._is_told = False
 
     def begin(self) -> None:
-        """Measure how much memory there is for a pass that begins. Collective over the tensor-parallel ranks."""
+        """Measure how much memory there is for a pass that begins. Collective over ranks that compute together."""
         if self._choice == "always":
             return
         held = self._held()
         room = max(0, int(_SHARE * (max(held, self._retained) + self._free_bytes())))
         if self._retained > held:  # nobody else gets what this process does not give back
             room = max(room, held + min(self._retained - held, unused_memory()))
-        if self._model.layout.tp_size > 1:
+        if self._model.layout.tp_size * self._model.layout.cp_size > 1:
             agreed = torch.tensor([room], dtype=torch.int64, device=device())
-            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=parallel_state.get_tensor_model_parallel_group())
+            group = parallel_state.get_tensor_and_context_parallel_group()
+            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
             room = int(agreed)
         self._room = room - held
 
@@ -232,7 +233,7 @@ class KeptPasses:
         return sum(self._bytes(part) for part in self._parts if part.output is not None)
 
     def _bytes(self, part: Part) -> int:
-        size = part.num_tokens * self._bytes_per_token()
+        size = part.num_tokens * self._bytes_per_token() // self._model.layout.cp_size
         if part.prediction is not None and self._keeps_logits:
             vocabulary = len(self._model.gpt.shared_embedding_or_output_weight())
             size += len(part.prediction.targets) * vocabulary * torch.bfloat16.itemsize

@@ -177,7 +177,7 @@ class TrainedLayer(TransformerLayer):
         packed, outputs = kwargs.get("packed_seq_params"), None
         if isinstance(packed, PackedSequences):
             outputs = packed.outputs if self.layer_number == self.config.num_layers else None
-            if self.is_one_function and outputs is None:
+            if self.is_one_function and outputs is None and packed.context is None:
                 computed = whole_layer(self, kwargs["hidden_states"], kwargs.get("rotary_pos_emb"), packed)
                 if computed is not None:
                     return computed, None

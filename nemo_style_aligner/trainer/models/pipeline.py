@@ -30,6 +30,7 @@ from nemo_style_aligner.engine.parallel.groups import (
 )
 from nemo_style_aligner.engine.text.jsonl import DataError
 from nemo_style_aligner.engine.transfers import moved
+from nemo_style_aligner.trainer.models.context import all_outputs, part_of_row
 from nemo_style_aligner.trainer.models.gpt import MegatronModel
 from nemo_style_aligner.trainer.models.kept_passes import KeptPasses, Part
 from nemo_style_aligner.trainer.models.logprobs import Prediction
@@ -263,18 +264,24 @@ def _packed(asked: _Asked, parts: Sequence[Part]) -> Iterator[_MicroBatch]:
 def _model_input(asked: _Asked, sequences: Sequences) -> tuple[PackedRow, Prediction | None]:
     """Sequences as the model takes them, on this rank's device."""
     model, scoring = asked.model, asked.scoring
-    packed = pack_row(sequences, model.layout.tp_size if model.config.sequence_parallel else 1)
+    layout, multiple = model.layout, model.layout.tp_size if model.config.sequence_parallel else 1
+    packed, own = pack_row(sequences, multiple if layout.cp_size == 1 else 1), None
+    ids = packed.tokens.flatten()
+    if layout.cp_size > 1:
+        packed, own = part_of_row(packed, layout.cp_size, layout.cp_rank, multiple)
     # Under sequence parallelism each rank has only some of the positions, so the last layer computes all it has.
     # Without wanted outputs it computes the token that fills the row: its kernels need at least one.
     if not model.config.sequence_parallel and len(packed.outputs):
         packed.compute_outputs_alone()
-    prediction, ids = None, packed.tokens.flatten()
+    prediction = None
     if scoring is not None:
         targets, candidates = sequences.targets(), sequences.wanted_candidates()
+        ids = torch.cat([ids, targets])  # the last target of a sequence is not among the inputs
+        if own is not None:
+            targets, candidates = targets[own], None if candidates is None else candidates[own]
         prediction = Prediction(
             packed.chosen, targets, scoring.temperature, scoring.entropy, candidates=candidates, top_k=scoring.top_k
         )
-        ids = torch.cat([ids, targets])  # the last target of a sequence is not among the inputs
     for token in (int(ids.min()), int(ids.max())):
         if not 0 <= token < model.architecture.vocab_size:
             raise DataError(
@@ -292,9 +299,12 @@ def _call_model(
     assert positions is not None
     output: torch.Tensor
     output = module(packed.tokens, positions[None], None, labels=prediction, packed_seq_params=packed.sequences)
-    if not model.layout.is_last_stage or prediction is not None:
+    if not model.layout.is_last_stage:
         return output
-    return output[0] if packed.chosen is None else gathered(output[0], packed.chosen)
+    if prediction is None:
+        output = output[0] if packed.chosen is None else gathered(output[0], packed.chosen)
+    context = packed.sequences.context
+    return output if context is None else all_outputs(output, context)
 
 
 def _run_schedule(
@@ -367,7 +377,7 @@ def train_step(
         micro_batch: _MicroBatch, module: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
         nonlocal num_computed
-        num_computed += micro_batch.packed.tokens.shape[1]
+        num_computed += micro_batch.packed.tokens.shape[1] * model.layout.cp_size
         output = micro_batch.output
         if output is None:
             output = _call_model(model, module, micro_batch.packed, micro_batch.prediction)
@@ -377,7 +387,8 @@ def train_step(
             # A copy: the schedule changes the loss in place.
             report = {"loss": loss_sum.detach().clone(), "num_items": count.detach().clone()}
             report |= {name: value.detach() for name, value in sums.items()}
-            return loss_sum, count.to(torch.int), report
+            # Ranks that compute a row together all have its loss, and its items count once.
+            return loss_sum, count.to(torch.int) * (model.layout.cp_rank == 0), report
 
         return output, loss
 

@@ -96,6 +96,22 @@ class Spans:
         return torch.cat([torch.empty(0, dtype=torch.int64), *runs])
 
 
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a rank's part of a row has to know of the other parts, where several ranks compute one row.
+
+    Attributes:
+        keys: int64, of each token of the whole row, and then of what fills the parts, its place among the tokens of all
+            parts, one part after the other: runs of keys are runs of these.
+        outputs: int64 [k], of each wanted output its place among those of all parts.
+        most_outputs: wanted outputs of a part, filled up to the largest number.
+    """
+
+    keys: torch.Tensor
+    outputs: torch.Tensor
+    most_outputs: int
+
+
 @dataclasses.dataclass
 class PackedSequences(PackedSeqParams):
     """What attention has to know about a packed row of t tokens, for Transformer Engine and for our own layers.
@@ -107,6 +123,7 @@ class PackedSequences(PackedSeqParams):
         spans: what each token sees.
         positions: int64 [t], each token's place in its sequence.
         key_index: int64 [k], those keys' places in the row; None: they are the row.
+        context: of a part of a row, what the other parts are; None: this rank computes whole rows.
         outputs: int64 [k], the only positions that the model's last layer computes after its attention; None: all.
         rotary: cosines and sines of the row's positions [t, r], stored by the first layer for the others.
         local_rotary: the same of layers with frequencies of their own.
@@ -115,13 +132,14 @@ class PackedSequences(PackedSeqParams):
     spans: Spans = Spans()
     positions: torch.Tensor | None = None
     key_index: torch.Tensor | None = None
+    context: Context | None = None
     outputs: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, spans: Spans, positions: torch.Tensor) -> PackedSequences:
-        """A row of ``spans`` with the tokens' ``positions``, on the CPU."""
+    def of(cls, spans: Spans, positions: torch.Tensor, context: Context | None = None) -> PackedSequences:
+        """A row of ``spans`` with the tokens' ``positions``, or a part of it in a ``context``, on the CPU."""
         queries, keys = [span.queries.size for span in spans], [span.num_keys for span in spans]
         boundaries = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (queries, keys)]
         return cls(
@@ -132,7 +150,8 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=max(keys),
             spans=spans,
             positions=positions,
-            key_index=None if spans.are_whole else spans.key_index(),
+            key_index=None if spans.are_whole and context is None else spans.key_index(),
+            context=context,
         )
 
     def rotate_by(

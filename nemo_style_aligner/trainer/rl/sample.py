@@ -219,7 +219,8 @@ class Rollouts:
             lengths: int64 [N], of all samples' rows.
         """
         layout = current_layout()
-        has = self.own if layout.tp_rank == layout.pp_rank == 0 else self.own[:0]  # of equal ranks, one sends
+        is_first = layout.tp_rank == layout.cp_rank == layout.pp_rank == 0  # of equal ranks, one sends
+        has = self.own if is_first else self.own[:0]
         return exchange_rows(x if len(has) else x[:0], lengths[has], has, share.tolist())
 
     def on_first_rank(self, x: torch.Tensor, lengths: torch.Tensor, num_samples: int | None = None) -> Rows | None:

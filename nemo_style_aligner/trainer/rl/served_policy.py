@@ -70,7 +70,7 @@ class PolicyServer:
 
     def refit(self, model: MegatronModel, version: int) -> None:
         """Take over the weights of the policy. Collective over the ranks that export them (`export_weights`)."""
-        if model.layout.dp_rank and not model.computes_together:
+        if model.layout.replica and not model.computes_together:
             return
         weights = export_weights(model, transient=True)
         if self._served is None:

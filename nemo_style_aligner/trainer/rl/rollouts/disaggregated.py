@@ -75,7 +75,7 @@ class RemoteGenerator:
         channel = self._channel
         if channel.rank == 0:
             channel.post({"kind": "refit", "version": version, "history": history})
-        if model.layout.dp_rank == 0 or model.computes_together:  # one replica's ranks export, the first of them sends
+        if model.layout.replica == 0 or model.computes_together:  # one replica's ranks export, the first of them sends
             # The receivers know tensors by the layout table's order: none is left out, none reordered (transient).
             weights = export_weights(model)
             if channel.rank == 0:

@@ -203,8 +203,8 @@ def training_group(config: PPOActor, layout: ParallelLayout) -> EngineGroup:
     process_group = parallel_state.get_tensor_model_parallel_group() if layout.tp_size > 1 else None
     return EngineGroup(
         TensorParallel(layout.tp_rank, layout.tp_size, process_group),
-        index=layout.dp_rank * layout.pp_size + layout.pp_rank,
-        count=layout.dp_size * layout.pp_size,
+        index=layout.replica * layout.pp_size + layout.pp_rank,
+        count=layout.num_replicas * layout.pp_size,
         control=_control_group(config, layout.tp_size),
         leader=parallel_state.get_tensor_model_parallel_src_rank(),
     )

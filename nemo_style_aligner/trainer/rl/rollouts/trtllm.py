@@ -144,7 +144,7 @@ def trtllm_engine(
             "TensorRT-LLM runs without pipeline parallelism here: each of the %d tensor-parallel groups generates with "
             "all layers, whether trainer.ppo.trt_llm.reshard is set or not; a GPU holds %d times the weights of its "
             "stage",
-            layout.dp_size * layout.pp_size,
+            layout.num_replicas * layout.pp_size,
             layout.pp_size,
         )
     hosts = set(group.gather(socket.gethostname()))
