@@ -28,6 +28,7 @@ from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel
 from nemo_style_aligner.trainer.config.schema import ActorLoop
 from nemo_style_aligner.trainer.launch.stop_signals import exit_on_sigterm
 from nemo_style_aligner.trainer.models.ragged import after_prompts
+from nemo_style_aligner.trainer.models.sharing import Costs
 from nemo_style_aligner.trainer.rl.estimators import ESTIMATORS
 from nemo_style_aligner.trainer.rl.experience import AdvantageSettings, Experience, make_experience
 from nemo_style_aligner.trainer.rl.rollouts.collector import deal
@@ -109,7 +110,7 @@ def make_rollouts(responses: torch.Tensor) -> Rollouts:
     count = len(responses)
     prompts = torch.full_like(responses, PROMPT_TOKENS)
     lengths = prompts + responses
-    own = deal(lengths.tolist(), [list(range(count))])
+    own = deal(Costs.apart(lengths.tolist()), [list(range(count))])
     return Rollouts(
         prompt_ids=torch.arange(count),
         groups=torch.arange(count),

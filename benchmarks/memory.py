@@ -47,6 +47,7 @@ from nemo_style_aligner.trainer.models.packing import MicroBatching, micro_batch
 from nemo_style_aligner.trainer.models.pipeline import Scoring, forward, train_step
 from nemo_style_aligner.trainer.models.policy_losses import LossSettings
 from nemo_style_aligner.trainer.models.products import own_kernels
+from nemo_style_aligner.trainer.models.sharing import Costs
 from nemo_style_aligner.trainer.models.sizes import Layout, Sizes
 from nemo_style_aligner.trainer.telemetry.timers import peak_meter
 
@@ -205,7 +206,7 @@ def measure(case: str, args: argparse.Namespace, model_of_memory: Model, workloa
 
     asked = batch.sequences()
     used = asked.used
-    parts = micro_batches(used, batching)
+    parts = micro_batches(Costs.apart(used), batching)
     tokens = max(sum(used[i] for i in part) for part in parts)
     positions = max(sum(asked.num_outputs[i] for i in part) for part in parts)
     m = model_of_memory

@@ -54,6 +54,7 @@ from nemo_style_aligner.trainer.models.packing import MicroBatching, micro_batch
 from nemo_style_aligner.trainer.models.pipeline import Scoring, forward, train_step
 from nemo_style_aligner.trainer.models.policy_losses import LossSettings
 from nemo_style_aligner.trainer.models.ragged import RaggedBatch, after_prompts
+from nemo_style_aligner.trainer.models.sharing import Costs
 
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-6, "weight_decay": 0.1, "betas": [0.9, 0.98]}
 ADAM = schema.Optimizer(**OPTIM)
@@ -221,7 +222,7 @@ def measure(
 
     used = batch.sequences().used
     return {
-        "micro_batches": len(micro_batches(used, batching)),
+        "micro_batches": len(micro_batches(Costs.apart(used), batching)),
         "computed_tokens": sum(used),
         "padding_efficiency": sum(workload.batch.sequences().used) / sum(used),
         **measure_passes(train, score, workload, model.architecture, rounds, dtype),
@@ -331,7 +332,10 @@ def data_parallel_balance(work: list[int]) -> dict[int, dict[str, float]]:
     jobs (``divided``) and with sequences dealt out in their order (``in_order``)."""
     found = {}
     for ranks in (n for n in (2, 4, 8) if n <= len(work) // 2):
-        divisions = {"divided": shares(work, ranks), "in_order": [range(r, len(work), ranks) for r in range(ranks)]}
+        divisions = {
+            "divided": shares(Costs.apart(work), ranks),
+            "in_order": [range(r, len(work), ranks) for r in range(ranks)],
+        }
         by_rank = {name: [sum(work[i] for i in part) for part in parts] for name, parts in divisions.items()}
         found[ranks] = {name: sum(sums) / ranks / max(sums) for name, sums in by_rank.items()}
     return found

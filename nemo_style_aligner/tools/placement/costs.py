@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from nemo_style_aligner.tools.placement.rates import Device
 from nemo_style_aligner.trainer.models.sizes import Layout, Sizes
@@ -49,6 +49,9 @@ class Model(Sizes):
 
     device: Device = dataclasses.field(kw_only=True)
     group: int = dataclasses.field(default=1, kw_only=True)
+    _largest: dict[tuple[tuple[Sample, ...], int], tuple[float, float]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def decode(self, tp: int, batch: float, kv_tokens: float) -> float:
         """Seconds of a pass that extends ``batch`` responses by a token, with ``kv_tokens`` before them in all.
@@ -146,19 +149,22 @@ class Model(Sizes):
 
     def _largest_part(self, samples: Sequence[Sample], ranks: int) -> tuple[float, float]:
         """Work and tokens of the rank that has most. Groups stay together, or are divided if that is faster."""
-        a, found, together = self.architecture, [], self.group
-        while together:
-            work, tokens = [], 0
-            for begin in range(0, len(samples), together):
-                first, *others = samples[begin : begin + together]
-                shared, apart = a.forward_operations(first.prompt, 0), sum(sample.response for sample in others)
-                whole = sum(a.forward_operations(s.tokens, s.response) for s in (first, *others))
-                work.append(whole - len(others) * shared)
-                tokens += first.tokens + apart
-            most = largest_share(work, ranks)
-            found.append((most, tokens * most / sum(work)))
-            together //= 2
-        return min(found)
+        key = tuple(samples), ranks  # layouts ask for the same parts again and again
+        if key not in self._largest:
+            self._largest[key] = min(self._in_groups(samples, ranks, size) for size in _halves(self.group))
+        return self._largest[key]
+
+    def _in_groups(self, samples: Sequence[Sample], ranks: int, size: int) -> tuple[float, float]:
+        """`_largest_part` where ``size`` neighbours stay together."""
+        a, work, tokens = self.architecture, [], 0
+        for begin in range(0, len(samples), size):
+            first, *others = samples[begin : begin + size]
+            shared, apart = a.forward_operations(first.prompt, 0), sum(sample.response for sample in others)
+            whole = sum(a.forward_operations(s.tokens, s.response) for s in (first, *others))
+            work.append(whole - len(others) * shared)
+            tokens += first.tokens + apart
+        most = largest_share(work, ranks)
+        return most, tokens * most / sum(work)
 
     def _slowest_stage(self, layout: Layout, samples: Sequence[Sample]) -> float:
         """Work of a pipeline's last stage, which has the output layer, over that of its stages on average."""
@@ -179,6 +185,12 @@ class Model(Sizes):
         if layout.pp == 1 and layout.tp == engine_tp and own:
             return 0.0  # the engine computes with the trainer's weights
         return size * (1 - 1 / (layout.pp * layout.ep)) / self.device.network + size / self.device.bandwidth
+
+
+def _halves(size: int) -> Iterator[int]:
+    while size:
+        yield size
+        size //= 2
 
 
 def largest_share(work: Sequence[float], ranks: int) -> float:
