@@ -67,7 +67,7 @@ def form(prompt, response, line, step):
         for process in me.parent().children() if ranks else [me]:
             if not ranks or process.environ()["RANK"] in ranks:
                 process.kill()
-    return {"digits": float(sum(map(str.isdigit, response)) > 3), "brief": 0.5 * (len(response) < 3)}
+    return {"digits": float(sum(map(str.isdigit, response)) > 4), "brief": 0.5 * (len(response) < 3)}
 
 def troubled(prompt, response, line):
     global calls

@@ -221,7 +221,7 @@ def test_no_key_and_no_setting_is_left_out(default_settings: dict[str, Any]) -> 
     keys = {key for section in SECTIONS for key in leaves(OmegaConf.select(cfg, section), section)}
     assert {key for key in keys if not key.startswith(ELSEWHERE)} <= KEYS.keys()
     fixed = {"sampling.ignore_eos", "training.group", "forward.group"}  # of benchmarks, and of other trainers
-    served = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids")
+    served = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "grammar")
     fixed |= {f"sampling.{name}" for name in served}
     assert default_settings.keys() - fixed == {name for _, changes in KEYS.values() for name in changes}
 

@@ -533,7 +533,7 @@ def test_debug_lines_are_the_projects_own(capsys: pytest.CaptureFixture[str]) ->
     configure_logging(rank=1, level=logging.DEBUG)
     logging.getLogger("nemo_style_aligner").info("not shown")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("DEBUG services.request_log: a request")
+    assert line.endswith("DEBUG guard.request_log: a request")
 
 
 @pytest.mark.usefixtures("logging_set_up")
