@@ -205,7 +205,7 @@ LAYOUTS = (
     Layout("cp2_full", cp=2, micro=2, recompute="full", optimizer="fused_adam", is_long=True),
     Layout("kept_cp2", cp=2, updates=1, placement="resident", keep="always", max_tokens=30, is_long=True),
     Layout("tied_cp2", cp=2, tied=True, overlap=True, is_long=True),
-    Layout("gspo_cp2", algorithm="gspo", cp=2, max_tokens=60),
+    Layout("gspo_cp2", algorithm="gspo", cp=2, max_tokens=60, is_long=True),
     Layout("distillation_cp2", algorithm="distillation", cp=2, is_long=True),
     Layout("gspo_tp2_sp", algorithm="gspo", tp=2, sequence_parallel=True, is_long=True),
     Layout("gspo_pp2", algorithm="gspo", pp=2, micro=3, is_long=True),
