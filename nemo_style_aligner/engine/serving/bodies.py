@@ -531,12 +531,7 @@ def _continued(fields: Fields, last: Turn) -> tuple[Turn, bool]:
 def _message(number: int, message: Any) -> Record:
     if not isinstance(message, dict):
         raise RequestError(400, f"messages:{number} should be an object", "messages")
-    content = message.get("content")
-    if content is None and message.get("role") == "assistant" and not message.get("tool_calls"):
+    is_answer = message.get("role") == "assistant" and not message.get("tool_calls")
+    if is_answer and message.get("content") is None:
         message = message | {"content": ""}  # clients return an empty answer so
-    if isinstance(content, list):  # OpenAI's other form of text
-        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
-            raise RequestError(400, f"messages:{number}: only parts of the type 'text' are read", "messages")
-        message = message | {"content": "".join(map(str, parts))}
     return Record(Path("messages"), number, message)

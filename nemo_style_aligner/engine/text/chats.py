@@ -186,7 +186,7 @@ def _joined_parts(message: Record, parts: list[Any]) -> str:
     given = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(given) != len(parts) or not all(isinstance(part, str) for part in given):
         kinds = dict.fromkeys(str(part.get("type")) if isinstance(part, dict) else "no object" for part in parts)
-        message.fail(f"'content' has parts of the types {', '.join(kinds)}: only parts of the type text can be learnt")
+        message.fail(f"'content' has parts of the types {', '.join(kinds)}: only parts of the type text are read")
     text = "".join(map(str, given))
     message.check_characters("content", text)
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable, Sequence
 
 import click
 
@@ -49,8 +50,8 @@ def run_script(script: str, arguments: tuple[str, ...]) -> None:
         fail_job(error)
 
 
-def job(name: str, script: str, text: str) -> click.Command:
-    """A command that hands all of its arguments, ``--help`` among them, to an entry script."""
+def job(name: str, script: str | Callable[[Sequence[str]], str], text: str) -> click.Command:
+    """A command that hands all of its arguments, ``--help`` among them, to an entry script, which they may decide."""
 
     @click.command(
         name,
@@ -60,7 +61,7 @@ def job(name: str, script: str, text: str) -> click.Command:
     )
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     def run(arguments: tuple[str, ...]) -> None:
-        run_script(script, arguments)
+        run_script(script if isinstance(script, str) else script(arguments), arguments)
 
     return run
 
