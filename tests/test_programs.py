@@ -322,6 +322,19 @@ def test_a_program_that_cannot_be_is_refused_by_name() -> None:
             program_of(schema.Program(**section), "trainer.ppo.environment", 1.0)
 
 
+def test_a_program_is_no_rank_and_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own variables stay, also those whose names begin as a launcher's do."""
+    hidden = ("RANK", "LOCAL_RANK", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
+    hidden += ("NEMO_STYLE_ALIGNER_TOKEN", "NEMO_STYLE_ALIGNER_TOKEN_FILE", "NEMO_STYLE_ALIGNER_SUPERVISOR_PID")
+    kept = ("LOCAL_MODELS", "RANKING", "NEMO_STYLE_ALIGNER_CACHE")
+    for name in (*hidden, *kept):
+        monkeypatch.setenv(name, "1")
+    printing = f"import json, os; print(json.dumps([n for n in {[*hidden, *kept]} if n in os.environ]))"
+    section = schema.Program(command=[sys.executable, "-c", printing])
+    tell = program_of(section, "trainer.ppo.environment", 1.0)
+    assert tell({"base_url": "http://a/v1", "api_key": "k"}).run() == list(kept)
+
+
 # ---- servers ------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,15 @@ Launcher = Literal["mpirun", "slurm", "torchrun", "environment", "supervisor", "
 SUPERVISOR_PID = "NEMO_STYLE_ALIGNER_SUPERVISOR_PID"
 """Environment variable of a rank that a supervisor started: the supervisor's process id."""
 
+# What launchers tell ranks: what names begin with, and torchrun's whole names.
+_OF_LAUNCHERS = ("OMPI_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "SLURM_", "TORCHELASTIC_")
+_OF_RANKS = frozenset(
+    (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    )
+)
+
 # Step ids from here on are Slurm's own: the batch script, an interactive shell.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -57,6 +66,12 @@ class LaunchInfo:
             "MASTER_ADDR": str(self.master_addr),
             "MASTER_PORT": str(self.master_port),
         }
+
+
+def outside_of_job(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a rank, for a process that is none: without what would make it join the job."""
+    hidden = {SUPERVISOR_PID, *_OF_RANKS}
+    return {name: value for name, value in env.items() if name not in hidden and not name.startswith(_OF_LAUNCHERS)}
 
 
 def detect_launch(env: Mapping[str, str]) -> LaunchInfo:

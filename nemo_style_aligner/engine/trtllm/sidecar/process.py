@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner import activity
+from nemo_style_aligner.engine.parallel.detection import outside_of_job
 from nemo_style_aligner.engine.trtllm.sidecar import trtllm_sidecar
 from nemo_style_aligner.engine.trtllm.sidecar.trtllm_sidecar import LENGTH, encode, frame_length
 from nemo_style_aligner.guard.trusted_paths import temporary_base
@@ -27,11 +28,9 @@ _GRACE_SECONDS = 5.0  # between closing the connection and SIGKILL
 _SEND_SECONDS = 60.0  # for a request to be taken
 _KILL_SECONDS = 30.0  # for a killed process to be gone
 _LOG_TAIL_BYTES = 3000
-# Launchers' variables would make TensorRT-LLM (or its MPI) join the trainer's job; Ray must find no other cluster;
-# the rest belongs to the trainer's Python environment.
+# Ray must find no other cluster, MPI no launcher; the rest belongs to the trainer's Python environment.
 _REMOVED_PREFIXES = (
-    *("OMPI_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "MPI_", "SLURM_", "TORCHELASTIC_", "RAY_"),
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("MPI_", "RAY_"),
     *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     # What the launcher sets for training.
     *("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"),
@@ -44,7 +43,7 @@ class SidecarError(RuntimeError):
 
 def sidecar_environment(env: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
     """The environment of a sidecar on ``devices`` (entries of CUDA_VISIBLE_DEVICES), with a secret of its own."""
-    child = {name: value for name, value in env.items() if not name.startswith(_REMOVED_PREFIXES)}
+    child = {name: value for name, value in outside_of_job(env).items() if not name.startswith(_REMOVED_PREFIXES)}
     child["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     child["TLLM_RAY_FORCE_LOCAL_CLUSTER"] = "1"  # one Ray cluster per sidecar: they must not share GPUs
     # Whoever reaches Ray's ports could run code here. Ray before 2.52 knows no authentication and ignores both.

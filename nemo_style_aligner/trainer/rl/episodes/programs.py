@@ -23,6 +23,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
+from nemo_style_aligner.engine.parallel.detection import outside_of_job
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.guard.secret import TOKEN_VARIABLE
 from nemo_style_aligner.trainer.config import schema
@@ -36,11 +37,6 @@ MODEL = "policy"
 
 _TAIL_BYTES = 2**16  # of what a program prints
 _TOLD_CHARACTERS = 600
-# Programs that start MPI, torch.distributed or Slurm's commands of their own are no part of this job.
-_OF_THIS_JOB = (
-    *("OMPI_", "PMI_", "PMIX_", "PRTE_", "TORCHELASTIC_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_RANK"),
-    *("MASTER_ADDR", "MASTER_PORT", TOKEN_VARIABLE),
-)
 
 
 class ProgramError(UserError, ValueError):
@@ -116,7 +112,9 @@ class Command:
             return _read(lines[-1]) if lines else None
 
     def _start(self, told: IO[bytes], said: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THIS_JOB)}
+        # A program may start ranks of its own; the shared secret, or the file that has it, is none of its business.
+        outside = outside_of_job(os.environ)
+        kept = {name: value for name, value in outside.items() if not name.startswith(TOKEN_VARIABLE)}
         access = {"OPENAI_BASE_URL": self._asked["base_url"], "OPENAI_API_KEY": self._asked["api_key"]}
         with self._lock:
             if self._is_closed:
