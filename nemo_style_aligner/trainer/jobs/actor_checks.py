@@ -124,6 +124,9 @@ def _rollout_ranks(view: JobView) -> Iterator[str]:
             f"{view.show(engine, trt_llm)} with {view.show(ROLLOUT_RANKS)}: ranks that only generate use the "
             f"embedded engine; set {engine}=embedded and {trt_llm}=False, or {ROLLOUT_RANKS}=0"
         )
+    kept, environment = "trainer.ppo.in_flight", "trainer.ppo.environment"
+    if view.get(staleness) and view.get(kept) in ("keep", "restart") and view.get(environment) is not None:
+        yield f"{view.show(kept, environment)}: an episode ends with the weights that it began with; set {kept}=wait"
     if view.get(unload):
         yield f"{view.show(unload, ROLLOUT_RANKS)}: training shares no memory with rollout ranks; leave it out"
 
