@@ -116,7 +116,7 @@ def run(workload: Workload, models: Models, args: argparse.Namespace, arrangemen
     if arrangement == "ahead":
         actor += ["trainer.ppo.staleness=1", "trainer.ppo.in_flight=wait"]
     if arrangement.startswith("in-flight"):
-        actor += [f"trainer.ppo.staleness={arrangement.split("-")[-1]}", "trainer.ppo.in_flight=keep"]
+        actor += [f"trainer.ppo.staleness={arrangement.rpartition('-')[2]}", "trainer.ppo.in_flight=keep"]
     return own_steps(
         workload,
         models,

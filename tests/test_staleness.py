@@ -120,6 +120,8 @@ def test_a_step_ahead_with_weights_that_stay_is_on_policy(
     expected, tensors = trained("together_lr0"), trained("stale_lr0")
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
+        if name.endswith(".versions"):
+            continue
         if tensor.is_floating_point():
             torch.testing.assert_close(tensors[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
         else:
