@@ -352,7 +352,8 @@ def test_experience_is_what_the_formulas_say() -> None:
 def test_a_rank_may_have_none_of_a_steps_samples() -> None:
     """Of fewer samples than data-parallel ranks."""
     made, none = step(), torch.empty(0)
-    batch = dataclasses.replace(made.rollouts, own=none.long(), tokens=none.int(), engine_logprobs=none)
+    flat = {"tokens": none.int(), "engine_logprobs": none, "weight_versions": none.int()}
+    batch = dataclasses.replace(made.rollouts, own=none.long(), **flat)
     columns = dict.fromkeys(made.columns, none)
     experience, metrics = make_experience(batch, made.scores, columns, SETTINGS, version=5)
     assert all(torch.equal(column, none) for column in experience.columns.values())
@@ -471,7 +472,7 @@ def test_a_step_takes_no_more_prompts_than_its_epoch_has(monkeypatch: pytest.Mon
     monkeypatch.setattr(ppo, "make_room", lambda: None)
     schedule: Any = SimpleNamespace(
         generate=lambda _, start, *__, **___: (starts.append(start), {}),
-        unload=lambda: None, start_ahead=lambda _, start, *__: starts.append(start),
+        unload=lambda: None, begin_ahead=lambda _, start, *__: starts.append(start),
     )  # fmt: skip
     monkeypatch.setattr(ppo, "schedule", schedule)
     end = 10

@@ -673,9 +673,9 @@ class GenerationSchedule:
         is_kept = {step: self._admissions is not None or of != version for step, of in self._versions.items()}
         rounds = [self._kept(step, round_) for step, round_ in sorted(self._rounds.items()) if is_kept[step]]
         state: dict[str, Any] = {"rounds": rounds, "under_way": None}
-        generator = self._collector.generator
-        if rounds and self._admissions is not None and isinstance(generator, RemoteGenerator):
-            samples = [vars(sample) for sample in generator.carried()]
+        if rounds and self._admissions is not None:
+            assert isinstance(self._collector.generator, RemoteGenerator)
+            samples = [vars(sample) for sample in self._collector.generator.carried()]
             state["under_way"] = {"samples": samples, "admissions": self._admissions.state_dict()}
         return state
 
