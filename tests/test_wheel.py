@@ -133,6 +133,11 @@ def test_every_script_that_trains_has_a_command() -> None:
     assert {script for script, _ in TRAINERS.values()} == {path.name for path in SCRIPTS.glob("train_*.py")}
 
 
+def test_the_newest_section_of_the_changelog_is_of_this_version() -> None:
+    headings = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[0] == __version__ and len(set(headings)) == len(headings)
+
+
 def test_jobs_run_from_any_folder(nsa: Nsa, data: Path) -> None:
     """Version and commit, a look at data, SFT, a plan: as with the scripts of a checkout."""
     assert nsa("--version").strip() == f"nsa, version {__version__} (0123456789ab)"

@@ -45,10 +45,11 @@ def main() -> None:
     parser.add_argument("--seed", type=seed_argument, default=1234)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--sft-steps", type=int, default=24, help="updates of 32 worked answers")
-    parser.add_argument("--steps", type=int, default=12, help="of GRPO: 16 questions, 8 responses to each")
+    parser.add_argument("--steps", type=int, default=12, help="of GRPO")
+    parser.add_argument("--questions", type=int, default=16, help="in each of them, with 8 responses to each")
     parser.add_argument("--test-questions", type=int, default=200, help="held out")
     args = parser.parse_args()
-    require_at_least(parser, args, 1, "sft_steps", "steps", "test_questions")
+    require_at_least(parser, args, 1, "sft_steps", "steps", "questions", "test_questions")
     data, model = find_data(args.data), find_smollm2()
     if model is None:
         raise SystemExit(f"the model is missing; install its package: {INSTALL_SMOLLM2}")
@@ -62,15 +63,16 @@ def main() -> None:
 
 def run_grpo(demo: Demo, args: argparse.Namespace, sft: Path, method: str) -> Path:
     data, log_dir = demo.directory / "data", demo.directory / method
-    rate = LORA_RATE if method == "grpo_lora" else RATE
-    with demo.stage(method, f"{TITLES[method]}, {args.steps} steps of 128 responses") as results:
+    rate, size = LORA_RATE if method == "grpo_lora" else RATE, 8 * args.questions
+    with demo.stage(method, f"{TITLES[method]}, {args.steps} steps of {size} responses") as results:
         demo.run(
             method, *python("train_gpt_ppo_actor.py"), *COMMON, f"pretrained_checkpoint.restore_from_path={sft}",
             data_prefix(data / "train_prompts.jsonl", data / "test_prompts.jsonl"),
-            "trainer.ppo.estimator=grpo", "trainer.ppo.num_rollouts_per_prompt=8", "model.ppo.num_rollout_samples=16",
+            "trainer.ppo.estimator=grpo", "trainer.ppo.num_rollouts_per_prompt=8",
+            f"model.ppo.num_rollout_samples={args.questions}",
             f"trainer.ppo.rewards=[{{name: right, source: exact_match}}, "
             f"{{name: marked, source: '{REWARDS}:marked', weight: 0.1}}]",
-            "trainer.ppo.initial_policy_kl_penalty=0.0", "model.global_batch_size=128", "model.micro_batch_size=8",
+            "trainer.ppo.initial_policy_kl_penalty=0.0", f"model.global_batch_size={size}", "model.micro_batch_size=8",
             "model.ppo.rollout_micro_batch_size=32", "trainer.ppo.generation.num_slots=64",
             f"model.ppo.length_params.max_length={RESPONSE_LENGTH}", f"trainer.ppo.max_steps={args.steps}",
             "trainer.ppo.val_check_interval=0", "trainer.ppo.save_interval=0", *METHODS[method],
