@@ -905,6 +905,12 @@ class ActorLoop(Updates):
     # [low, high]: responses whose ratio exp(mean over tokens of log(trainer's probability / engine's probability)) is
     # outside give no policy gradient; null: off.
     importance_sequence_bounds: list[float] | None = None
+    # The same for single tokens: outside, one gives no policy gradient.
+    importance_token_bounds: list[float] | None = None
+    # Around which weights the policy loss clips. step: those that the step starts from (decoupled PPO); sampling: those
+    # that sampled each token, as in PPO without staleness; both: a token that has left either range has no gradient.
+    trust_region: Literal["step", "sampling", "both"] = "step"
+    sampling_kl: Number = 0.0  # weight of a KL penalty, k3 in the loss, that keeps the policy near the one that sampled
 
     # How many of the job's ranks (the last of trainer.devices x trainer.num_nodes, but for those of critic and frozen
     # models) only generate, with the embedded engine; the others only train. 0: every rank does both.
