@@ -80,6 +80,20 @@ def required_keys(job: str) -> list[str]:
     return [key for key, field in fields_of_job(job).items() if field.must_be_given]
 
 
+_ARCHIVES = ("pretrained_checkpoint.restore_from_path", "model.restore_from_path", "rm_model_file")
+_DATA = ("model.data.data_prefix", "model.data.train_ds.file_path", "data.data.file_path")
+
+
+def archive_key(job: str) -> str:
+    """The key that names the model that a job starts from, or serves."""
+    return next(key for key in _ARCHIVES if key in fields_of_job(job))
+
+
+def data_key(job: str) -> str | None:
+    """The key that names a job's data; None if it reads none."""
+    return next((key for key in _DATA if key in fields_of_job(job)), None)
+
+
 def complete_config(cfg: DictConfig, job: str) -> DictConfig:
     """Lay ``cfg`` over the job's defaults: a config file of the user's own may leave keys out.
 

@@ -57,7 +57,8 @@ CLIPPED = ("ppo", "gspo")
 
 
 def _rollout_batches(view: JobView) -> Iterator[str]:
-    if not view.get(GLOBAL_BATCH) or view.responses % view.get(GLOBAL_BATCH) == 0:
+    batch = view.get(GLOBAL_BATCH)
+    if not batch or view.responses % batch == 0 or (view.responses < batch and not view.config.is_chosen(GLOBAL_BATCH)):
         return
     product = "" if view.responses == view.get(PROMPTS) else f": their product, {view.responses},"
     yield f"{view.shown_responses}{product} is not a multiple of {view.show(GLOBAL_BATCH)}; change one of them"
