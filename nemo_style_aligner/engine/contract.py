@@ -174,6 +174,10 @@ class GenerationResult:
     top-p and min-p (temperature 1 when greedy): the quantity the trainer computes for the same tokens, so
     the two can be compared. ``finish_reason`` is "stop" exactly if the end-of-sequence token or a
     stop string ended the response.
+
+    ``routes``, where an engine was asked to record them: the experts of each token but the last, which was no input, in
+    each layer that has any; base64 of unsigned integers [tokens - 1, layers, experts per token] of one byte each, or
+    of two where there are more than 256 experts.
     """
 
     request_id: int
@@ -182,6 +186,7 @@ class GenerationResult:
     logprobs: list[float]
     finish_reason: FinishReason
     weight_version: int
+    routes: str = ""
 
     @property
     def sampled(self) -> list[bool]:

@@ -106,6 +106,7 @@ class Experience:
                 tokens=rollouts.dealt(share, rollouts.tokens, rollouts.lengths),
                 sampled=rollouts.dealt(share, rollouts.sampled, rollouts.lengths),
                 engine_logprobs=rollouts.dealt(share, rollouts.engine_logprobs, sampled),
+                routes=rollouts.dealt_routes(share),
             ),
             self.learns,
             {name: rollouts.dealt(share, column, sampled) for name, column in self.columns.items()},
