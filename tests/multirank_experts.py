@@ -256,6 +256,9 @@ def of_critic() -> dict[str, Any]:
     config = {"optim": OPTIM, "sequence_parallel": True}
     build = functools.partial(build_model, architecture("softmax"), config, torch.float32, head=head)
     model, batching, generator = build(), MicroBatching(1, 24), torch.Generator().manual_seed(8)
+    weights = first_weights(model.architecture)
+    weights["score.weight"] = weights.pop("lm_head.weight")[:1]
+    import_weights(model, TensorSource(weights))
     frozen = FrozenWeights(model, "resident", functools.partial(build, trainable=False))
     critic = Critic(
         model, Optimizer(model, ADAM, Schedule(lr=LR, name="constant"), 1.0), head, training_batching=batching,

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from job_processes import ROOT, run
+from conftest import Artefacts
+from job_processes import ROOT, run, script
 from multirank_experts import JOB_LAYOUTS, KINDS, LAYOUTS, Layout, architecture, first_weights, kinds_of
 from multirank_preferences import BUILD
 from multirank_ragged import LOSSES, LR, global_batch
@@ -36,6 +37,7 @@ from nemo_style_aligner.trainer.models.routes import (
     disagreement,
     seen_by_all,
 )
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 Result = dict[str, Any]
 CASES = [
@@ -256,3 +258,68 @@ def test_the_balance_of_experts_is_a_loss_and_moves_of_biases(one_rank: None) ->
     assert other is not None
     other.load_state_dict(json.loads(json.dumps(balance.state_dict())))
     assert torch.equal(other.fractions, balance.fractions)
+
+
+# ---- jobs, as users start them --------------------------------------------------------------------
+
+SHARED = ("trainer.precision=32", "model.encoder_seq_length=64", "model.sequence_parallel=True")
+FOUR = ("trainer.devices=4", "model.tensor_model_parallel_size=2", "model.expert_model_parallel_size=2")
+FOUR += ("model.expert_tensor_parallel_size=1",)
+REWARD = "def ones(prompt, response, line):\n    return response.count('1') / max(len(response), 4)\n"
+
+
+def base_model(artefacts: Artefacts, folder: Path, *options: str) -> Path:
+    path = folder / "base.nemo"
+    sizes = ("--max-length", "64", "--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", *options)
+    run(
+        script("init_gpt.py", "--tokenizer", str(artefacts.folder / "tokenizer"), "--output", str(path), *sizes),
+        folder / "init.log",
+    )
+    return path
+
+
+def job(name: str, folder: Path, *flags: str) -> tuple[Path, dict[str, list[tuple[int, float]]]]:
+    """Run a script; the archive that it leaves, and what it has logged."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run(script(name, *SHARED, *flags, f"exp_manager.explicit_log_dir={folder / 'log'}"), folder / "job.log", 300.0)
+    return next((folder / "log" / "checkpoints").glob("*.nemo")), read_metrics(folder / "log")
+
+
+def sft(artefacts: Artefacts, base: Path, folder: Path, *flags: str) -> tuple[Path, Any]:
+    files = (f"model.data.train_ds.file_path={artefacts.data('train_sft')}", f"model.restore_from_path={base}")
+    sizes = ("model.data.train_ds.global_batch_size=16", "model.data.train_ds.micro_batch_size=8")
+    return job("train_gpt_sft.py", folder, *files, *sizes, "model.optim.lr=3e-3", *flags)
+
+
+def grpo(artefacts: Artefacts, policy: Path, folder: Path, *flags: str) -> tuple[Path, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rewards.py").write_text(REWARD)
+    sizes = ("model.global_batch_size=32", "model.micro_batch_size=8", "model.ppo.num_rollout_samples=8")
+    sizes += ("model.ppo.num_val_samples=4", "model.ppo.rollout_micro_batch_size=8", "trainer.ppo.save_interval=0")
+    sizes += ("model.ppo.length_params.max_length=8", "trainer.ppo.num_rollouts_per_prompt=4")
+    named = (f"trainer.ppo.rewards=[{{source: '{folder}/rewards.py:ones'}}]", "trainer.ppo.estimator=grpo")
+    start = (f"pretrained_checkpoint.restore_from_path={policy}", artefacts.data_prefix("prompts"))
+    return job("train_gpt_ppo_actor.py", folder, *start, *named, *sizes, *flags)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_mixture_learns_from_scratch_as_a_dense_model_does(artefacts: Artefacts, tmp_path: Path) -> None:
+    """SFT and GRPO, of the mixture on four ranks, with an auxiliary loss and the engine's routes."""
+    gains = {}
+    for kind, options, ranks in (("dense", (), ()), ("mixture", ("--num-experts", "4", "--expert-size", "48"), FOUR)):
+        folder = tmp_path / kind
+        base = base_model(artefacts, folder, *options)
+        of_sft = ("model.moe_aux_loss_coeff=0.01",) if options else ()
+        tuned, losses = sft(artefacts, base, folder / "sft", *ranks, *of_sft, "trainer.sft.max_steps=40")
+        assert losses["train/loss"][-1][1] < 0.7 * losses["train/loss"][0][1]
+        of_grpo = ("trainer.ppo.replay_routes=True",) if options else ()
+        keys = ("trainer.ppo.max_steps=15", "trainer.ppo.val_check_interval=0", "model.optim.lr=2e-3")
+        _, curves = grpo(artefacts, tuned, folder / "grpo", *ranks, *of_grpo, *keys)
+        rewards = [value for _, value in curves["train_rollouts/rewards"]]
+        gains[kind] = sum(rewards[-3:]) / 3 - rewards[0]
+        if options:
+            assert {value for _, value in curves["train_rollouts/routing_disagreement"]} == {0.0}
+            assert max(value for _, value in losses["train/dead_experts"]) < 1
+    assert gains["dense"] > 0.2 and gains["mixture"] > 0.2, gains

@@ -120,8 +120,9 @@ class TorchStep(ModelStep):
                 return self._graphs.run(step)
             batch = self._batch(step)
             logits = self._model.forward(batch)
-            for layer, chosen in batch.routes.items() if step.routes is not None else ():
-                step.routes[:, layer] = chosen.cpu().numpy()
+            if step.routes is not None:
+                for layer, chosen in batch.routes.items():
+                    step.routes[:, layer] = chosen.cpu().numpy()
             return logits
 
     def clear_pages(self) -> None:
