@@ -48,6 +48,8 @@ _ONE_UPDATE = ("model.global_batch_size=256",)
 _NEVER = ("model.keep_activations=never",)
 _BF16 = ("trainer.precision=bf16",)
 _AHEAD = ("trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1")
+_OF_STEP = ("trainer.ppo.trust_region=step", "trainer.ppo.importance_weight_cap=2")
+_OF_SAMPLING = ("trainer.ppo.trust_region=sampling", "trainer.ppo.importance_weight_cap=null")
 VARIANTS = {
     "default": Variant("the demo as it is"),
     "unpacked": Variant(
@@ -74,15 +76,33 @@ VARIANTS = {
     ),
     "kept-bf16": Variant("kept, in bf16", (*_ONE_UPDATE, *_BF16), (*_ONE_UPDATE, *_BF16)),
     "ahead": Variant(
-        "rollouts made by a rank of its own while the step before trains, importance weights up to 2",
-        _AHEAD,
+        "rollouts a step old, made by a rank of its own: clipped around the step's weights, importance weights up to 2",
+        (*_AHEAD, *_OF_STEP),
     ),
+    "ahead-sampling": Variant("clipped around the weights that sampled instead", (*_AHEAD, *_OF_SAMPLING)),
     "ahead-engine": Variant(
-        "the same with PPO's ratio to the weights that generated in place of importance weights",
+        "the same, with the engine's log-probs as the policy's",
         (*_AHEAD, "trainer.ppo.policy_logprobs=engine", "trainer.ppo.importance_weight_cap=null"),
     ),
+    "ahead-both": Variant("ahead, clipped around both", (*_AHEAD, *_OF_STEP, "trainer.ppo.trust_region=both")),
+    "ahead-tokens": Variant(
+        "ahead, without tokens whose ratio is beyond [0.5, 2]",
+        (*_AHEAD, *_OF_STEP, "trainer.ppo.importance_token_bounds=[0.5,2]"),
+    ),
+    "ahead-sequences": Variant(
+        "ahead, without responses whose mean ratio is beyond [0.9, 1.1]",
+        (*_AHEAD, *_OF_STEP, "trainer.ppo.importance_sequence_bounds=[0.9,1.1]"),
+    ),
+    "ahead-kl": Variant(
+        "ahead-sampling, with a KL penalty of 0.1 towards what sampled",
+        (*_AHEAD, *_OF_SAMPLING, "trainer.ppo.sampling_kl=0.1"),
+    ),
+    "ahead-tight": Variant(
+        "ahead-sampling, with half the clip range", (*_AHEAD, *_OF_SAMPLING, "model.ppo.ratio_eps=0.1")
+    ),
     "ahead-half-rate": Variant(
-        "the same with half the learning rate", (*_AHEAD, "model.optim.lr=5e-5", "model.optim.sched.min_lr=2.5e-5")
+        "ahead, with half the learning rate",
+        (*_AHEAD, *_OF_STEP, "model.optim.lr=5e-5", "model.optim.sched.min_lr=2.5e-5"),
     ),
 }
 

@@ -69,6 +69,7 @@ class Batch:
     lengths: torch.Tensor
     given: LossInput
     weights: torch.Tensor
+    sampling: torch.Tensor
     reference: torch.Tensor
     entropy: torch.Tensor
 
@@ -76,11 +77,11 @@ class Batch:
     def random(cls, seed: int = 0) -> Batch:
         lengths = torch.tensor([3, 1, 5, 2])
         generator = torch.Generator().manual_seed(seed)
-        new, old, advantages, weights, reference, entropy = 0.7 * torch.randn(
-            6, int(lengths.sum()), dtype=torch.float64, generator=generator
+        new, old, advantages, weights, sampling, reference, entropy = 0.7 * torch.randn(
+            7, int(lengths.sum()), dtype=torch.float64, generator=generator
         )
         given = LossInput(new - 2, old - 2, advantages, lengths)
-        return cls(lengths, given, weights.exp(), reference - 2, entropy.exp())
+        return cls(lengths, given, weights.exp(), sampling - 2, reference - 2, entropy.exp())
 
     def objective(self, settings: LossSettings) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Of all responses, with all that may be in a loss."""
@@ -88,6 +89,7 @@ class Batch:
             self.given,
             settings,
             importance_weights=self.weights,
+            sampling_logprobs=self.sampling,
             reference_logprobs=self.reference,
             entropy=self.entropy,
         )
@@ -100,15 +102,22 @@ class Batch:
             *(x[some] for x in (self.given.logprobs, self.given.old_logprobs, self.given.advantages)),
             self.lengths[begin:end],
         )
-        return Batch(given.lengths, given, *(x[some] for x in (self.weights, self.reference, self.entropy)))
+        return Batch(
+            given.lengths, given, *(x[some] for x in (self.weights, self.sampling, self.reference, self.entropy))
+        )
 
 
 def by_hand(batch: Batch, settings: LossSettings) -> float:
     """The mean loss, number by number."""
     sequences = []
     columns = (batch.given.logprobs, batch.given.old_logprobs, batch.given.advantages)
-    columns = tuple(x.split(batch.lengths.tolist()) for x in (*columns, batch.weights, batch.reference, batch.entropy))
-    for new, old, advantages, weights, reference, entropy in zip(*columns, strict=True):
+    columns = tuple(
+        x.split(batch.lengths.tolist())
+        for x in (*columns, batch.weights, batch.sampling, batch.reference, batch.entropy)
+    )
+    for new, old, advantages, weights, sampling, reference, entropy in zip(*columns, strict=True):
+        if settings.trust_region == "sampling":
+            old = sampling
         mean_log_ratio = sum((new - old).tolist()) / len(new)
         tokens = []
         for t in range(len(new)):
@@ -124,9 +133,17 @@ def by_hand(batch: Batch, settings: LossSettings) -> float:
             }[str(settings.policy_loss)]
             if settings.dual_clip is not None and a < 0:
                 loss = min(loss, -a * settings.dual_clip)
+            has_moved = math.exp(new[t] - sampling[t]) - 1
+            if settings.trust_region == "both" and (
+                (a > 0 and has_moved > settings.clip_high) or (a < 0 and has_moved < -settings.clip_low)
+            ):
+                loss = 0.0
+            difference = (sampling[t] - new[t]).item()
+            near = math.exp(difference) - 1 - difference
+            loss = weights[t].item() * loss + settings.sampling_kl * near
             difference = (new[t] - reference[t]).item()
             kl = {"k1": difference, "k2": difference**2 / 2, "k3": math.exp(-difference) - 1 + difference}
-            loss = weights[t].item() * loss + settings.kl_coef * kl[settings.kl_estimator]
+            loss += settings.kl_coef * kl[settings.kl_estimator]
             tokens.append(loss - settings.entropy_bonus * entropy[t].item())
         sequences.append(tokens)
     if settings.aggregation == "token_mean":
@@ -146,6 +163,8 @@ def by_hand(batch: Batch, settings: LossSettings) -> float:
         {"kl_coef": 0.3, "kl_estimator": "k1"},
         {"kl_coef": 0.3, "kl_estimator": "k2"},
         {"kl_coef": 0.3, "entropy_bonus": 0.1},
+        {"trust_region": "sampling"},
+        {"trust_region": "both", "sampling_kl": 0.3},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )

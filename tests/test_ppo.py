@@ -77,6 +77,9 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.policy_logprobs": ("engine", {}),
     "trainer.ppo.importance_weight_cap": (2.5, {"advantages.importance_weight_cap": 2.5}),
     "trainer.ppo.importance_sequence_bounds": ([0.5, 1.5], {"advantages.importance_sequence_bounds": [0.5, 1.5]}),
+    "trainer.ppo.importance_token_bounds": ([0.5, 1.5], {"advantages.importance_token_bounds": [0.5, 1.5]}),
+    "trainer.ppo.trust_region": ("both", {"loss.trust_region": "both"}),
+    "trainer.ppo.sampling_kl": (0.3, {"loss.sampling_kl": 0.3}),
     "trainer.ppo.staleness": (1, {"ppo.staleness": 1, "advantages.importance_weight_cap": 2.0}),
     "trainer.ppo.reference_policy_placement": ("swap", {"actor.has_both_policies": False, "actor.keeps_passes": False}),
     "trainer.ppo.num_table_rows": (3, {"ppo.num_table_rows": 3}),
@@ -125,7 +128,7 @@ SECTIONS = ("trainer.ppo", "model.ppo", "model.optim")
 OF_ADVANTAGES = ("estimator", "kl_coef", "whitens", "max_length")
 OF_FORMULAS = (
     *("kl_clamp", "discount_factor", "gae_lambda", "advantage_whitening_unbiased", "mask_truncated"),
-    *("importance_weight_cap", "importance_sequence_bounds"),
+    *("importance_weight_cap", "importance_sequence_bounds", "importance_token_bounds"),
 )
 OF_A_STEP = ("critic_warmup_steps", "num_ppo_epochs", "top_n_rollouts", "save_samples", "num_table_rows", "staleness")
 # Keys of these sections that others read: the launcher, the engines, the prompts, the model, the optimizer on a GPU.
@@ -252,6 +255,7 @@ def test_experience_is_what_the_formulas_say() -> None:
         kl_clamp=0.3,
         importance_weight_cap=1.2,
         importance_sequence_bounds=[0.9, 1.2],
+        importance_token_bounds=[0.6, 1.8],
     )
     batch, columns = made.rollouts, made.columns
     experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)
@@ -283,7 +287,9 @@ def test_experience_is_what_the_formulas_say() -> None:
     in_loss = advantages[kept]
     assert 1 < len(in_loss) < sum(lengths[i] for i in responses if batch.ended[i])
     torch.testing.assert_close(experience.columns["returns"], returns)
-    weights = log_ratios.exp().clamp(max=1.2)
+    outside = (log_ratios.exp() < 0.6) | (log_ratios.exp() > 1.8)
+    assert (log_ratios.exp()[outside] < 1).any() and (log_ratios.exp()[outside] > 1).any()
+    weights = log_ratios.exp().clamp(max=1.2).masked_fill(outside, 0)
     torch.testing.assert_close(experience.columns["importance_weights"], weights)
     whitened = (in_loss - in_loss.mean()) / in_loss.std()
     torch.testing.assert_close(experience.columns["advantages"][kept], whitened)
@@ -299,6 +305,7 @@ def test_experience_is_what_the_formulas_say() -> None:
         "importance_truncated": (log_ratios.exp() > 1.2)[kept].float().mean().item(),
         "importance_weights": used.mean().item(),
         "importance_effective_share": (used.sum() ** 2 / (len(used) * used.square().sum())).item(),
+        "importance_masked_tokens": outside[kept].float().mean().item(),
         "importance_masked_sequences": ((ratios > 1.2) | (ratios < 0.9)).float().mean().item(),
         "engine_kl": (log_ratios.exp() - 1 - log_ratios).mean().item(),
         "engine_logprob_gap_mean": log_ratios.abs().mean().item(),
@@ -317,13 +324,18 @@ def test_experience_is_what_the_formulas_say() -> None:
     settings = dataclasses.replace(
         settings,
         ppo=settings.ppo.replaced(
-            normalize_advantages=False, importance_weight_cap=None, importance_sequence_bounds=None
+            normalize_advantages=False,
+            importance_weight_cap=None,
+            importance_sequence_bounds=None,
+            importance_token_bounds=None,
+            trust_region="both",
         ),
     )
     experience, metrics = make_experience(batch, made.scores, columns, settings, version=5)
     torch.testing.assert_close(experience.columns["advantages"], advantages)
     weights = experience.columns["importance_weights"]
     assert torch.all(weights == 1) and not any("importance" in name for name in metrics)
+    assert torch.equal(experience.columns["engine_logprobs"], batch.engine_logprobs)
 
 
 def test_a_rank_may_have_none_of_a_steps_samples() -> None:

@@ -911,6 +911,12 @@ class ActorLoop(Updates):
     # [low, high]: responses whose ratio exp(mean over tokens of log(trainer's probability / engine's probability)) is
     # outside give no policy gradient; null: off.
     importance_sequence_bounds: list[float] | None = None
+    # The same for single tokens: outside, one gives no policy gradient.
+    importance_token_bounds: list[float] | None = None
+    # Around which weights the policy loss clips. step: those that the step starts from (decoupled PPO); sampling: those
+    # that sampled each token, as in PPO without staleness; both: a token that has left either range has no gradient.
+    trust_region: Literal["step", "sampling", "both"] = "step"
+    sampling_kl: Number = 0.0  # weight of a KL penalty, k3 in the loss, that keeps the policy near the one that sampled
     # With experts: compute the policy with those that the engine has chosen for each token, in log-probs and updates;
     # its routers learn all the same (R3, arXiv:2510.11370). False: as its own routers choose; metric
     # routing_disagreement says how often that is otherwise.

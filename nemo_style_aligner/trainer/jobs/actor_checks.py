@@ -129,17 +129,18 @@ def _rollout_ranks(view: JobView) -> Iterator[str]:
 
 
 def _importance(view: JobView) -> Iterator[str]:
-    key = "trainer.ppo.importance_sequence_bounds"
-    bounds = view.get(key)
-    if bounds is not None and (len(bounds) != 2 or not 0 <= bounds[0] < bounds[1]):
-        yield f"{key}={bounds}: give two numbers, a lower bound of at least 0 and an upper bound above it"
+    for key in ("trainer.ppo.importance_sequence_bounds", "trainer.ppo.importance_token_bounds"):
+        bounds = view.get(key)
+        if bounds is not None and (len(bounds) != 2 or not 0 <= bounds[0] < bounds[1]):
+            yield f"{key}={bounds}: give two numbers, a lower bound of at least 0 and an upper bound above it"
 
 
 def _policy_logprobs(view: JobView) -> Iterator[str]:
     key, ppo = "trainer.ppo.policy_logprobs", "trainer.ppo"
     if view.get(key) != "engine":
         return
-    corrections = [f"{ppo}.{name}" for name in ("importance_weight_cap", "importance_sequence_bounds")]
+    ratios = ("importance_weight_cap", "importance_sequence_bounds", "importance_token_bounds")
+    corrections = [f"{ppo}.{name}" for name in ratios]
     if asked := [name for name in corrections if view.get(name) is not None]:
         yield (
             f"{view.show(key, *asked)}: without the trainer's log-probs there are no importance ratios; choose "

@@ -213,4 +213,6 @@ def loss_settings(ppo: ActorLoop, policy: Policy) -> LossSettings:
         kl_estimator=kl_estimator(ppo),
         kl_clamp=ppo.kl_clamp,
         entropy_bonus=policy.entropy_bonus,
+        trust_region=ppo.trust_region,
+        sampling_kl=ppo.sampling_kl,
     )

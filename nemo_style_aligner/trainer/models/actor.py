@@ -120,14 +120,15 @@ class Actor:
 
         Args:
             batch: with columns ``old_logprobs``, ``advantages``; ``importance_weights`` unless all are 1;
-                ``reference_logprobs`` where the KL penalty is in the loss; ``response_lengths`` and
-                ``response_ends`` where some responses are several rows (`policy_objective`).
+                ``engine_logprobs`` where the loss `needs_sampling`; ``reference_logprobs`` where the KL penalty is in
+                the loss; ``response_lengths`` and ``response_ends`` where some responses are several rows
+                (`policy_objective`).
             origin: names the samples in the log or in the error, should the update be skipped or fail.
 
         Returns:
             ``loss``; global means over tokens: ``ppo_ratio``, ``ppo_ratio_clamped``, ``clip_fraction``,
-            ``approximate_kl``, ``scaled_entropy``, ``kl_loss`` where it is in the loss, and what a user's own loss
-            reports; ``padding_efficiency``, ``dp_balance`` and `load_metrics` (see `train_step`); and what
+            ``approximate_kl``, ``scaled_entropy``, what `policy_objective` names beside them, and what a user's
+            own loss reports; ``padding_efficiency``, ``dp_balance`` and `load_metrics` (see `train_step`); and what
             `Optimizer.step` returns.
         """
         self.model.module.train()
@@ -146,6 +147,7 @@ class Actor:
             LossInput(logprobs, columns["old_logprobs"], columns["advantages"], batch.sampled_lengths),
             self.loss,
             importance_weights=columns.get("importance_weights"),
+            sampling_logprobs=columns.get("engine_logprobs"),
             reference_logprobs=columns.get("reference_logprobs"),
             entropy=entropy,
             responses=(columns["response_lengths"], columns["response_ends"]) if "response_ends" in columns else None,

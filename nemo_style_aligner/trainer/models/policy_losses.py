@@ -20,11 +20,13 @@ from nemo_style_aligner.trainer.models.functional import kl_penalty, segment_mea
 
 _TAKEN = {
     *("loss", "num_items", "num_tokens", "approximate_kl", "kl_loss", "scaled_entropy", "padding_efficiency"),
+    *("sampling_kl_loss", "beyond_sampling"),
     *("dp_balance", "grad_norm", "lr", "skipped_updates", "optim_step"),
 }
 """Names of what is logged with any policy loss."""
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
+TrustRegion = Literal["step", "sampling", "both"]
 
 
 class PolicyLossError(UserError, ValueError):
@@ -78,6 +80,9 @@ class LossSettings:
         kl_coef: weight of the KL penalty in the loss; 0: none [initial_policy_kl_penalty, with kl_in=loss].
         kl_estimator, kl_clamp: see `functional.kl_penalty` [kl_estimator, kl_clamp].
         entropy_bonus: weight of the entropy, which the loss is lowered by [model.ppo.entropy_bonus].
+        trust_region: the weights that the clip range is around: those that the step starts from, those that sampled
+            each token, or both [trust_region].
+        sampling_kl: weight of the KL penalty that keeps the policy near the one that sampled; 0: none [sampling_kl].
 
     Raises:
         ValueError: a name is not known, or a number out of range.
@@ -94,6 +99,8 @@ class LossSettings:
     kl_estimator: KLEstimator = "k3"
     kl_clamp: float | None = None
     entropy_bonus: float = 0.0
+    trust_region: TrustRegion = "step"
+    sampling_kl: float = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.policy_loss, str) and self.policy_loss not in LOSSES:
@@ -102,6 +109,11 @@ class LossSettings:
             )
         if self.aggregation == "sequence_sum" and not (self.constant_length or 0) > 0:
             raise ValueError("loss_aggregation=sequence_sum divides by a length, which must be positive")
+
+    @property
+    def needs_sampling(self) -> bool:
+        """Whether the loss depends on the log-probs of the weights that sampled."""
+        return self.trust_region != "step" or self.sampling_kl != 0
 
     @property
     def function(self) -> PolicyLoss:
@@ -198,6 +210,7 @@ def policy_objective(
     settings: LossSettings,
     *,
     importance_weights: torch.Tensor | None = None,
+    sampling_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
     responses: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -207,6 +220,7 @@ def policy_objective(
     Args:
         given: at least one token for each sequence.
         importance_weights: fp32 [k], of the tokens' policy loss; None: all 1.
+        sampling_logprobs: fp32 [k], of the weights that sampled each token; where the settings `needs_sampling`.
         reference_logprobs: fp32 [k], where ``settings.kl_coef`` is not 0.
         entropy: fp32 [k], where ``settings.entropy_bonus`` is not 0.
         responses: where some responses are several sequences: fp32 [k] each, how many tokens the response of each
@@ -215,15 +229,25 @@ def policy_objective(
     Returns:
         The weighted sum of the tokens' losses; what it is to be divided by, summed over all micro batches and ranks
         (tokens, or sequences); and sums over tokens: ``num_tokens``, ``approximate_kl`` (the k3 estimate of KL(old
-        policy || new policy)), ``scaled_entropy`` (0 without a bonus), ``kl_loss`` (the KL penalty before its
-        coefficient, where there is one), and the policy loss's statistics.
+        policy || new policy)), ``scaled_entropy`` (0 without a bonus), ``kl_loss`` and ``sampling_kl_loss`` (KL
+        penalties before their coefficients, where there are any), ``beyond_sampling`` (tokens without gradient, as they
+        are out of the trust region of the weights that sampled, where ``both`` count), and the policy loss's
+        statistics.
 
     Raises:
         PolicyLossError: the policy loss, one of the user's, returned something else than a loss for each token.
     """
+    if settings.trust_region == "sampling":
+        assert sampling_logprobs is not None
+        given = dataclasses.replace(given, old_logprobs=sampling_logprobs)
     losses, statistics = _checked(settings.function(given, settings), given, settings)
     if importance_weights is not None:
         losses = losses * importance_weights
+    if settings.trust_region == "both":
+        assert sampling_logprobs is not None
+        beyond = _is_beyond(given, sampling_logprobs, settings)
+        losses = losses.masked_fill(beyond, 0.0)
+        statistics = statistics | {"beyond_sampling": beyond.to(losses.dtype)}
     log_ratio = given.log_ratio.detach()
     statistics = statistics | {"approximate_kl": torch.expm1(log_ratio) - log_ratio}
     if settings.kl_coef:
@@ -231,6 +255,11 @@ def policy_objective(
         kl = kl_penalty(given.logprobs, reference_logprobs, settings.kl_estimator, settings.kl_clamp)
         losses = losses + settings.kl_coef * kl
         statistics["kl_loss"] = kl.detach()
+    if settings.sampling_kl:
+        assert sampling_logprobs is not None
+        kl = kl_penalty(given.logprobs, sampling_logprobs, "k3")
+        losses = losses + settings.sampling_kl * kl
+        statistics["sampling_kl_loss"] = kl.detach()
     statistics["scaled_entropy"] = torch.zeros_like(log_ratio)
     if settings.entropy_bonus:
         assert entropy is not None
@@ -249,6 +278,13 @@ def policy_objective(
             of_sequences = 1.0 / lengths.double()
     weights = moved(of_sequences.to(losses.dtype), losses.device)
     return (losses * weights).sum(), num_sequences, sums
+
+
+def _is_beyond(given: LossInput, sampling_logprobs: torch.Tensor, settings: LossSettings) -> torch.Tensor:
+    """Which tokens have left the clip range around the weights that sampled them, in the way their advantage pulls."""
+    ratio = (given.logprobs.detach() - sampling_logprobs).exp()
+    high, low = ratio > 1.0 + settings.clip_high, ratio < 1.0 - settings.clip_low
+    return torch.where(given.advantages > 0, high, low)
 
 
 def _checked(returned: Any, given: LossInput, settings: LossSettings) -> tuple[torch.Tensor, Statistics]:

@@ -66,7 +66,8 @@ class Experience:
         learns: bool [N], samples of the policy's loss: those that count, without truncated responses
             (`mask_truncated`) and sequences outside `importance_sequence_bounds`.
         columns: fp32 [R] each. ``old_logprobs``: the policy's, the trainer's or the engine's (`policy_logprobs`);
-            ``advantages``; ``importance_weights``; ``reference_logprobs`` where there is a KL penalty,
+            ``advantages``; ``importance_weights``; ``engine_logprobs`` where the loss needs them;
+            ``reference_logprobs`` where there is a KL penalty,
             ``teacher_logprobs`` where there is a teacher; ``values`` and ``returns`` where the estimator needs values.
     """
 
@@ -266,6 +267,8 @@ def make_experience(
         advantages, of_teacher = toward_teacher(rollouts, advantages, columns, ppo.teacher.weight)
         metrics |= of_teacher
     made = {**columns, "advantages": advantages, "importance_weights": weights}
+    if ppo.trust_region != "step" or ppo.sampling_kl:
+        made["engine_logprobs"] = rollouts.engine_logprobs
     return Experience(rollouts, learns, made if returns is None else made | {"returns": returns}), metrics
 
 
@@ -365,11 +368,19 @@ def _importance(
     if settings.ppo.importance_weight_cap is not None:
         # The cap is applied before the exponential, which therefore cannot overflow.
         weights = log_ratios.clamp(max=math.log(settings.ppo.importance_weight_cap)).exp()
+    if settings.ppo.importance_token_bounds is not None:
+        weights = weights.masked_fill(_is_outside(log_ratios, settings.ppo.importance_token_bounds), 0.0)
     if settings.ppo.importance_sequence_bounds is not None:
         low, high = settings.ppo.importance_sequence_bounds
         ratios = (rollouts.sums(log_ratios) / rollouts.sampled_lengths).exp()
         trusted = (ratios >= low) & (ratios <= high)
     return weights, trusted
+
+
+def _is_outside(log_ratios: torch.Tensor, bounds: Sequence[float]) -> torch.Tensor:
+    """Which tokens' ratios are outside of ``[low, high]``; bool [R]."""
+    ratios, (low, high) = log_ratios.exp(), bounds
+    return (ratios < low) | (ratios > high)
 
 
 def _importance_metrics(
@@ -394,6 +405,9 @@ def _importance_metrics(
         ).item()
     if settings.ppo.importance_sequence_bounds is not None:
         metrics["importance_masked_sequences"] = 1.0 - trusted.double().mean().item()
+    if settings.ppo.importance_token_bounds is not None:
+        outside = _is_outside(logprobs - rollouts.engine_logprobs, settings.ppo.importance_token_bounds)
+        metrics["importance_masked_tokens"] = _token_mean(rollouts, outside, learns).item()
     return metrics
 
 

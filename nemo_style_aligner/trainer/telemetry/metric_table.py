@@ -164,6 +164,11 @@ METRICS = (
     Metric("train_optim/ppo_ratio_clamped", "Ratio, clipped", "", "The same after clipping.", STABLE),
     Metric("train_optim/kl_loss", "KL in the loss", "nats per token", "KL penalty as a term of the loss, before its "
            "coefficient.", STABLE, high=0.5, above=_DRIFTS),
+    Metric("train_optim/sampling_kl_loss", "KL to what sampled", "nats per token", "That of trainer.ppo.sampling_kl, "
+           "before its coefficient.", STABLE, high=0.5, above=_STEEP),
+    Metric("train_optim/beyond_sampling", "Beyond what sampled", "share", "Tokens without gradient, as they have left "
+           "the clip range around the weights that sampled them (trainer.ppo.trust_region=both).", STABLE, high=0.3,
+           above=_STEEP),
     Metric("train_optim/scaled_entropy", "Entropy bonus", "nats per token", "Entropy times its coefficient; 0 where "
            "there is no bonus.", STABLE),
     Metric("*_rollouts/advantages_mean", "Advantages, mean", "", "Over tokens, before whitening.", STABLE),
@@ -193,6 +198,8 @@ METRICS = (
            "the importance weights over the number of tokens.", STABLE, low=0.5, below=_GAP, goal="up"),
     Metric("*_rollouts/importance_masked_sequences", "Sequences left out", "share", "Sequences outside of "
            "importance_sequence_bounds.", STABLE, high=0.2, above=_GAP),
+    Metric("*_rollouts/importance_masked_tokens", "Tokens left out", "share", "Tokens outside of "
+           "importance_token_bounds.", STABLE, high=0.2, above=_GAP),
     Metric("*_rollouts/staleness_mean", "Age of weights, mean", "updates", "Updates made since the weights that "
            "generated.", STABLE),
     Metric("*_rollouts/staleness_max", "Age of weights, largest", "updates", "The same, of the oldest sample.", STABLE),
