@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,6 +164,7 @@ class EmbeddedEngine(GenerationEngine):
         *,
         num_top: int | None = None,
         scores_prompt: bool = False,
+        begun: tuple[Sequence[int], Sequence[float]] = ((), ()),
     ) -> Task:
         """A request for `serve`; for the arguments see `Task`. Any thread may call this.
 
@@ -179,6 +180,7 @@ class EmbeddedEngine(GenerationEngine):
             stop=self._stop_condition(sampling),
             num_top=num_top,
             scores_prompt=scores_prompt,
+            begun=begun,
         )
 
     def serve(

@@ -928,10 +928,14 @@ class ActorLoop(Updates):
     # How many of the job's ranks (after those that train and those that generate) have the critic of the section
     # critic, with a layout of its own. 0: there are none.
     critic_devices: Free[CountFrom0] = 0
-    # 0: each step trains on rollouts of its current weights. 1: a step's rollouts are generated while the step before
-    # trains, with the weights that the latter started from. This needs rollout_devices, and a lower learning rate than
-    # 0: the largest stable one is about half (docs/performance.md, Learning).
-    staleness: Literal[0, 1] = 0
+    # 0: each step trains on rollouts of its current weights. k: a step's rollouts are generated with the weights from
+    # which the k-th step before it started, while that one and those after it train. This needs rollout_devices, and
+    # costs learning (docs/performance.md, Learning): take the smallest that keeps the ranks busy, which is usually 1.
+    staleness: CountFrom0 = 0
+    # With staleness, what becomes of responses that are under way when weights are replaced. wait: they are finished
+    # first, so that a step lasts as long as its longest response. keep: a step takes the first groups to finish, and
+    # the others go on with the new weights. restart: they begin again. null: keep, but wait with an environment.
+    in_flight: Literal["keep", "restart", "wait"] | None = None
 
     # Where the initial policy's weights are kept while not in use: `swap` has one set of weights on the device and the
     # other on the CPU, `resident` has both on the device. auto: resident on a CPU, and on a GPU if the weights of a

@@ -57,7 +57,8 @@ CLIPPED = ("ppo", "gspo")
 
 
 def _rollout_batches(view: JobView) -> Iterator[str]:
-    if not view.get(GLOBAL_BATCH) or view.responses % view.get(GLOBAL_BATCH) == 0:
+    batch = view.get(GLOBAL_BATCH)
+    if not batch or view.responses % batch == 0 or (view.responses < batch and not view.config.is_chosen(GLOBAL_BATCH)):
         return
     product = "" if view.responses == view.get(PROMPTS) else f": their product, {view.responses},"
     yield f"{view.shown_responses}{product} is not a multiple of {view.show(GLOBAL_BATCH)}; change one of them"
@@ -124,6 +125,9 @@ def _rollout_ranks(view: JobView) -> Iterator[str]:
             f"{view.show(engine, trt_llm)} with {view.show(ROLLOUT_RANKS)}: ranks that only generate use the "
             f"embedded engine; set {engine}=embedded and {trt_llm}=False, or {ROLLOUT_RANKS}=0"
         )
+    kept, environment = "trainer.ppo.in_flight", "trainer.ppo.environment"
+    if view.get(staleness) and view.get(kept) in ("keep", "restart") and view.get(environment) is not None:
+        yield f"{view.show(kept, environment)}: an episode ends with the weights that it began with; set {kept}=wait"
     if view.get(unload):
         yield f"{view.show(unload, ROLLOUT_RANKS)}: training shares no memory with rollout ranks; leave it out"
 
@@ -233,6 +237,13 @@ def _replayed_routes(view: JobView) -> Iterator[str]:
         return
     if view.architecture is not None and view.architecture.experts is None:
         yield f"{view.show(key)}: the model has no experts; leave it out"
+    flight, staleness = "trainer.ppo.in_flight", "trainer.ppo.staleness"
+    keeps = view.get(flight) or ("wait" if view.get("trainer.ppo.environment") else "keep")
+    if view.get(staleness) and keeps == "keep":
+        yield (
+            f"{view.show(key, staleness, flight)}: a response that goes on with new weights has been computed with the "
+            f"experts of both; choose {flight}=restart or wait"
+        )
     if view.get(engine) == "trtllm" or view.get(enable):
         yield f"{view.show(key, engine, enable)}: TensorRT-LLM does not tell its routes; choose engine=embedded"
 

@@ -98,8 +98,8 @@ class RLTrainer(TrainingLoop):
             actor.model,
             timer,
             settings.seed,
-            staleness=settings.ppo.staleness,
-            unload_engine=settings.ppo.trt_llm.unload_engine_train,
+            settings.ppo,
+            last_step=lambda: self.settings.max_steps - 1,
             history=lambda: self.history,
         )
         self.history = ""
@@ -190,8 +190,8 @@ class RLTrainer(TrainingLoop):
             metrics |= of_all
         self.schedule.unload()
         self._log(of_generation, "generation/")
-        if stream == TRAINING and self.step + 1 < settings.max_steps:
-            self.schedule.start_ahead(prompts, end, self.step + 1, version)
+        if stream == TRAINING:
+            self.schedule.begin_ahead(prompts, end, self.step, version)
         self.run_control.check()
         return collected, end, metrics
 
@@ -458,7 +458,7 @@ class RLTrainer(TrainingLoop):
             "redrawn_samples": self.redrawn_samples,
             "warm_up_rounds": self.warm_up_rounds,
             "history": self.history,
-            "generation": self.schedule.state_dict(self.step),
+            "generation": self.schedule.state_dict(self.ppo_optimization_step),
             "critic": None if self.critic is None else self.critic.state_dict(),
             "train_prompts": self.train_prompts.state_dict(),
             "val_prompts": None if self.val_prompts is None else self.val_prompts.state_dict(),
@@ -486,7 +486,7 @@ class RLTrainer(TrainingLoop):
         self.train_prompts.load_state_dict(state["train_prompts"])
         if self.val_prompts is not None and state["val_prompts"] is not None:
             self.val_prompts.load_state_dict(state["val_prompts"])
-        self.schedule.load_state_dict(state["generation"], self.step, self.train_prompts, self.consumed_samples)
+        self.schedule.load_state_dict(state["generation"], self.train_prompts)
 
 
 def _without(metrics: dict[str, float], beginnings: tuple[str, ...]) -> dict[str, float]:

@@ -134,12 +134,12 @@ class Rollouts:
         prompt_lengths, lengths: int64 [N], tokens of the prompt, and of prompt and response, stop token included.
         sampled_lengths: int64 [N], tokens of the response that the policy has sampled: all but what was inserted.
         ended: bool [N], whether a stop token or stop string ended the response (not the length limit).
-        weight_versions: int64 [N], version of the weights that each response was made with.
         counts: bool [N], False if rewards, values or log-probs are NaN or Inf: left out of losses and statistics.
         own: int64 [n], ascending: the samples of this rank's share.
         tokens: int32 [T], prompts and responses of the share, one after the other.
         sampled: bool [T], those that the policy has sampled.
         engine_logprobs: fp32 [R], the engine's log-probs of the share's sampled tokens.
+        weight_versions: int32 [R], version of the weights that each of them was sampled with.
         routes: uint8 [T, bytes], of the experts that the engine has computed each token of the share with (see
             `trainer.models.routes`), a sequence's last one apart; None: there are none, or nobody has recorded them.
         num_rows: int64 [N], sequences that each sample is to the models: an episode whose history was rewritten has
@@ -153,12 +153,12 @@ class Rollouts:
     lengths: torch.Tensor
     sampled_lengths: torch.Tensor
     ended: torch.Tensor
-    weight_versions: torch.Tensor
     counts: torch.Tensor
     own: torch.Tensor
     tokens: torch.Tensor
     sampled: torch.Tensor
     engine_logprobs: torch.Tensor
+    weight_versions: torch.Tensor
     routes: torch.Tensor | None = None
     num_rows: torch.Tensor | None = None
     row_lengths: torch.Tensor | None = None

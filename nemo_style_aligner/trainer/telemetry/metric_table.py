@@ -201,8 +201,8 @@ METRICS = (
     Metric("*_rollouts/importance_masked_tokens", "Tokens left out", "share", "Tokens outside of "
            "importance_token_bounds.", STABLE, high=0.2, above=_GAP),
     Metric("*_rollouts/staleness_mean", "Age of weights, mean", "updates", "Updates made since the weights that "
-           "generated.", STABLE),
-    Metric("*_rollouts/staleness_max", "Age of weights, largest", "updates", "The same, of the oldest sample.", STABLE),
+           "sampled a token.", STABLE),
+    Metric("*_rollouts/staleness_max", "Age of weights, largest", "updates", "The same, of the oldest token.", STABLE),
     # Where does the time go?
     Metric("timers/step", "A step", "s", "All of one step.", TIME, goal="down"),
     Metric("*train_step_time", "A step", "s", "All of one step.", TIME, goal="down"),
@@ -241,6 +241,12 @@ METRICS = (
     Metric("*generation/passes", "Forward passes", "", "Of all engines in a step.", TIME),
     Metric("*generation/seconds", "Round of generation", "s", "On ranks that only generate.", TIME, goal="down"),
     Metric("*generation/idle_seconds", "Wait for a round", "s", "Of ranks that only generate.", TIME, goal="down"),
+    Metric("generation/buffered_steps", "Steps in the buffer", "", "Further steps whose rollouts are complete when one "
+           "takes its own: trainer.ppo.staleness, less 1, where training is what takes time.", TIME),
+    Metric("generation/carried_responses", "Responses under way", "responses", "Begun, and left to a later step, when "
+           "a round ends (trainer.ppo.in_flight).", TIME),
+    Metric("generation/carried_tokens", "Tokens under way", "tokens", "Of these responses: they are computed again "
+           "with the next weights.", TIME),
     Metric("*generation/compilations", "Compilations", "", "Of engines since the start; a growing number costs time.",
            TIME),
     Metric("*/padding_efficiency", "Real tokens", "share",

@@ -324,6 +324,7 @@ def build_generator(
             model.config.params_dtype,
             max_sequence_length,
             config.trainer.ppo.batch_iterator.wait_seconds,
+            config.trainer.ppo.staleness,
         )
     return _local_generator(config, tokenizer, *build_engine(config, model, tokenizer, max_sequence_length), queue)
 
