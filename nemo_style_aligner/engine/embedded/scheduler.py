@@ -70,6 +70,7 @@ class ScheduledSequence:
     prompt_scores: list[TokenScores] = dataclasses.field(default_factory=list)  # from the prompt's second token on
     scores: list[TokenScores] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None  # None: it goes on
+    routes: str = ""  # see `GenerationResult`; of a finished one
     failure: str | None = None  # why its end is none of its grammar
 
     @property

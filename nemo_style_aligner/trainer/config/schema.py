@@ -401,6 +401,12 @@ class SFTModel(TrainedOnTexts):
     # Loss on responses (in chats: on the assistant's turns) only; False: on prompts too.
     answer_only_loss: bool = True
 
+    # Of models with experts. Weight of an auxiliary loss that keeps their loads even, the same in any layout
+    # (docs/training.md); 0: none.
+    moe_aux_loss_coeff: Number = 0.0
+    # After each update the bias of an expert's choice moves by this much, towards even loads; 0: it stays.
+    moe_router_bias_update_rate: Number = 0.0
+
     optim: Optimizer
 
 
@@ -912,6 +918,10 @@ class ActorLoop(Updates):
     # in the way its advantage pulls, has no gradient (docs/performance.md, Learning).
     trust_region: Literal["step", "sampling", "both"] = of("${by_index:${.staleness},[step,both]}")
     sampling_kl: Number = 0.0  # weight of a KL penalty, k3 in the loss, that keeps the policy near the one that sampled
+    # With experts: compute the policy with those that the engine has chosen for each token, in log-probs and updates;
+    # its routers learn all the same (R3, arXiv:2510.11370). False: as its own routers choose; metric
+    # routing_disagreement says how often that is otherwise.
+    replay_routes: bool = False
 
     # How many of the job's ranks (the last of trainer.devices x trainer.num_nodes, but for those of critic and frozen
     # models) only generate, with the embedded engine; the others only train. 0: every rank does both.

@@ -108,6 +108,7 @@ class Experience:
                 sampled=rollouts.dealt(share, rollouts.sampled, rollouts.lengths),
                 engine_logprobs=rollouts.dealt(share, rollouts.engine_logprobs, sampled),
                 weight_versions=rollouts.dealt(share, rollouts.weight_versions, sampled),
+                routes=rollouts.dealt_routes(share),
             ),
             self.learns,
             {name: rollouts.dealt(share, column, sampled) for name, column in self.columns.items()},

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner import activity
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.trainer.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager, MayPublish
@@ -153,6 +154,7 @@ class RLTrainer(TrainingLoop):
         rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.ppo)
         advantages, version = self.settings.advantages, self.ppo_optimization_step
         experience, metrics = make_experience(rollouts, scores, columns, advantages, version)
+        metrics |= self.actor.routing
         if self.settings.ppo.policy_logprobs == "engine":
             metrics = _without(metrics, _OF_TWO_POLICIES)
         if self.metrics.rank == 0 and (reason := why_nothing_is_learnt(experience, advantages)):
@@ -258,6 +260,11 @@ class RLTrainer(TrainingLoop):
 
         Rewards and values are computed elsewhere meanwhile.
         """
+        if self.settings.ppo.replay_routes and rollouts.routes is None:
+            raise UserError(
+                f"step {self.step + 1}: trainer.ppo.replay_routes=True, but its rollouts came without routes, as those "
+                "that an older version has kept in a checkpoint: set it to False for this start, or begin a new run"
+            )
         columns = {"old_logprobs": rollouts.engine_logprobs}
         batch = rollouts.batch(rollouts.counts, {})
         if self.settings.ppo.policy_logprobs != "engine":

@@ -187,6 +187,9 @@ METRICS = (
            "tokens.", STABLE),
     Metric("*_rollouts/engine_kl", "Engine's KL", "nats per token", "KL(engine || trainer), k3 estimate.", STABLE,
            high=0.01, above=_GAP),
+    Metric("*_rollouts/routing_disagreement", "Routing disagreement", "share", "Sampled tokens, in each layer with "
+           "experts, whose experts in the trainer were others than in the engine.", STABLE, high=0.1,
+           above="training computes other experts than generation did: set trainer.ppo.replay_routes"),
     Metric("*_rollouts/importance_weights", "Importance weights", "", "Mean of min(cap, p_trainer / p_engine).",
            STABLE, 0.8, 1.25, _GAP, _GAP),
     Metric("*_rollouts/importance_truncated", "Weights at the cap", "share", "Tokens whose importance weight is cut.",
@@ -251,6 +254,12 @@ METRICS = (
            low=0.5, below="most of what training computes is padding", goal="up"),
     Metric("*/dp_balance", "Balance of ranks", "share", "Mean work of the data-parallel ranks over the largest.", TIME,
            low=0.6, below=f"{_UNEVEN} in training", goal="up"),
+    Metric("*/expert_load_mean", "Load of experts", "", "Of the tokens that the loss depends on, the most of an expert "
+           "over the mean; mean over layers.", STABLE),
+    Metric("*/expert_load_max", "Load of experts, worst layer", "", "The same of the least even layer.", STABLE),
+    Metric("*/dead_experts", "Dead experts", "share", "Experts that no such token of an update has chosen.", STABLE,
+           high=0.5, above="most experts learn nothing: train with more tokens an update, or "
+           "model.moe_aux_loss_coeff in SFT"),
     Metric("memory/*_peak_gib", "Memory", "GiB", "Rank 0's peak while this went on: of its GPU's tensors or, without "
            "a GPU, resident.", TIME),
     # Counts

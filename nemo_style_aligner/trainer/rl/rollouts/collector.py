@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner import activity
 from nemo_style_aligner.engine.contract import GenerationResult
+from nemo_style_aligner.engine.embedded.route_memory import unpacked
 from nemo_style_aligner.engine.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.engine.parallel.groups import (
     all_gather_rows,
@@ -277,16 +278,19 @@ class Collected:
         """
         own = self._own()
         places, results = [place for place, _ in own], [result for _, result in own]
-        facts = torch.zeros(len(own), 6, dtype=torch.int64)
+        routes = [torch.from_numpy(unpacked(r.routes, len(r.prompt_token_ids) + len(r.token_ids))) for r in results]
+        facts = torch.zeros(len(own), 7, dtype=torch.int64)
         for row, (place, r) in enumerate(own):
             counts = len(r.prompt_token_ids), len(r.token_ids), len(r.logprobs)
-            facts[row] = torch.tensor([place, *counts, r.finish_reason == "stop", len(r.row_lengths)])
+            size = -1 if isinstance(r, Episode) and not r.num_replies else routes[row].shape[1]
+            others = r.finish_reason == "stop", len(r.row_lengths), size
+            facts[row] = torch.tensor([place, *counts, *others])
         facts = all_gather_rows(facts.to(device())).cpu()
         facts = facts[facts[:, 0].argsort()]
         if facts[:, 0].tolist() != list(range(len(self))):
             missing = sorted(set(range(len(self))) - set(facts[:, 0].tolist()))
             raise RuntimeError(f"the rollouts are not one per sample: {len(facts)} results, missing {missing[:20]}")
-        _, prompt_lengths, responses, sampled_lengths, ended, num_rows = facts.unbind(1)
+        _, prompt_lengths, responses, sampled_lengths, ended, num_rows, route_bytes = facts.unbind(1)
         lengths = prompt_lengths + responses
         share = deal(work(SampleSizes(lengths, sampled_lengths, prompt_lengths, self.groups)), minibatches)
         tokens = [torch.tensor(r.prompt_token_ids + r.token_ids, dtype=torch.int32) for r in results]
@@ -306,8 +310,25 @@ class Collected:
             sampled=_exchanged(places, sampled, torch.bool, share),
             engine_logprobs=_exchanged(places, logprobs, torch.float32, share),
             weight_versions=_exchanged(places, versions, torch.int32, share),
+            routes=_exchanged_routes(places, routes, route_bytes, share),
             **_rows(own, num_rows),
         )
+
+
+def _exchanged_routes(
+    places: Sequence[int], own: Sequence[torch.Tensor], sizes: torch.Tensor, share: torch.Tensor
+) -> torch.Tensor | None:
+    """`Rollouts.routes`; None if some sample has none, as of an engine that does not tell. Collective.
+
+    Args:
+        own: of this rank's samples, uint8 [tokens, bytes] each.
+        sizes: int64 [N], bytes of a token of each sample; below 0: of an episode without a reply, which counts nowhere.
+    """
+    size = max(0, int(sizes.max()))
+    if not size or ((sizes >= 0) & (sizes != size)).any():
+        return None
+    rows = [each.flatten() if each.shape[1] else each.new_zeros(len(each) * size) for each in own]
+    return _exchanged(places, rows, torch.uint8, share).view(-1, size)
 
 
 def _rows(own: Sequence[tuple[int, GenerationResult]], num_rows: torch.Tensor) -> dict[str, torch.Tensor]:

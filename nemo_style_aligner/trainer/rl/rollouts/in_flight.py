@@ -76,6 +76,7 @@ class Carried:
         token_ids, logprobs: of the response so far.
         versions: [version, how many tokens] of the weights that sampled them, in order.
         finish_reason: None: it goes on.
+        routes: of a finished one, see `GenerationResult`: of the weights that sampled its last token.
     """
 
     number: int
@@ -85,13 +86,14 @@ class Carried:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[list[int]] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
+    routes: str = ""
 
     def note(self, sequence: ScheduledSequence, version: int) -> None:
         """Take over what an engine with weights of this version has made of it."""
         if new := len(sequence.token_ids) - len(self.token_ids):
             self.versions.append([version, new])
         self.token_ids, self.logprobs = sequence.token_ids, sequence.logprobs
-        self.finish_reason = sequence.finish_reason
+        self.finish_reason, self.routes = sequence.finish_reason, sequence.routes
 
     def restart(self) -> None:
         """Forget the response."""
@@ -107,6 +109,7 @@ class Carried:
             logprobs=self.logprobs,
             finish_reason=self.finish_reason,
             weight_version=self.versions[-1][0],
+            routes=self.routes,
             versions=self.versions,
         )
 
