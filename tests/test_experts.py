@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import Artefacts
 from job_processes import ROOT, run, script
-from multirank_experts import JOB_LAYOUTS, KINDS, LAYOUTS, Layout, architecture, first_weights, kinds_of
+from multirank_experts import JOB_LAYOUTS, KINDS, LAYOUTS, Layout, architecture, first_weights, kinds_of, routed_somehow
 from multirank_preferences import BUILD
 from multirank_ragged import LOSSES, LR, global_batch
 from small_models import SHAPE, TensorSource
@@ -27,6 +27,7 @@ from nemo_style_aligner.engine.embedded.routing import routed
 from nemo_style_aligner.engine.text.jsonl import write_jsonl
 from nemo_style_aligner.engine.weights.stream import import_weights
 from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.lora import LoraSettings
 from nemo_style_aligner.trainer.models.packing import MicroBatching
 from nemo_style_aligner.trainer.models.pipeline import Scoring, forward
@@ -234,6 +235,17 @@ def test_given_routes_are_as_if_the_router_had_chosen_them(one_rank: None) -> No
         scoring = Scoring(replays=bias == 0)
         found.append(forward(model, batch, None, MicroBatching(3), lambda x, _: x, scoring=scoring))
     assert torch.allclose(*found, atol=1e-6)
+
+
+def test_a_critic_does_not_mind_the_routes_of_a_policy_of_another_shape(one_rank: None) -> None:
+    batch, experts = global_batch(), Experts(number=8, per_token=3, ffn_hidden_size=8)
+    a = dataclasses.replace(architecture("softmax"), dense_layers=(), experts=experts)
+    model = build_model(a, {}, torch.float32, head=RewardHeadConfig(), trainable=False)
+    found = []
+    for routes in (None, routed_somehow(batch.tokens, batch.lengths)):
+        batch.routes = routes
+        found.append(forward(model, batch, None, MicroBatching(3), lambda x, _: x[..., 0]))
+    assert torch.equal(*found)
 
 
 def test_the_balance_of_experts_is_a_loss_and_moves_of_biases(one_rank: None) -> None:
