@@ -182,6 +182,7 @@ def engine_of(kind: str, **options: Any) -> EmbeddedEngine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_routes_of_engines_are_the_trainers_however_tokens_come_to_be_computed(one_rank: None, kind: str) -> None:
     """In chunks, from pages of others, again after preemptions; in C++ and in torch."""
