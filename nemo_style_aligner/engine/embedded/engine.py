@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from nemo_style_aligner.engine.contract import (
 )
 from nemo_style_aligner.engine.embedded.block_table import BlockTable
 from nemo_style_aligner.engine.embedded.native.native_step import NativeStep
+from nemo_style_aligner.engine.embedded.route_memory import RouteMemory
 from nemo_style_aligner.engine.embedded.scheduler import (
     PrefillChunk,
     ScheduledSequence,
@@ -73,6 +74,7 @@ class EmbeddedEngine(GenerationEngine):
         step: StepChoice = "auto",
         trainer_weights: Offer | None = None,
         is_watched: bool = True,
+        records_routes: bool = False,
         **options: Any,
     ) -> None:
         """Describe the engine; `build` allocates.
@@ -89,6 +91,7 @@ class EmbeddedEngine(GenerationEngine):
             step: what computes: "native", "torch", or "auto": the fastest that runs here.
             trainer_weights: returns live parameters that may be read in place; `viewed_weights` names those that are.
             is_watched: passes are signs of life of this process, for its watchdog.
+            records_routes: responses come with their ``routes``, if the model has experts.
             options: what every engine is told, see `GenerationEngine`.
 
         Raises:
@@ -114,6 +117,8 @@ class EmbeddedEngine(GenerationEngine):
         self._shape.shard  # noqa: B018  raises where the model cannot be divided
         self._step_choice: StepChoice = step
         self._is_watched = is_watched
+        records = records_routes and architecture.experts is not None
+        self._routes = RouteMemory(self._shape) if records else None
         self._blocks = BlockTable(self._num_slots, self._shape.pages_per_sequence, self._shape.num_pages)
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._trainer = TrainerWeights(trainer_weights)
@@ -159,6 +164,7 @@ class EmbeddedEngine(GenerationEngine):
         *,
         num_top: int | None = None,
         scores_prompt: bool = False,
+        begun: tuple[Sequence[int], Sequence[float]] = ((), ()),
     ) -> Task:
         """A request for `serve`; for the arguments see `Task`. Any thread may call this.
 
@@ -174,6 +180,7 @@ class EmbeddedEngine(GenerationEngine):
             stop=self._stop_condition(sampling),
             num_top=num_top,
             scores_prompt=scores_prompt,
+            begun=begun,
         )
 
     def serve(
@@ -214,6 +221,7 @@ class EmbeddedEngine(GenerationEngine):
                         logprobs=sequence.logprobs,
                         finish_reason=sequence.finish_reason,
                         weight_version=self._weight_version,
+                        routes=sequence.routes,
                     )
 
     def _passes(
@@ -227,7 +235,8 @@ class EmbeddedEngine(GenerationEngine):
             self._blocks,
             prefill_chunk_tokens=self._prefill_chunk_tokens,
             max_step_tokens=self._shape.max_step_tokens,
-            reach=self._shape.architecture.reach,
+            # Pages that no token sees any more still have their tokens' routes.
+            reach=self._shape.architecture.reach if self._routes is None else None,
         )
         statistics = self._statistics
         statistics.num_pages = self._shape.num_pages
@@ -243,6 +252,8 @@ class EmbeddedEngine(GenerationEngine):
                 for sequence in advanced:
                     sequence.finish_reason = sequence.task.stop.check(sequence.token_ids, sequence.task.limit)
                     if sequence.finish_reason is not None or sequence.task.is_abandoned:
+                        if self._routes is not None:
+                            sequence.routes = self._routes.of(self._blocks.table[sequence.slot], len(sequence.computed))
                         scheduler.leave(sequence)
                 yield advanced
         finally:
@@ -252,8 +263,11 @@ class EmbeddedEngine(GenerationEngine):
 
     def _advance(self, plan: StepPlan, scheduler: Scheduler, sampler: SlotSampler) -> list[ScheduledSequence]:
         """Run one forward pass; returns the sequences that got a token from it."""
+        step = scheduler.arrays(plan)
+        if self._routes is not None:
+            step = self._routes.wanting(step)
         try:
-            logits = self._step.forward(scheduler.arrays(plan))
+            logits = self._step.forward(step)
         except torch.OutOfMemoryError as error:
             prompts = sum(chunk.length for chunk in plan.prefill)
             raise torch.OutOfMemoryError(
@@ -261,6 +275,8 @@ class EmbeddedEngine(GenerationEngine):
                 f"trainer.ppo.generation.prefill_chunk_tokens, now {self._prefill_chunk_tokens} (a pass without "
                 f"responses takes up to {_IDLE_CHUNKS} times as many), num_slots or kv_cache_tokens"
             ) from error
+        if self._routes is not None:
+            self._routes.note(step)
         for chunk in plan.prefill:
             if chunk.scores_prompt:
                 self._score_prompt(chunk, logits[chunk.first_output :][: chunk.num_outputs])

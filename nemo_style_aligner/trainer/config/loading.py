@@ -32,7 +32,8 @@ WITHOUT_EXP_MANAGER = {"create_checkpoint_callback": False, "create_wandb_logger
 def register_resolvers() -> None:
     """Make NeMo-Aligner's resolvers available: ``${multiply:a,b}``, ``${int_div:a,b}``, ``${subtract:a,b}``.
 
-    And ``${by_index:i,[a,b]}``, element i; the first one if i is no index of the list, which is reported separately.
+    And ``${by_index:i,[a,b]}``, element i, or the last one if there are fewer; the first one if i is no number from 0
+    on, which is reported separately.
     """
     OmegaConf.register_new_resolver("multiply", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("int_div", lambda a, b: a // b, replace=True)
@@ -41,7 +42,8 @@ def register_resolvers() -> None:
 
 
 def _by_index(index: Any, values: Sequence[Any]) -> Any:
-    return values[int(index)] if index in range(len(values)) else values[0]
+    is_index = isinstance(index, int) and index >= 0
+    return values[min(index, len(values) - 1)] if is_index else values[0]
 
 
 def config_file(job: str) -> Path:

@@ -125,6 +125,9 @@ def _rollout_ranks(view: JobView) -> Iterator[str]:
             f"{view.show(engine, trt_llm)} with {view.show(ROLLOUT_RANKS)}: ranks that only generate use the "
             f"embedded engine; set {engine}=embedded and {trt_llm}=False, or {ROLLOUT_RANKS}=0"
         )
+    kept, environment = "trainer.ppo.in_flight", "trainer.ppo.environment"
+    if view.get(staleness) and view.get(kept) in ("keep", "restart") and view.get(environment) is not None:
+        yield f"{view.show(kept, environment)}: an episode ends with the weights that it began with; set {kept}=wait"
     if view.get(unload):
         yield f"{view.show(unload, ROLLOUT_RANKS)}: training shares no memory with rollout ranks; leave it out"
 
@@ -226,6 +229,23 @@ def _reward_problems(view: JobView) -> list[str]:
     rewards = view.get(REWARDS)
     plain: Any = OmegaConf.to_container(rewards, resolve=True) if isinstance(rewards, ListConfig) else []
     return [*reward_problems(plain)]
+
+
+def _replayed_routes(view: JobView) -> Iterator[str]:
+    key, enable, engine = "trainer.ppo.replay_routes", "trainer.ppo.trt_llm.enable", "trainer.ppo.generation.engine"
+    if not view.get(key):
+        return
+    if view.architecture is not None and view.architecture.experts is None:
+        yield f"{view.show(key)}: the model has no experts; leave it out"
+    flight, staleness = "trainer.ppo.in_flight", "trainer.ppo.staleness"
+    keeps = view.get(flight) or ("wait" if view.get("trainer.ppo.environment") else "keep")
+    if view.get(staleness) and keeps == "keep":
+        yield (
+            f"{view.show(key, staleness, flight)}: a response that goes on with new weights has been computed with the "
+            f"experts of both; choose {flight}=restart or wait"
+        )
+    if view.get(engine) == "trtllm" or view.get(enable):
+        yield f"{view.show(key, engine, enable)}: TensorRT-LLM does not tell its routes; choose engine=embedded"
 
 
 def _estimator(view: JobView) -> Iterator[str]:
@@ -417,6 +437,7 @@ def actor_problems(view: JobView) -> Iterator[str]:
     """The problems of an actor's settings: key=value, why it cannot be, what to do."""
     for check in (
         *(_rollout_batches, _rollout_lengths, _generation, _trtllm, _rollout_ranks, _importance, _policy_logprobs),
+        _replayed_routes,
         *(
             _kl_estimator,
             _estimator,

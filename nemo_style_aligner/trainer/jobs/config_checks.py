@@ -254,7 +254,12 @@ def _ranks(view: JobView) -> Iterator[str]:
 
 
 def _experts(view: JobView, architecture: ModelArchitecture) -> Iterator[str]:
-    """The ranks that share experts."""
+    """The ranks that share experts, and what keeps their loads even."""
+    loss, step = (view.get(f"model.{name}") or 0 for name in ("moe_aux_loss_coeff", "moe_router_bias_update_rate"))
+    if (loss or step) and architecture.experts is None:
+        yield f"model.moe_aux_loss_coeff={loss}, moe_router_bias_update_rate={step}: the model has no experts"
+    elif step and architecture.experts is not None and not architecture.experts.has_bias:
+        yield f"model.moe_router_bias_update_rate={step}: the choice of the model's experts has no bias; set it to 0"
     if architecture.experts is None:
         if view.ep_size > 1 or view.get(ETP):
             yield f"{view.show(EP, ETP)}: the model has no experts; leave them out"

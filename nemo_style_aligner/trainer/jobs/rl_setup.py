@@ -198,6 +198,7 @@ def build_actor(
         forward_batching=forward_batching(config.model),
         temperature=sampling_params(policy, ppo.trt_llm.seed).logprob_temperature,
         loss=loss_settings(ppo, policy),
+        replays_routes=ppo.replay_routes,
     )
 
 

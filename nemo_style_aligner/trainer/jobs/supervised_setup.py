@@ -35,6 +35,7 @@ from nemo_style_aligner.trainer.models.gpt import MegatronModel
 from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.trainer.models.restore import ARCHIVE, BaseModel, open_base_model
+from nemo_style_aligner.trainer.models.routes import Balance
 from nemo_style_aligner.trainer.models.supervised_losses import (
     LabelledBatch,
     LanguageModelBatch,
@@ -199,7 +200,9 @@ def build_sft_trainer(config: schema.SFT, run: Run, base: BaseModel) -> Supervis
     """Supervised fine-tuning; see `BuildTrainer`."""
     task = sft_task(config, base.tokenizer)
     training_sampler(config, task)  # too few examples are an error before any weight is read
-    return build_supervised_trainer(config, config.trainer.sft, run, base.load(), task, language_model_objective())
+    own, model = config.model, base.load()
+    model.balance = Balance.of(base.architecture, own.moe_aux_loss_coeff, own.moe_router_bias_update_rate)
+    return build_supervised_trainer(config, config.trainer.sft, run, model, task, language_model_objective())
 
 
 def sft_dataset(

@@ -70,7 +70,7 @@ class PromptSource:
 
     def batch(self, consumed_samples: int) -> list[Prompt]:
         """The prompts after ``consumed_samples`` and before `after` it, each as often as it has samples."""
-        prompts = map(self._prompt, next(iter(self.sampler(consumed_samples))))
+        prompts = map(self.prompt, next(iter(self.sampler(consumed_samples))))
         return [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
 
     def after(self, consumed_samples: int) -> int:
@@ -94,7 +94,12 @@ class PromptSource:
         """Continue where `state_dict` was taken."""
         self.response_lengths.load_state_dict(state["response_lengths"])
 
-    def _prompt(self, index: int) -> Prompt:
+    def known(self, indices: Sequence[int]) -> list[Prompt]:
+        """The prompts at these indices, as far as the dataset has them."""
+        return [self.prompt(index) for index in indices if index < len(self._dataset)]
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at an index of the dataset."""
         item = self._dataset[index]
         return Prompt(index, item.token_ids, self.response_lengths.expect(index), item.line, item.place)
 

@@ -171,6 +171,7 @@ def build_embedded_engine(
         prefill_chunk_tokens=section.prefill_chunk_tokens,
         tensor_parallel=ranks,
         step=section.step,
+        records_routes=True,
         trainer_weights=None if lender is None else functools.partial(lendable_weights, lender, ranks.rank, ranks.size),
         **_engine_options(config, architecture, tokenizer, max_sequence_length),
     )
@@ -323,6 +324,7 @@ def build_generator(
             model.config.params_dtype,
             max_sequence_length,
             config.trainer.ppo.batch_iterator.wait_seconds,
+            config.trainer.ppo.staleness,
         )
     return _local_generator(config, tokenizer, *build_engine(config, model, tokenizer, max_sequence_length), queue)
 
