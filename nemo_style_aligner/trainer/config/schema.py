@@ -914,8 +914,9 @@ class ActorLoop(Updates):
     # The same for single tokens: outside, one gives no policy gradient.
     importance_token_bounds: list[float] | None = None
     # Around which weights the policy loss clips. step: those that the step starts from (decoupled PPO); sampling: those
-    # that sampled each token, as in PPO without staleness; both: a token that has left either range has no gradient.
-    trust_region: Literal["step", "sampling", "both"] = "step"
+    # that sampled each token, for which importance_weight_cap must be null; both: a token that has left either range,
+    # in the way its advantage pulls, has no gradient (docs/performance.md, Learning).
+    trust_region: Literal["step", "sampling", "both"] = of("${by_index:${.staleness},[step,both]}")
     sampling_kl: Number = 0.0  # weight of a KL penalty, k3 in the loss, that keeps the policy near the one that sampled
     # With experts: compute the policy with those that the engine has chosen for each token, in log-probs and updates;
     # its routers learn all the same (R3, arXiv:2510.11370). False: as its own routers choose; metric
