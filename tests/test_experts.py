@@ -358,14 +358,14 @@ def test_every_job_takes_a_mixture(artefacts: Artefacts, tmp_path: Path) -> None
     keys = ("trainer.rm.max_steps=2", "trainer.rm.val_check_interval=2", artefacts.data_prefix("comparisons"))
     rewards, _ = job("train_reward_model.py", tmp_path / "rm", *start, *keys)
     critic = ("placement=flatten", f"critic.pretrained_checkpoint.restore_from_path={rewards}")
-    critic += ("critic.model.global_batch_size=5", "critic.model.sequence_parallel=True")
+    critic += ("critic.model.global_batch_size=5",)
     sizes = ("model.ppo.num_rollout_samples=5", "model.ppo.num_val_samples=3", "model.ppo.rollout_micro_batch_size=3")
     sizes += ("model.ppo.length_params.max_length=8", "trainer.ppo.max_steps=2", "trainer.ppo.val_check_interval=2")
     policy, found = job(
         "train_gpt_ppo_actor.py", tmp_path / "ppo", *start, artefacts.data_prefix("prompts"), *critic, *sizes
     )
     assert [value for _, value in found["train_rollouts/routing_disagreement"]] == [0.0, 0.0]
-    assert len(found["train_critic/critic_loss"]) == 2 and len(found["val_rollouts/rewards"]) == 1
+    assert len(found["train_critic/critic_loss"]) == 2 and len(found["val_rollouts/rewards"]) == 2
     evaluated = run(
         [sys.executable, "-m", "nemo_style_aligner", "eval", str(policy), "--against", str(base), "--prompts",
          str(artefacts.data("test_prompts"))],
