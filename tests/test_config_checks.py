@@ -1220,7 +1220,7 @@ def test_a_tracker_that_is_not_installed_is_found(package: str, model: Path, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     key = f"exp_manager.create_{package}_logger"
     (problem,) = problems(model, "training_rm", f"{key}=True")
-    assert problem.startswith(f"{key}=True: {package} is not installed; pip install -e '.[{package}]'")
+    assert problem.startswith(f"{key}=True: {package} is not installed; pip install 'nemo_style_aligner[{package}]'")
 
 
 def test_a_profile_that_cannot_be_is_refused(model: Path) -> None:

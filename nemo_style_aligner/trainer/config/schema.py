@@ -130,9 +130,9 @@ class ExpManager(Section):
     explicit_log_dir: str | None = "/results"  # where everything goes: logs, metrics, checkpoints
     exp_dir: str | None = None  # if explicit_log_dir is null: log to <exp_dir>/<name>; null: nemo_experiments/<name>
     name: str = "megatron_gpt"  # of the archive (checkpoints/<name>.nemo) and of the log directory in exp_dir
-    create_wandb_logger: bool = False  # log to Weights & Biases as well (pip install -e '.[wandb]')
+    create_wandb_logger: bool = False  # log to Weights & Biases as well (pip install 'nemo_style_aligner[wandb]')
     wandb_logger_kwargs: Open[WandbArguments]  # arguments of wandb.init, or those of Lightning's WandbLogger
-    create_mlflow_logger: bool = False  # log to MLflow as well (pip install -e '.[mlflow]')
+    create_mlflow_logger: bool = False  # log to MLflow as well (pip install 'nemo_style_aligner[mlflow]')
     mlflow_logger_kwargs: MlflowArguments  # those of Lightning's MLFlowLogger
     log_format: LogFormat = "text"  # format of the log lines on standard error: text, or json (one object per line)
     # Lowest level that rank 0 logs: debug (also retries and requests), info or warning; other ranks: warning.
