@@ -130,7 +130,7 @@ def recommended(found: Sequence[Prediction]) -> Prediction:
 
 # ---- what is printed ----------------------------------------------------------------------------
 
-_PRICE = "It learns less in a step: the largest stable learning rate is about half (docs/performance.md, Learning)"
+_PRICE = "It learns less in a step, the less the older its rollouts are (docs/performance.md, Learning)"
 _PHASES = ("generate", "score", "logprobs", "init_logprobs", "train", "critic_wait", "critic_train_wait", "refit")
 
 
