@@ -171,6 +171,7 @@ def build_embedded_engine(
         prefill_chunk_tokens=section.prefill_chunk_tokens,
         tensor_parallel=ranks,
         step=section.step,
+        lookup_decoding=section.lookup_decoding,
         trainer_weights=None if lender is None else functools.partial(lendable_weights, lender, ranks.rank, ranks.size),
         **_engine_options(config, architecture, tokenizer, max_sequence_length),
     )
