@@ -5,6 +5,7 @@
 # make demo-distillation  the same task from a teacher: its stored logits, and its say on the policy's own answers
 # make demo-agent     a model learns to use a calculator for sums that it cannot do alone: 5 minutes
 # make demo-smollm2   the same on SmolLM2-135M-Instruct and GSM8K questions
+# make demo-smollm2-grpo  GRPO on them, of all weights and with LoRA: docs/smollm2_gsm8k.md
 # make check          what a developer runs between two edits: lint, and the tests that start no processes
 # make test           the test suite
 # make test-long      also what takes long: the same again at more layouts, under more launchers, on software devices; the
@@ -49,7 +50,7 @@ SMOLLM2_STAMP := $(VENV)/.installed-smollm2
 BENCH_STAMP := $(VENV)/.installed-bench
 MPI_PARAMS := $(VENV)/etc/prte-mca-params.conf
 
-.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-agent demo-smollm2 bench faults attack mutants check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-verifiers test-slurm docs dist lint clean
+.PHONY: install demo demo-grpo demo-preferences demo-distillation demo-agent demo-smollm2 demo-smollm2-grpo bench faults attack mutants check test test-long test-lowest test-newest test-gpu test-smollm2 test-ray test-verifiers test-slurm docs dist lint clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -99,6 +100,9 @@ demo-agent: $(STAMP)
 
 demo-smollm2: $(SMOLLM2_STAMP)
 	$(BIN)/python examples/demo/run_demo_smollm2.py
+
+demo-smollm2-grpo: $(SMOLLM2_STAMP)
+	$(BIN)/python examples/demo/run_demo_smollm2_grpo.py
 
 BENCHMARKS := generation refit training_pass cpu_kernels memory batch_memory balance service work_queue \
     ppo_step grpo_step growth off_policy scaling timelines episodes
@@ -175,7 +179,7 @@ docs: $(DOCS_STAMP)
 	@echo "results/site/index.html"
 
 # What an earlier build has left would be packed, too. A wheel has no .git: it is told its commit.
-dist: $(STAMP)
+dist: | $(BIN)/python
 	rm -rf build dist
 	git describe --always --abbrev=12 --exclude='*' --dirty=+ >nemo_style_aligner/commit.txt || true
 	status=0; $(BIN)/python -m pip wheel --no-deps --wheel-dir dist . || status=$$?; \
@@ -187,5 +191,5 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf results/demo results/demo-grpo results/demo-preferences results/demo-distillation results/demo-agent results/demo-smollm2 results/benchmarks results/learning results/site build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	rm -rf results/demo results/demo-grpo results/demo-preferences results/demo-distillation results/demo-agent results/demo-smollm2 results/demo-smollm2-grpo results/benchmarks results/learning results/site build dist .pytest_cache .ruff_cache .mypy_cache *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +

@@ -118,12 +118,12 @@ def make_rollouts(responses: torch.Tensor) -> Rollouts:
         lengths=lengths,
         sampled_lengths=responses,
         ended=torch.ones(count, dtype=torch.bool),
-        weight_versions=torch.zeros(count, dtype=torch.int64),
         counts=torch.ones(count, dtype=torch.bool),
         own=own,
         tokens=torch.randint(0, 1000, (int(lengths[own].sum()),), dtype=torch.int32),
         sampled=after_prompts(lengths[own], prompts[own]),
         engine_logprobs=torch.randn(int(responses[own].sum())),
+        weight_versions=torch.zeros(int(responses[own].sum()), dtype=torch.int32),
     )
 
 

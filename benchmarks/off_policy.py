@@ -1,4 +1,4 @@
-"""What generating ahead gains (`trainer.ppo.staleness`): PPO steps of ranks that share their work in three ways.
+"""What generating ahead gains (`trainer.ppo.staleness`): PPO steps of ranks that share their work in several ways.
 
     python benchmarks/off_policy.py [--model 30m] [--lengths 8 512] [--rounds 5] [--json FILE]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,11 @@ PROMPT_TOKENS = 32
 ARRANGEMENTS = {
     "together": "staleness 0, every rank generates and trains",
     "apart": "staleness 0, ranks set apart for generation",
-    "ahead": "staleness 1, ranks set apart for generation",
+    "ahead": "staleness 1, ranks set apart for generation; responses are finished before weights are replaced",
+    **{
+        f"in-flight-{k}": f"staleness {k}: weights are replaced under responses (trainer.ppo.in_flight=keep)"
+        for k in (1, 2, 4)
+    },
 }
 # Waiting for responses is `generate` if the step itself starts their generation, `rollout_wait` if an earlier one did.
 PHASES = ("generate", "rollout_wait", "logprobs", "init_logprobs", "train_policy")
@@ -57,7 +62,7 @@ def main() -> None:
             models, reward_model=critic.reward_model, reward_model_nemo=critic.reward_model_nemo
         )
         workload = make_workload(args, models)
-        steps: dict[str, list[Step]] = {arrangement: [] for arrangement in ARRANGEMENTS}
+        steps: dict[str, list[Step]] = {arrangement: [] for arrangement in args.arrangements}
         for repeat in range(args.repeats):
             for arrangement, made in steps.items():
                 where = folder / f"{arrangement}_{repeat}"
@@ -65,7 +70,8 @@ def main() -> None:
                 made += run(workload, models, args, arrangement, where)
                 seconds = in_seconds([step.seconds for step in made[-args.rounds :]])
                 print(f"{arrangement}, run {repeat + 1} of {args.repeats}: {seconds}", file=sys.stderr, flush=True)
-    report = {arrangement: figures(workload, made, steps["together"]) for arrangement, made in steps.items()}
+    first = steps[args.arrangements[0]]
+    report = {arrangement: figures(workload, made, first) for arrangement, made in steps.items()}
     print_report(report, workload, args)
     write_json(args.json, {"settings": {k: str(v) for k, v in vars(args).items()}, "arrangements": report})
 
@@ -74,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="30m", help="the policy's shape")
     parser.add_argument("--critic-model", choices=SHAPES, default="tiny", help="the critic's and reward model's shape")
+    parser.add_argument("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS))
     parser.add_argument("--rollouts", type=positive_int, default=16, help="per step, with one update of each model")
     parser.add_argument(
         "--lengths", action=Bounds, default=(8, 512), metavar=("LOW", "HIGH"), help="tokens of responses"
@@ -104,8 +111,12 @@ def run(workload: Workload, models: Models, args: argparse.Namespace, arrangemen
     actor = [f"trainer.devices={args.ranks}"]
     if arrangement != "together":
         actor.append(f"trainer.ppo.rollout_devices={args.rollout_ranks}")
+        # Room for the responses that are under way beside a step's own; the same for all.
+        actor.append(f"trainer.ppo.generation.num_slots={2 * args.rollouts}")
     if arrangement == "ahead":
-        actor.append("trainer.ppo.staleness=1")
+        actor += ["trainer.ppo.staleness=1", "trainer.ppo.in_flight=wait"]
+    if arrangement.startswith("in-flight"):
+        actor += [f"trainer.ppo.staleness={arrangement.rpartition('-')[2]}", "trainer.ppo.in_flight=keep"]
     return own_steps(
         workload,
         models,
@@ -117,15 +128,16 @@ def run(workload: Workload, models: Models, args: argparse.Namespace, arrangemen
     )
 
 
-def figures(workload: Workload, steps: list[Step], together: list[Step]) -> dict[str, Any]:
-    """One line of the report."""
+def figures(workload: Workload, steps: list[Step], first: list[Step]) -> dict[str, Any]:
+    """One line of the report; ``first``: the arrangement's that the others are compared with."""
     seconds = spread([step.seconds for step in steps])
     return {
         "seconds": seconds,
         "tokens_per_second": (workload.prompt_tokens + workload.new_tokens) / seconds["median"],
-        "times_faster_than_together": spread([step.seconds for step in together])["median"] / seconds["median"],
+        "times_faster": spread([step.seconds for step in first])["median"] / seconds["median"],
         "phases": typical_phases(steps),
-        "staleness": max(step.metrics["staleness_max"] for step in steps),
+        "staleness": statistics.fmean(step.metrics["staleness_mean"] for step in steps),
+        "oldest": max(step.metrics["staleness_max"] for step in steps),
     }
 
 
@@ -135,8 +147,8 @@ def print_report(report: dict[str, dict[str, Any]], workload: Workload, args: ar
         f"{max(workload.lengths)}; {args.ranks} ranks, of them set apart for generation {args.rollout_ranks}; "
         f"{counted(available_cores(), 'cores')}\n"
     )
-    for arrangement, what in ARRANGEMENTS.items():
-        print(f"{arrangement}: {what}")
+    for arrangement in report:
+        print(f"{arrangement}: {ARRANGEMENTS[arrangement]}")
     rows = []
     for arrangement, line in report.items():
         seconds = line["seconds"]
@@ -146,13 +158,14 @@ def print_report(report: dict[str, dict[str, Any]], workload: Workload, args: ar
                 f"{seconds['median']:.2f}",
                 f"{seconds['min']:.2f}-{seconds['max']:.2f}",
                 f"{line['tokens_per_second']:.0f}",
-                f"{line['times_faster_than_together']:.2f} x",
-                f"{line['staleness']:.0f}",
+                f"{line['times_faster']:.2f} x",
+                f"{line['staleness']:.1f}",
+                f"{line['oldest']:.0f}",
                 *(f"{line['phases'].get(phase, 0.0):.2f}" for phase in PHASES),
             )
         )
     print()
-    print_table(("", "seconds", "rounds", "tokens/s", "faster", "staleness", *PHASES), rows)
+    print_table(("", "seconds", "rounds", "tokens/s", "faster", "age", "oldest", *PHASES), rows)
 
 
 if __name__ == "__main__":

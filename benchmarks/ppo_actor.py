@@ -29,6 +29,7 @@ from nemo_style_aligner.engine.contract import (  # noqa: E402
     GenerationResult,
     SamplingParams,
 )
+from nemo_style_aligner.engine.embedded.scheduler import Task  # noqa: E402
 from nemo_style_aligner.trainer.jobs import rl_setup  # noqa: E402
 from nemo_style_aligner.trainer.rl.loop import RLTrainer  # noqa: E402
 from nemo_style_aligner.trainer.rl.rollouts import setup as rollout_setup  # noqa: E402
@@ -56,10 +57,20 @@ class ForcedLengths:
     def generate(self, requests: Iterable[GenerationRequest], sampling: SamplingParams) -> Iterator[GenerationResult]:
         """See `GenerationEngine.generate`; RuntimeError if a response has another length than forced."""
         forced = (dataclasses.replace(request, max_new_tokens=self._length(request)) for request in requests)
-        for result in self._engine.generate(forced, dataclasses.replace(sampling, ignore_eos=True, min_new_tokens=0)):
+        for result in self._engine.generate(forced, _endless(sampling)):
             if len(result.token_ids) != self._length(result):
                 raise RuntimeError(f"sample {result.request_id} has {len(result.token_ids)} tokens, not those forced")
             yield result
+
+    def task(self, request: GenerationRequest, sampling: SamplingParams, **options: Any) -> Task:
+        """See `EmbeddedEngine.task`."""
+        forced = dataclasses.replace(request, max_new_tokens=self._length(request))
+        task: Task = self._engine.task(forced, _endless(sampling), **options)
+        return task
+
+
+def _endless(sampling: SamplingParams) -> SamplingParams:
+    return dataclasses.replace(sampling, ignore_eos=True, min_new_tokens=0)
 
 
 def main() -> None:

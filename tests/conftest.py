@@ -47,6 +47,7 @@ SLOWEST_FILES = (
 # Files that `make check` leaves out, beside those above: they start processes, or compute for seconds.
 SLOW_FILES = (
     *("test_config_checks.py", "test_cpu_support.py", "test_demo.py", "test_engines_and_trainer.py", "test_gguf.py"),
+    "test_first_tries.py",
     *("test_generation_embedded.py", "test_generation_lifecycle.py", "test_generation_native.py"),
     *(
         "test_generation_torch_step.py",

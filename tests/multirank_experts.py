@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from multirank_preferences import BUILD, make_files, trainer_for
+from multirank_preferences import report as report_of
 from multirank_ragged import ADAM, BY_TOKENS, LOSSES, LR, OPTIM, global_batch
 from ranks import fork_ranks
 from small_models import SHAPE, TensorSource
@@ -30,10 +32,14 @@ from nemo_style_aligner.trainer.checkpoints.optimizer_state import load_optimize
 from nemo_style_aligner.trainer.checkpoints.sharded_tensors import load_sharded_tensors
 from nemo_style_aligner.trainer.checkpoints.sharded_writing import own_parts, write_tensors
 from nemo_style_aligner.trainer.models.actor import Actor
+from nemo_style_aligner.trainer.models.critic import Critic, RewardModel, ValueBatch
+from nemo_style_aligner.trainer.models.frozen import FrozenWeights
 from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.kept_passes import keep_passes
 from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.routes import Balance
 
 FOUR = MicroBatching(4)
 
@@ -85,6 +91,7 @@ LAYOUTS = (
     Layout("tp2 pp2", tp=2, pp=2, is_long=True),
     Layout("ep4", dp=4, ep=4, batching=BY_TOKENS, distributed=True, is_long=True),
 )
+JOB_LAYOUTS = ("reference", "ep2", "tp2 ep2") if os.environ.get("TEST_LONG") else ("reference", "ep2")
 KINDS: dict[str, Experts] = {
     "softmax": Experts(number=4, per_token=2, ffn_hidden_size=24),
     "sigmoid": Experts(
@@ -122,15 +129,27 @@ def make(layout: Layout, kind: str) -> tuple[MegatronModel, Actor]:
     import_weights(model, TensorSource(first_weights(model.architecture)))
     optimizer = Optimizer(model, optim, Schedule(lr=LR, name="constant"), 1.0)
     optimizer.megatron.reload_model_params()
+    frozen = FrozenWeights(
+        model,
+        "swap" if layout.few else "resident",
+        lambda: build_model(architecture(kind), {}, torch.float32, trainable=False),
+    )
     actor = Actor(
-        model, optimizer, None, training_batching=layout.batching, forward_batching=layout.batching, temperature=0.8,
+        model, optimizer, frozen, training_batching=layout.batching, forward_batching=layout.batching, temperature=0.8,
         loss=LOSSES[0],
     )  # fmt: skip
-    keep_passes(model, None, layout.keep, 10)  # type: ignore[arg-type]
+    keep_passes(model, frozen, layout.keep, 10)  # type: ignore[arg-type]
     return model, actor
 
 
-def responses(model: MegatronModel, size: int) -> list[tuple[list[int], list[float]]]:
+def routed_somehow(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Routes of sequences that no router has chosen: of each token and place some two of the four experts, uint8."""
+    table = torch.rand(64, 64, 3, 4, generator=torch.Generator().manual_seed(6)).argsort(-1)[..., :2].flatten(2)
+    places = torch.cat([torch.arange(int(length)) for length in lengths])
+    return table[tokens.long() % 64, places % 64].to(torch.uint8)
+
+
+def responses(model: MegatronModel, size: int) -> list[tuple[list[int], list[float], str]]:
     """Of engines over ``size`` ranks each, with the model's weights."""
     rank = dist.get_rank() % size
     engine = EmbeddedEngine(
@@ -142,13 +161,14 @@ def responses(model: MegatronModel, size: int) -> list[tuple[list[int], list[flo
         prefill_chunk_tokens=8,
         tensor_parallel=TensorParallel(rank, size, neighbour_group(size)),
         trainer_weights=functools.partial(lendable_weights, model, rank, size),
+        records_routes=True,
     )
     engine.build()
     engine.refit(export_weights(model, 4096, without=engine.viewed_weights, transient=True), version=0)
     requests = [GenerationRequest(i, [(7 * i + 3 * j) % 50 for j in range(1 + 9 * i)], i) for i in range(3)]
     params = SamplingParams(max_new_tokens=8, min_new_tokens=8, temperature=0.9, seed=5)
     made = sorted(engine.generate(requests, params), key=lambda result: result.request_id)
-    return [(result.token_ids, result.logprobs) for result in made]
+    return [(result.token_ids, result.logprobs, result.routes) for result in made]
 
 
 def run(folder: Path, layout: Layout, kind: str) -> None:
@@ -163,14 +183,19 @@ def run(folder: Path, layout: Layout, kind: str) -> None:
     whole = global_batch()
     counts = whole.wanted if groups.dp_rank == 0 else ~whole.wanted
     mine = counts.nonzero()[:, 0] if layout.few else torch.arange(len(whole))[groups.dp_rank :: layout.dp]
+    whole.routes = routed_somehow(whole.tokens, whole.lengths)
     batch, results = whole.rows(mine), dict[str, Any]()
     results["responses"] = responses(model, layout.engine)
     for number, actor.loss in enumerate(LOSSES):
+        actor.replays_routes = number == len(LOSSES) - 1
         logprobs = torch.zeros(int(whole.sampled_lengths.sum()))
         logprobs[whole.sampled_places(mine)] = actor.logprobs(batch, is_trained=True)
         dist.all_reduce(logprobs, group=parallel_state.get_data_parallel_group())
         results[f"logprobs {number}"] = logprobs
-        results[f"metrics {number}"] = actor.update(batch)
+        if not number:
+            off = actor.reference_logprobs(batch) - logprobs[whole.sampled_places(mine)]
+            assert not len(off) or off.abs().max() < 1e-5, "the first policy is the reference"
+        results[f"metrics {number}"] = actor.routing | actor.update(batch)
     checkpoints(folder, layout, kind, model, actor)
     results["weights"] = {name: tensor.clone() for name, tensor in export_weights(model)}
     if dist.get_rank() == 0:
@@ -204,7 +229,61 @@ def checkpoints(folder: Path, layout: Layout, kind: str, model: MegatronModel, a
         assert torch.equal(part.data, old), part.key
 
 
+def jobs(folder: Path, layout: Layout) -> None:
+    """Two updates of each supervised method, in which experts are balanced, and a validation; what a critic gives.
+
+    Of 5 rows in micro batches of tokens, ranks have shares that make different numbers of passes.
+    """
+    from megatron.core import parallel_state
+
+    initialize_model_parallel(layout.tp, layout.pp, seed=1, ep_size=layout.ep, etp_size=layout.etp)
+    results: dict[str, Any] = {}
+    for method in BUILD:
+        keys = ("model.global_batch_size=5", "model.max_tokens_per_micro_batch=24", "model.sequence_parallel=True")
+        trainer = trainer_for(method, folder / "jobs", folder / f"{method}, {layout.name}", *keys)
+        trainer.model.balance = Balance.of(trainer.model.architecture, coefficient=0.5, bias_step=0.01)
+        results[method] = report_of(trainer)
+    results["critic"] = of_critic()
+    if dist.get_rank() == 0:
+        torch.save(results, folder / f"jobs, {layout.name}.pt")
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+
+
+def of_critic() -> dict[str, Any]:
+    """Of a critic beside the reward model that it was."""
+    head = RewardHeadConfig()
+    config = {"optim": OPTIM, "sequence_parallel": True}
+    build = functools.partial(build_model, architecture("softmax"), config, torch.float32, head=head)
+    model, batching, generator = build(), MicroBatching(1, 24), torch.Generator().manual_seed(8)
+    weights = first_weights(model.architecture)
+    weights["score.weight"] = weights.pop("lm_head.weight")[:1]
+    import_weights(model, TensorSource(weights))
+    frozen = FrozenWeights(model, "resident", functools.partial(build, trainable=False))
+    critic = Critic(
+        model, Optimizer(model, ADAM, Schedule(lr=LR, name="constant"), 1.0), head, training_batching=batching,
+        global_batch_size=3, forward_batching=batching, loss_clip=0.2,
+    )  # fmt: skip
+    tokens, lengths = torch.randint(0, 50, (5, 20), generator=generator), torch.tensor([20, 3, 9, 17, 4])
+    values = critic.values(tokens, lengths)
+    mask = (torch.arange(19) < lengths[:, None] - 1).float()
+    returns = torch.randn(5, 19, generator=generator)
+    reports = critic.train(ValueBatch(tokens, returns, values.cpu(), mask))
+    rewards = RewardModel(frozen, head, batching).rewards(tokens, lengths)
+    return {"values": values, "reports": reports, "rewards": rewards, "later": critic.values(tokens, lengths)}
+
+
 def main(folder: Path, world_size: int) -> None:
+    from megatron.core import parallel_state
+
+    if world_size == 1:
+        (folder / "jobs").mkdir()
+        initialize_model_parallel(1, 1, seed=3)
+        make_files(folder / "jobs", experts=KINDS["sigmoid"])
+        parallel_state.destroy_model_parallel()
+    for layout in LAYOUTS:
+        if layout.name in JOB_LAYOUTS and layout.world_size == world_size:
+            jobs(folder, layout)
     for layout in LAYOUTS:
         if layout.world_size == world_size and (not layout.is_long or os.environ.get("TEST_LONG")):
             for kind in kinds_of(layout):

@@ -292,12 +292,12 @@ class Sequences:
             lengths=self.lengths,
             sampled_lengths=self.sampled.sum(1),
             ended=self.ended,
-            weight_versions=torch.zeros_like(ids),
             counts=torch.ones_like(self.ended),
             own=own,
             tokens=self.tokens[own][position < self.lengths[own, None]].int(),
             sampled=self.sampled[own][position < self.lengths[own, None]],
             engine_logprobs=self.engine_logprobs[own][self.responses(own)],
+            weight_versions=torch.zeros_like(self.engine_logprobs[own][self.responses(own)], dtype=torch.int32),
             **(self.rows() if has_rows else {}),
         )
 

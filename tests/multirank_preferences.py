@@ -45,8 +45,8 @@ KD = "knowledge_distillation"
 BUILD = {"dpo": build_dpo_trainer, "kto": build_kto_trainer, KD: build_distillation_trainer}
 
 
-def make_files(folder: Path) -> None:
-    """``base.nemo`` and 12 lines of data for each method. Needs a process group."""
+def make_files(folder: Path, **changes: Any) -> None:
+    """``base.nemo``, of a shape with changes, and 12 lines of data for each method. Needs a process group."""
     generator = random.Random(1)
 
     def word(least: int, most: int) -> str:
@@ -72,6 +72,7 @@ def make_files(folder: Path) -> None:
         vocab_size=tokenizer.vocab_size,
         max_position_embeddings=64,
         init_method_std=0.2,
+        **changes,
     )
     fingerprint, items = {"tokenizer": tokenizer.fingerprint()}, {}
     for n, pair in enumerate(pairs):

@@ -65,10 +65,13 @@ class Way:
     name: str
     rollout_ranks: int = 0
     staleness: int = 0
+    in_flight: str = "wait"
     lr: float = 5e-3
     pp: int = 1
     generation_tp: int = 1
     logprobs: str = "trainer"
+    group_size: int = 1
+    ends: tuple[str, ...] = ()  # strings that end a response, so that lengths differ
     stops: tuple[str, ...] = ()  # in turn: where the run gets a stop signal, before it is started again
     is_long: bool = False  # made with TEST_LONG alone
 
@@ -77,6 +80,15 @@ class Way:
         return self.pp + self.rollout_ranks
 
 
+# Two samples to a prompt, of lengths that differ.
+KEEP: dict[str, Any] = {
+    "rollout_ranks": 1,
+    "staleness": 1,
+    "in_flight": "keep",
+    "group_size": 2,
+    "ends": ("a", "e", "1"),
+}
+STOPS = ("train 1", "score 3", "rollout rank 3", "score 5")
 WAYS = (
     Way("together"),
     Way("together_lr0", lr=0.0),
@@ -84,7 +96,18 @@ WAYS = (
     Way("apart", rollout_ranks=1),
     Way("stale_lr0", rollout_ranks=1, staleness=1, lr=0.0),
     Way("stale", rollout_ranks=1, staleness=1),
-    Way("stale_stopped", rollout_ranks=1, staleness=1, stops=("train 1", "score 3", "rollout rank 3", "score 5")),
+    Way("stale_stopped", rollout_ranks=1, staleness=1, stops=STOPS),
+    Way("two", rollout_ranks=1, staleness=2),
+    Way("two_stopped", rollout_ranks=1, staleness=2, stops=STOPS),
+    Way("keep_lr0", lr=0.0, **KEEP),
+    Way("keep", **KEEP),
+    Way("keep_stopped", **KEEP, stops=STOPS),
+    Way("keep_two", **KEEP | {"staleness": 2}, is_long=True),
+    Way("keep_two_stopped", **KEEP | {"staleness": 2}, stops=STOPS, is_long=True),
+    Way("restart", **KEEP | {"staleness": 2, "in_flight": "restart"}, is_long=True),
+    Way("restart_stopped", **KEEP | {"staleness": 2, "in_flight": "restart"}, stops=STOPS, is_long=True),
+    Way("keep_four", **KEEP | {"staleness": 4, "rollout_ranks": 2}, is_long=True),
+    Way("keep_four_stopped", **KEEP | {"staleness": 4, "rollout_ranks": 2}, stops=STOPS, is_long=True),
     Way("apart_pp2_to_tp2", rollout_ranks=2, pp=2, generation_tp=2, is_long=True),
 )
 
@@ -101,11 +124,13 @@ def config(folder: Path, way: Way) -> PPOActor:
                     "val_check_interval": 2,
                     "save_interval": 2,
                     "staleness": way.staleness,
+                    "in_flight": way.in_flight,
+                    "num_rollouts_per_prompt": way.group_size,
                     "policy_logprobs": way.logprobs,
                     "rollout_devices": way.rollout_ranks,
                     "mask_truncated": False,
                     "importance_weight_cap": 2.0,
-                    "importance_sequence_bounds": [0.9, 1.1],
+                    "importance_sequence_bounds": [0.5, 2.0] if way.ends else [0.9, 1.1],
                     "generation": {"num_slots": 4, "tensor_parallel_size": way.generation_tp, "step": "torch"},
                     "batch_iterator": {"use_flask": way.rollout_ranks > 1, "port": 0},
                 },
@@ -116,7 +141,8 @@ def config(folder: Path, way: Way) -> PPOActor:
                 "global_batch_size": NUM_SAMPLES // UPDATES_PER_STEP,
                 "encoder_seq_length": 64,
                 "ppo": {
-                    "num_rollout_samples": NUM_SAMPLES,
+                    "num_rollout_samples": NUM_SAMPLES // way.group_size,
+                    "sampling_params": {"end_strings": list(way.ends)},
                     "num_val_samples": 4,
                     "rollout_micro_batch_size": 3,
                     "length_params": {"max_length": MAX_NEW_TOKENS},
@@ -175,13 +201,12 @@ class Critic:
         return self
 
     def _see_the_next_responses(self, step: int) -> None:
-        """Before this step trains: the rollouts of the next are all made without its weights, and without its end."""
-        channel = roles.channel()
-        assert channel is not None
-        validations = 1 + step // 2  # before the first step, and after steps 2 and 4
+        """Before this step trains: the rollouts of the next ones are all made without its weights, and its end."""
+        rounds = self.trainer.schedule._rounds
+        assert [*rounds] == [*range(step, min(step + 1 + self._way.staleness, STEPS))]
         deadline = time.monotonic() + 60
-        while channel.count(f"round/{step + 2 + validations}/count") < NUM_SAMPLES:
-            assert time.monotonic() < deadline, f"the rollouts of step {step + 1} are not made while step {step} is"
+        while not all(round_.is_complete() for number, round_ in rounds.items() if number > step):
+            assert time.monotonic() < deadline, f"rollouts of the next steps are not made while step {step} is"
             time.sleep(0.01)
 
     def _stop_the_rollout_rank(self) -> None:
@@ -213,13 +238,17 @@ def padded(experience: Experience) -> dict[str, torch.Tensor]:
     """All samples' columns on rank 0, each at the places of its response tokens; 0 elsewhere. Collective."""
     rollouts, batch = experience.rollouts, experience.value_batch()
     found = {}
+    versions = torch.cat(
+        [torch.zeros(0), *(rollouts.on_first_rank(rollouts.weight_versions, rollouts.sampled_lengths) or ())]
+    )
     for name, column in experience.columns.items():
         rows = rollouts.on_first_rank(column, rollouts.sampled_lengths)
         if batch is not None and rows is not None:
             found[name] = torch.zeros_like(batch.mask).masked_scatter(batch.mask != 0, torch.cat(list(rows)))
     if batch is None:
         return {}
-    return found | {"tokens": batch.tokens, "mask": batch.mask, "learns": experience.learns.float()}
+    facts = {"prompt_ids": rollouts.prompt_ids, "learns": experience.learns.float()}
+    return found | facts | {"tokens": batch.tokens, "mask": batch.mask, "versions": versions}
 
 
 # ---- a run --------------------------------------------------------------------------------------

@@ -318,7 +318,7 @@ def test_what_removes_a_section_in_nemos_scripts(monkeypatch: pytest.MonkeyPatch
     arguments = ["model.optim.lr=1e-3", "model.optim.sched.min_lr=0", "~model.optim", "++model.optim={name: sgd}"]
     arguments += ["exp_manager.name=mine", "exp_manager.create_wandb_logger=True", "++exp_manager=null"]
     monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
-    cfg, notes = command_line.compose("gpt_ppo_actor", "") or pytest.fail("no config")
+    cfg, notes, _ = command_line.compose("gpt_ppo_actor", "") or pytest.fail("no config")
     assert (cfg.model.optim.name, cfg.model.optim.lr, cfg.model.optim.sched.min_lr) == ("sgd", 9e-7, 9e-8)
     assert cfg.exp_manager.name == "mine" and not cfg.exp_manager.create_wandb_logger
     assert [note.partition(":")[0] for note in notes] == ["~model.optim", "++exp_manager=null"]
@@ -564,7 +564,7 @@ def test_a_config_file_of_ones_own_and_flags(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     for flags in (["-cn", "own", "-cp", "."], ["--config-path=.", "--config-name=own"]):
         monkeypatch.setattr(sys, "argv", ["script.py", "trainer.num_nodes=3", *flags, "+model.optim.lr=2", "hydra.x=1"])
-        cfg, notes = command_line.compose("gpt_ppo_critic", "") or pytest.fail("no config")
+        cfg, notes, _ = command_line.compose("gpt_ppo_critic", "") or pytest.fail("no config")
         assert (cfg.trainer.devices, cfg.trainer.num_nodes, cfg.model.optim.lr) == (2, 3, 2)
         assert cfg.trainer.ppo.port == 5556 and [note.partition(" ")[0] for note in notes] == ["hydra.x=1"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,14 +11,33 @@ from typing import Any
 
 import pytest
 import torch
-from job_processes import ROOT, run
-from multirank_experts import KINDS, LAYOUTS, Layout, architecture, kinds_of
-from multirank_ragged import LOSSES, LR
-from small_models import SHAPE
+from conftest import Artefacts
+from job_processes import ROOT, run, script
+from multirank_experts import JOB_LAYOUTS, KINDS, LAYOUTS, Layout, architecture, first_weights, kinds_of
+from multirank_preferences import BUILD
+from multirank_ragged import LOSSES, LR, global_batch
+from small_models import SHAPE, TensorSource
+from test_preferences import assert_same
 
 from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
+from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
+from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.embedded.route_memory import unpacked
 from nemo_style_aligner.engine.embedded.routing import routed
+from nemo_style_aligner.engine.weights.stream import import_weights
+from nemo_style_aligner.trainer.models.gpt import build_model
 from nemo_style_aligner.trainer.models.lora import LoraSettings
+from nemo_style_aligner.trainer.models.packing import MicroBatching
+from nemo_style_aligner.trainer.models.pipeline import Scoring, forward
+from nemo_style_aligner.trainer.models.ragged import RaggedBatch, after_prompts
+from nemo_style_aligner.trainer.models.routes import (
+    Balance,
+    LayerTokens,
+    RowExperts,
+    disagreement,
+    seen_by_all,
+)
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 Result = dict[str, Any]
 CASES = [
@@ -42,19 +62,37 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_experts_give_the_same_numbers_in_any_layout(layout: Layout, kind: str, results: Path) -> None:
     """Log-probs, losses, gradients, weights after three updates, and responses of engines with the first weights.
 
-    The ranks themselves compare exported weights, and checkpoints that they and another layout wrote.
+    The last update's experts are given, and others than its routers choose. The ranks themselves compare exported
+    weights, and checkpoints that they and another layout wrote.
     """
     expected: Result = torch.load(results / f"{kind}, reference.pt")
     found: Result = torch.load(results / f"{kind}, {layout.name}.pt")
-    for (ids, logprobs), (same_ids, same) in zip(found["responses"], expected["responses"], strict=True):
-        assert ids == same_ids and logprobs == pytest.approx(same, abs=1e-5)
+    for (ids, logprobs, *routes), (same_ids, same, *same_routes) in zip(
+        found["responses"], expected["responses"], strict=True
+    ):
+        assert (ids, routes) == (same_ids, same_routes) and logprobs == pytest.approx(same, abs=1e-5)
     for number in range(len(LOSSES)):
         assert torch.allclose(found[f"logprobs {number}"], expected[f"logprobs {number}"], atol=1e-5, rtol=0)
         metrics = expected[f"metrics {number}"]
         for name in metrics.keys() - {"padding_efficiency", "dp_balance"}:
             assert found[f"metrics {number}"][name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-8), name
+    assert expected["metrics 0"]["routing_disagreement"] > 0.5
     for name, tensor in expected["weights"].items():
         assert torch.allclose(found["weights"][name], tensor, atol=0.02 * LR, rtol=0), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", JOB_LAYOUTS[1:])
+def test_jobs_give_the_same_numbers_however_many_passes_each_rank_would_make(layout: str, results: Path) -> None:
+    """DPO, KTO, distillation, with an auxiliary loss and moves of the biases; a critic beside its reward model."""
+    found, expected = (torch.load(results / f"jobs, {name}.pt") for name in (layout, "reference"))
+    for method in BUILD:
+        assert_same(found[method], expected[method])
+    reports = [[report["loss"] for report in result["critic"].pop("reports")] for result in (found, expected)]
+    assert reports[0] == pytest.approx(reports[1], rel=1e-4) and len(reports[0]) == 2
+    for name, tensor in expected["critic"].items():
+        assert torch.allclose(found["critic"][name], tensor, atol=2e-5), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,3 +166,160 @@ def test_a_bias_changes_the_choice_of_experts_and_not_their_weights() -> None:
     scores = logits[0, [3, 2]].sigmoid()
     assert chosen.tolist() == [[3, 2]]
     assert torch.allclose(weights[0], 1.5 * scores / scores.sum())
+
+
+# ---- routes -------------------------------------------------------------------------------------
+
+
+def engine_of(kind: str, **options: Any) -> EmbeddedEngine:
+    engine = EmbeddedEngine(
+        architecture(kind), dtype=torch.float32, max_sequence_length=64, eos_id=1, records_routes=True, **options
+    )
+    engine.build()
+    engine.refit(iter(first_weights(engine._shape.architecture).items()), version=0)
+    return engine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_routes_of_engines_are_the_trainers_however_tokens_come_to_be_computed(one_rank: None, kind: str) -> None:
+    """In chunks, from pages of others, again after preemptions; in C++ and in torch."""
+    prompt = [(3 * j) % 50 for j in range(40)]
+    requests = [GenerationRequest(i, prompt[: 20 + 4 * i] + [i], i) for i in range(4)]
+    params = SamplingParams(max_new_tokens=30, min_new_tokens=30, seed=5)
+    found, preempted = [], []
+    for step, room in (("native", None), ("native", 96), ("torch", 96)):
+        engine = engine_of(kind, step=step, num_slots=3, prefill_chunk_tokens=8, kv_cache_tokens=room)
+        found.append(sorted(engine.generate(requests, params), key=lambda result: result.request_id))
+        preempted.append(engine.statistics.preemptions)
+    assert preempted[0] == 0 and preempted[1] and engine.statistics.shared_prefix_tokens
+    assert found[0] == found[1] and [r.routes for r in found[0]] == [r.routes for r in found[2]]
+    assert disagreement_of(kind, found[0]) == {"routing_disagreement": 0.0}
+    assert disagreement_of(kind, found[0], first=0)["routing_disagreement"] > 0.1
+
+
+def disagreement_of(kind: str, results: list[GenerationResult], first: int | None = None) -> dict[str, float]:
+    """With a model of the same weights; ``first``: instead, tokens have the routes of this one."""
+    model = build_model(architecture(kind), {}, torch.float32, trainable=False)
+    import_weights(model, TensorSource(first_weights(model.architecture)))
+    lengths = torch.tensor([len(r.prompt_token_ids) + len(r.token_ids) for r in results])
+    routes = [torch.from_numpy(unpacked(r.routes, int(n))) for r, n in zip(results, lengths, strict=True)]
+    if first is not None:
+        routes = [routes[0][:1].expand(len(row), -1) for row in routes]
+    batch = RaggedBatch(
+        torch.tensor([token for r in results for token in r.prompt_token_ids + r.token_ids], dtype=torch.int32),
+        lengths,
+        after_prompts(lengths, torch.tensor([len(r.prompt_token_ids) for r in results])),
+        {},
+        torch.ones(len(results), dtype=torch.bool),
+        torch.cat(routes),
+    )
+    seen: list[Any] = []
+    forward(model, batch, None, MicroBatching(3), lambda x, _: x, scoring=Scoring(), experts=seen)
+    return disagreement(seen_by_all(seen, model.architecture))
+
+
+def test_given_routes_are_as_if_the_router_had_chosen_them(one_rank: None) -> None:
+    """A bias makes it choose experts 1 and 3 everywhere, which leaves their weights as they are."""
+    batch = global_batch()
+    found = []
+    for bias in (0.0, 100.0):
+        weights = first_weights(architecture("sigmoid"))
+        for name in weights:
+            if name.endswith("e_score_correction_bias"):
+                weights[name] = torch.tensor([0.0, bias, 0.0, bias])
+        model = build_model(architecture("sigmoid"), {}, torch.float32, trainable=False)
+        import_weights(model, TensorSource(weights))
+        batch.routes = torch.tensor([1, 3] * 3, dtype=torch.uint8).expand(len(batch.tokens), -1)
+        scoring = Scoring(replays=bias == 0)
+        found.append(forward(model, batch, None, MicroBatching(3), lambda x, _: x, scoring=scoring))
+    assert torch.allclose(*found, atol=1e-6)
+
+
+def test_the_balance_of_experts_is_a_loss_and_moves_of_biases(one_rank: None) -> None:
+    a = architecture("sigmoid")
+    balance = Balance.of(a, coefficient=0.3, bias_step=0.01)
+    assert balance is not None and Balance.of(a, 0.0, 0.0) is None
+    model = build_model(a, {}, torch.float32)
+    router = model.gpt.decoder.layers[1].mlp.router
+    balance.learn(torch.tensor([[6.0, 2.0, 0.0, 0.0, 0.0, 0.0], *[[2.0, 2.0, 2.0, 2.0, 0.0, 0.0]] * 2]))
+    row = RowExperts(torch.tensor([1.0, 0.0, 2.0]), balance=balance)
+    router.tokens = LayerTokens(row, 0, None)
+    logits = torch.randn(3, 1, 4, requires_grad=True)
+    probs, _ = router.routing(logits)
+    (found,) = torch.autograd.grad(probs.sum() * 0, logits)
+    scores = logits[:, 0].sigmoid()
+    mean = (row.weights[:, None] * scores / scores.sum(-1, keepdim=True)).sum(0)
+    (expected,) = torch.autograd.grad(0.3 * 4 * (torch.tensor([0.75, 0.25, 0, 0]) * mean).sum(), logits)
+    assert torch.allclose(found, expected, atol=1e-6) and expected.abs().max() > 0
+    before = router.expert_bias.clone()
+    balance.move_biases(model.gpt.decoder.layers)
+    assert torch.allclose(router.expert_bias - before, torch.tensor([-0.01, 0.0, 0.01, 0.01]), atol=1e-7)
+    other = Balance.of(a, 0.3, 0.0)
+    assert other is not None
+    other.load_state_dict(json.loads(json.dumps(balance.state_dict())))
+    assert torch.equal(other.fractions, balance.fractions)
+
+
+# ---- jobs, as users start them --------------------------------------------------------------------
+
+SHARED = ("trainer.precision=32", "model.encoder_seq_length=64", "model.sequence_parallel=True")
+FOUR = ("trainer.devices=4", "model.tensor_model_parallel_size=2", "model.expert_model_parallel_size=2")
+FOUR += ("model.expert_tensor_parallel_size=1",)
+REWARD = "def ones(prompt, response, line):\n    return response.count('1') / max(len(response), 4)\n"
+
+
+def base_model(artefacts: Artefacts, folder: Path, *options: str) -> Path:
+    path = folder / "base.nemo"
+    sizes = ("--max-length", "64", "--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", *options)
+    run(
+        script("init_gpt.py", "--tokenizer", str(artefacts.folder / "tokenizer"), "--output", str(path), *sizes),
+        folder / "init.log",
+    )
+    return path
+
+
+def job(name: str, folder: Path, *flags: str) -> tuple[Path, dict[str, list[tuple[int, float]]]]:
+    """Run a script; the archive that it leaves, and what it has logged."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run(script(name, *SHARED, *flags, f"exp_manager.explicit_log_dir={folder / 'log'}"), folder / "job.log", 300.0)
+    return next((folder / "log" / "checkpoints").glob("*.nemo")), read_metrics(folder / "log")
+
+
+def sft(artefacts: Artefacts, base: Path, folder: Path, *flags: str) -> tuple[Path, Any]:
+    files = (f"model.data.train_ds.file_path={artefacts.data('train_sft')}", f"model.restore_from_path={base}")
+    sizes = ("model.data.train_ds.global_batch_size=16", "model.data.train_ds.micro_batch_size=8")
+    return job("train_gpt_sft.py", folder, *files, *sizes, "model.optim.lr=3e-3", *flags)
+
+
+def grpo(artefacts: Artefacts, policy: Path, folder: Path, *flags: str) -> tuple[Path, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rewards.py").write_text(REWARD)
+    sizes = ("model.global_batch_size=32", "model.micro_batch_size=8", "model.ppo.num_rollout_samples=8")
+    sizes += ("model.ppo.num_val_samples=4", "model.ppo.rollout_micro_batch_size=8", "trainer.ppo.save_interval=0")
+    sizes += ("model.ppo.length_params.max_length=8", "trainer.ppo.num_rollouts_per_prompt=4")
+    named = (f"trainer.ppo.rewards=[{{source: '{folder}/rewards.py:ones'}}]", "trainer.ppo.estimator=grpo")
+    start = (f"pretrained_checkpoint.restore_from_path={policy}", artefacts.data_prefix("prompts"))
+    return job("train_gpt_ppo_actor.py", folder, *start, *named, *sizes, *flags)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_mixture_learns_from_scratch_as_a_dense_model_does(artefacts: Artefacts, tmp_path: Path) -> None:
+    """SFT and GRPO, of the mixture on four ranks, with an auxiliary loss and the engine's routes."""
+    gains = {}
+    for kind, options, ranks in (("dense", (), ()), ("mixture", ("--num-experts", "4", "--expert-size", "48"), FOUR)):
+        folder = tmp_path / kind
+        base = base_model(artefacts, folder, *options)
+        of_sft = ("model.moe_aux_loss_coeff=0.01",) if options else ()
+        tuned, losses = sft(artefacts, base, folder / "sft", *ranks, *of_sft, "trainer.sft.max_steps=40")
+        assert losses["train/loss"][-1][1] < 0.7 * losses["train/loss"][0][1]
+        of_grpo = ("trainer.ppo.replay_routes=True",) if options else ()
+        keys = ("trainer.ppo.max_steps=15", "trainer.ppo.val_check_interval=0", "model.optim.lr=2e-3")
+        _, curves = grpo(artefacts, tuned, folder / "grpo", *ranks, *of_grpo, *keys)
+        rewards = [value for _, value in curves["train_rollouts/rewards"]]
+        gains[kind] = sum(rewards[-3:]) / 3 - rewards[0]
+        if options:
+            assert {value for _, value in curves["train_rollouts/routing_disagreement"]} == {0.0}
+            assert max(value for _, value in losses["train/dead_experts"]) < 1
+    assert gains["dense"] > 0.2 and gains["mixture"] > 0.2, gains

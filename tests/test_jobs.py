@@ -729,7 +729,7 @@ def test_evaluation_asks_and_compares_as_ppo_does(artefacts: Artefacts, monkeypa
 @pytest.mark.long
 def test_rollouts_a_step_ahead(artefacts: Artefacts, tmp_path: Path) -> None:
     """Two ranks train, one generates. When that one is killed the job ends; started again it trains on the responses
-    that the checkpoint has, made with weights that are gone."""
+    that the checkpoint has, made with weights that are gone, and goes on with those that had begun."""
     log_dir = tmp_path / "actor"
     with critic_service(artefacts.rm, tmp_path / "critic", "model.global_batch_size=8") as (_, port):
         command = script(
@@ -746,8 +746,8 @@ def test_rollouts_a_step_ahead(artefacts: Artefacts, tmp_path: Path) -> None:
         assert max(step for step, _ in read_metrics(log_dir)["train_rollouts/rewards"]) < 8, "over before it was killed"
         run(command, tmp_path / "actor_second.log", TIMEOUT)
     curves = check_actor_log(log_dir, steps=8)
-    assert [value for _, value in curves["train_rollouts/staleness_max"]] == [0.0] + [2.0] * 7
-    assert [value for _, value in curves["train_rollouts/staleness_mean"]] == [0.0] + [2.0] * 7
+    ages = [value for _, value in curves["train_rollouts/staleness_mean"]]
+    assert ages[:2] == [0.0, 2.0] and all(2.0 <= age <= 6.0 for age in ages[2:])
     assert [step for step, _ in curves["timers/step/rollout_time/rollout_wait"]] == list(range(2, 9))
     assert [step for step, _ in curves["val_rollouts/rewards"]] == [0, 4, 8]
 

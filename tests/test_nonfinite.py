@@ -66,7 +66,6 @@ class Step:
             "lengths",
             "sampled_lengths",
             "ended",
-            "weight_versions",
             "counts",
         )
         rollouts = Rollouts(
@@ -75,6 +74,7 @@ class Step:
             tokens=flat(one_by_one.tokens, one_by_one.lengths),
             sampled=flat(one_by_one.sampled, one_by_one.lengths),
             engine_logprobs=flat(one_by_one.engine_logprobs, one_by_one.sampled_lengths),
+            weight_versions=flat(one_by_one.weight_versions, one_by_one.sampled_lengths),
         )
         columns = {name: flat(column, one_by_one.sampled_lengths) for name, column in self.columns.items()}
         return Step(rollouts, Scores(self.scores.rewards[keep], {}, {}), columns)
@@ -103,12 +103,12 @@ def step() -> Step:
         lengths=lengths,
         sampled_lengths=lengths - prompt_lengths,
         ended=torch.tensor([True, True, False, True, True, True]),
-        weight_versions=torch.zeros(N, dtype=torch.int64),
         counts=torch.ones(N, dtype=torch.bool),
         own=torch.arange(N),
         tokens=torch.randint(0, 9, (int(lengths.sum()),), generator=generator, dtype=torch.int32),
         sampled=after_prompts(lengths, prompt_lengths),
         engine_logprobs=numbers(),
+        weight_versions=torch.zeros(num_tokens, dtype=torch.int32),
     )
     scores = Scores(torch.randn(N, generator=generator).double(), {}, {})
     columns = {"old_logprobs": numbers(), "reference_logprobs": numbers(), "values": 2 * numbers() + 1}

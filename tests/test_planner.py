@@ -106,8 +106,28 @@ def test_scores_come_beside_generation_and_the_critic_trains_beside_the_policy()
 def test_staleness_hides_generation_behind_training() -> None:
     costs = StepCosts(refit=2, train=30)
     steps = simulate(SimulatedJob(steady(1), lambda _: costs, staleness=1), [samples(20)] * 3)
-    assert [step["step"] for step in steps] == [2 + 20 + 2 + 30, 2 + 30, 30]
+    assert [step["step"] for step in steps] == [2 + 20 + 30, 2 + 30, 30]
     assert [step["generate"] for step in steps] == [20, 0, 0]
+
+
+def test_steps_ahead_even_out_rounds_of_different_lengths() -> None:
+    """Rounds of 10 and 50 s beside training of 30: one step ahead every other step waits, two steps ahead none."""
+    costs, rounds = StepCosts(train=30), [samples(length) for length in [10, 50] * 4]
+    for staleness, waits in ((1, [10, 20, 0, 20, 0, 20, 0, 20]), (2, [10, 20, 0, 0, 0, 0, 0, 0])):
+        steps = simulate(SimulatedJob(steady(1), lambda _: costs, staleness=staleness), rounds)
+        assert [step["generate"] for step in steps] == waits, staleness
+
+
+def test_a_long_response_holds_up_no_step_if_it_goes_on() -> None:
+    """Of 2 responses a step, one is long: by rounds all steps take as long as that."""
+    rounds, costs = [samples(2, 20)] * 8, StepCosts(train=1)
+    by_rounds = simulate(SimulatedJob(steady(1, 4), lambda _: costs, staleness=1), rounds)
+    assert [step["generate"] for step in by_rounds[1:]] == [19] * 7
+    kept = simulate(SimulatedJob(steady(1, 4), lambda _: costs, staleness=1, keeps=True), rounds)
+    # 4 responses are under way, two of them long: a pair ends every 2 or 18 passes, and all have been trained at last.
+    assert sum(step["generate"] for step in kept) < 0.7 * sum(step["generate"] for step in by_rounds)
+    on_policy = SimulatedJob(steady(1, 4), lambda _: costs)
+    assert simulate(dataclasses.replace(on_policy, keeps=True), rounds) == simulate(on_policy, rounds)
 
 
 def test_scores_of_the_next_round_wait_for_a_critic_that_trains() -> None:

@@ -80,6 +80,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.importance_token_bounds": ([0.5, 1.5], {"advantages.importance_token_bounds": [0.5, 1.5]}),
     "trainer.ppo.trust_region": ("both", {"loss.trust_region": "both"}),
     "trainer.ppo.sampling_kl": (0.3, {"loss.sampling_kl": 0.3}),
+    "trainer.ppo.in_flight": ("keep", {"ppo.in_flight": "keep"}),
     "trainer.ppo.staleness": (1, {"ppo.staleness": 1, "advantages.importance_weight_cap": 2.0}),
     "trainer.ppo.reference_policy_placement": ("swap", {"actor.has_both_policies": False, "actor.keeps_passes": False}),
     "trainer.ppo.num_table_rows": (3, {"ppo.num_table_rows": 3}),
@@ -130,7 +131,15 @@ OF_FORMULAS = (
     *("kl_clamp", "discount_factor", "gae_lambda", "advantage_whitening_unbiased", "mask_truncated"),
     *("importance_weight_cap", "importance_sequence_bounds", "importance_token_bounds"),
 )
-OF_A_STEP = ("critic_warmup_steps", "num_ppo_epochs", "top_n_rollouts", "save_samples", "num_table_rows", "staleness")
+OF_A_STEP = (
+    "critic_warmup_steps",
+    "num_ppo_epochs",
+    "top_n_rollouts",
+    "save_samples",
+    "num_table_rows",
+    "staleness",
+    "in_flight",
+)
 # Keys of these sections that others read: the launcher, the engines, the prompts, the model, the optimizer on a GPU.
 ELSEWHERE = (
     "trainer.ppo.rewards",
@@ -249,7 +258,9 @@ def test_without_a_penalty_there_is_no_initial_policy(model: MegatronModel) -> N
 def test_experience_is_what_the_formulas_say() -> None:
     """Each with its own settings and masks: the critic's targets are of all responses, the policy's loss of some."""
     made = step()
-    made.rollouts.weight_versions[:] = torch.tensor([3, 3, 5, 5, 4, 4])
+    versions = made.rollouts.weight_versions
+    versions[:] = 5
+    versions[:6] = torch.tensor([2, 2, 3, 3, 4, 5])  # of the first response's tokens
     settings = settings_with(
         advantage_whitening_unbiased=True,
         kl_clamp=0.3,
@@ -300,8 +311,8 @@ def test_experience_is_what_the_formulas_say() -> None:
         "init_policy_kl": of_sequences(kl).mean().item(),
         "rewards_with_kl": of_sequences(rewards).mean().item(),
         "generation_length": batch.sampled_lengths.float().mean().item(),
-        "staleness_mean": 1.0,
-        "staleness_max": 2.0,
+        "staleness_mean": (3 + 3 + 2 + 2 + 1) / sum(lengths),
+        "staleness_max": 3.0,
         "importance_truncated": (log_ratios.exp() > 1.2)[kept].float().mean().item(),
         "importance_weights": used.mean().item(),
         "importance_effective_share": (used.sum() ** 2 / (len(used) * used.square().sum())).item(),
@@ -341,7 +352,8 @@ def test_experience_is_what_the_formulas_say() -> None:
 def test_a_rank_may_have_none_of_a_steps_samples() -> None:
     """Of fewer samples than data-parallel ranks."""
     made, none = step(), torch.empty(0)
-    batch = dataclasses.replace(made.rollouts, own=none.long(), tokens=none.int(), engine_logprobs=none)
+    flat = {"tokens": none.int(), "engine_logprobs": none, "weight_versions": none.int()}
+    batch = dataclasses.replace(made.rollouts, own=none.long(), **flat)
     columns = dict.fromkeys(made.columns, none)
     experience, metrics = make_experience(batch, made.scores, columns, SETTINGS, version=5)
     assert all(torch.equal(column, none) for column in experience.columns.values())
@@ -460,7 +472,7 @@ def test_a_step_takes_no_more_prompts_than_its_epoch_has(monkeypatch: pytest.Mon
     monkeypatch.setattr(ppo, "make_room", lambda: None)
     schedule: Any = SimpleNamespace(
         generate=lambda _, start, *__, **___: (starts.append(start), {}),
-        unload=lambda: None, start_ahead=lambda _, start, *__: starts.append(start),
+        unload=lambda: None, begin_ahead=lambda _, start, *__: starts.append(start),
     )  # fmt: skip
     monkeypatch.setattr(ppo, "schedule", schedule)
     end = 10

@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 from nemo_style_aligner.engine.contract import GenerationResult
 from nemo_style_aligner.engine.parallel.groups import single_process
+from nemo_style_aligner.trainer.config.loading import load_defaults
+from nemo_style_aligner.trainer.config.schema import PPOActor
 from nemo_style_aligner.trainer.launch import roles
 from nemo_style_aligner.trainer.launch.roles import Channel, Wait
 from nemo_style_aligner.trainer.launch.stop_signals import StopEarlyError
@@ -31,6 +33,7 @@ from nemo_style_aligner.trainer.rl.rollouts.disaggregated import (
     RemoteGenerator,
     RemoteRound,
     pack_request,
+    pack_response,
     pack_results,
     unpack_request,
     unpack_results,
@@ -117,6 +120,8 @@ def test_a_step_ahead_with_weights_that_stay_is_on_policy(
     expected, tensors = trained("together_lr0"), trained("stale_lr0")
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
+        if name.endswith(".versions"):
+            continue
         if tensor.is_floating_point():
             torch.testing.assert_close(tensors[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
         else:
@@ -175,19 +180,77 @@ def test_waiting_is_named(folder: Path) -> None:
         assert len(logged[name]) == STEPS and all(value > 0 for _, value in logged[name])
 
 
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["stale", "two", "keep", *(pytest.param(name, marks=LONG) for name in ("keep_two", "restart", "keep_four"))],
+)
 def test_stopped_and_resumed_is_as_if_never_stopped(
-    folder: Path, trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
+    folder: Path,
+    trained: Callable[[str], Tensors],
+    curves: Callable[[str], dict[str, list[tuple[int, float]]]],
+    way: str,
 ) -> None:
     """While a step trains and the next one's responses are under way; between a step's responses and its training; by a
     signal that only the rollout rank got; in the last validation. The responses are in the checkpoint: the weights that
-    made them are gone."""
-    expected, tensors = trained("stale"), trained("stale_stopped")
+    made them are gone. So is what had begun, without being part of a step."""
+    expected, tensors = trained(way), trained(f"{way}_stopped")
     assert tensors.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
-    assert curves("stale_stopped") == curves("stale")
-    state, undisturbed = (_last_state(folder / "logs" / way) for way in ("stale_stopped", "stale"))
+    assert curves(f"{way}_stopped") == curves(way)
+    state, undisturbed = (_last_state(folder / "logs" / name) for name in (f"{way}_stopped", way))
     assert state == undisturbed
     assert (state["step"], state["is_validation_due"]) == (STEPS, False) and "val_rewards" in state["metrics"]
+
+
+def test_two_steps_ahead_the_weights_are_those_of_two_steps_before(
+    trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]]
+) -> None:
+    """The run itself has seen (`Critic`) that both are generated while a step trains."""
+    two, still = trained("two"), trained("stale_lr0")
+    for step in (0, 1, 2):
+        assert torch.equal(two[f"{step}.tokens"], still[f"{step}.tokens"]), step
+    assert not torch.equal(two["3.tokens"], still["3.tokens"])
+    assert torch.equal(
+        two["1.importance_weights"], trained("stale")["1.importance_weights"]
+    )  # until then nothing differs
+    ages = [value for _, value in curves("two")["train_rollouts/staleness_mean"]]
+    assert ages == [UPDATES_PER_STEP * age for age in (0, 1, 2, 2, 2)]
+
+
+def test_responses_go_on_with_new_weights(trained: Callable[[str], Tensors], folder: Path) -> None:
+    """Some tokens of a response are of other weights than the rest; a step's groups are the first to finish."""
+    kept = trained("keep")
+    ids = [kept[f"{step}.prompt_ids"] for step in range(STEPS)]
+    assert all(torch.equal(of[::2], of[1::2]) for of in ids)  # groups stay together
+    everything, in_order = torch.cat(ids), torch.cat([trained("stale")[f"{step}.prompt_ids"] for step in range(STEPS)])
+    # Half as many prompts as there: the first ones, each once, though not in their order.
+    assert sorted(everything[::2].tolist()) == sorted(in_order[: len(everything) // 2].tolist())
+    assert everything[::2].tolist() != in_order[: len(everything) // 2].tolist()
+    mixed = 0
+    for step in range(STEPS):
+        lengths = kept[f"{step}.mask"].sum(1).int().tolist()
+        for versions in kept[f"{step}.versions"].split(lengths):
+            assert versions.diff().ge(0).all()
+            mixed += len(versions.unique()) > 1
+            assert versions.max() <= UPDATES_PER_STEP * max(0, step - 1)
+    assert mixed > 3
+    logged = read_metrics(folder / "logs" / "keep")
+    ages = [dict(logged[f"train_rollouts/staleness_{name}"]) for name in ("mean", "max")]
+    assert all(ages[0][step] <= ages[1][step] for step in ages[0])
+    assert any(ages[0][step] < ages[1][step] for step in ages[0])
+    assert max(value for _, value in logged["generation/carried_tokens"]) > 0
+
+
+def test_a_response_that_goes_on_has_the_log_probs_of_its_weights(trained: Callable[[str], Tensors]) -> None:
+    """With weights that stay the trainer's are the engine's, whatever was computed again."""
+    still = trained("keep_lr0")
+    for step in range(STEPS):
+        weights = still[f"{step}.importance_weights"][still[f"{step}.mask"] != 0]
+        assert (weights - 1).abs().max() < 1e-4, step
+        assert len(still[f"{step}.versions"].unique()) > 1 or step < 2  # they only count as others
 
 
 def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() -> None:
@@ -196,29 +259,39 @@ def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() 
 
     class Generator(RemoteGenerator):
         weight_version = 0
+        is_ahead = False
 
         def __init__(self) -> None:
             pass
 
         def start(self, prompts: Any, seed: int) -> Any:
             seeds.append(seed)
-            return SimpleNamespace(run=lambda take: {})
+            return SimpleNamespace(run=lambda take: {}, prompts=[], is_complete=lambda: True)
 
     def collect(prompts: Any, group_size: int, generate: Any, *, are_trained: bool, step: int) -> Any:
         trained.append(are_trained)
         return None, generate(None)
 
     collector: Any = SimpleNamespace(generator=Generator(), collect=collect)
-    prompts: Any = SimpleNamespace(batch=lambda start: [], samples_per_prompt=1)
-    model: Any = None
-    schedule = GenerationSchedule(collector, model, ScopedTimer(), 7, staleness=1, unload_engine=False)
-    for step in range(3):
-        for stream in (0, -1, 1):
-            for draw in (0, 1):
-                schedule.generate(prompts, 0, step, version=0, stream=stream, draw=draw)
-    assert len(set(seeds)) == 18 and trained == [True, True, False, False, True, True] * 3  # validations are not
-    schedule.start_ahead(prompts, 0, step=1, version=0)
-    assert seeds[18] == seeds[6]
+    prompts: Any = SimpleNamespace(batch=lambda start: [], samples_per_prompt=1, after=lambda start: start)
+    with single_process():
+        schedule = _schedule(1, collector)
+        for step in range(3):
+            for stream in (0, -1, 1):
+                for draw in (0, 1):
+                    schedule.generate(prompts, 0, step, version=0, stream=stream, draw=draw)
+            schedule.drop(step)
+        assert len(set(seeds)) == 18 and trained == [True, True, False, False, True, True] * 3  # validations are not
+        schedule.begin_ahead(prompts, 0, step=0, version=0)
+    assert seeds[18:] == [seeds[6]]
+
+
+def _schedule(staleness: int, collector: Any = None) -> GenerationSchedule:
+    cfg = load_defaults("gpt_ppo_actor")
+    cfg.trainer.ppo.staleness, cfg.trainer.ppo.in_flight = staleness, "wait"
+    nothing: Any = None
+    ppo = PPOActor.read(cfg).trainer.ppo
+    return GenerationSchedule(collector, nothing, ScopedTimer(), 7, ppo, last_step=lambda: 9)
 
 
 def test_kept_episodes_are_those_of_their_prompts_whatever_was_asked_first() -> None:
@@ -226,18 +299,23 @@ def test_kept_episodes_are_those_of_their_prompts_whatever_was_asked_first() -> 
     asked = {"line": [1, 2], "edited": [1, 3]}
     facts = {"prompt_token_ids": [9, 9], "token_ids": [4], "logprobs": [-1.0], "finish_reason": "stop"}
     episode = Episode(request_id=0, weight_version=3, mask=[True], outcome={"won": 1.0}, **facts)
-    nothing: Any = None
 
-    def schedule() -> GenerationSchedule:
-        return GenerationSchedule(nothing, nothing, ScopedTimer(), 7, staleness=1, unload_engine=False)
+    def source(ids: list[int]) -> Any:
+        prompt = Prompt(0, ids)
+        return SimpleNamespace(known=lambda _: [prompt], prompt=lambda _: prompt, batch_size=1, samples_per_prompt=1)
 
     with single_process():
-        (old := schedule())._rounds[5] = KeptRound([Prompt(0, asked["line"])], [episode])
-        state = json.loads(json.dumps(old.state_dict(5)))
+        (old := _schedule(1, SimpleNamespace(generator=None)))._rounds[5] = KeptRound(
+            [Prompt(0, asked["line"])], [episode]
+        )
+        old._versions[5] = 3
+        assert old.state_dict(version=3)["rounds"] == []  # can be made again
+        state = json.loads(json.dumps(old.state_dict(version=4)))
         for name, ids in asked.items():
-            batch: Any = SimpleNamespace(batch=lambda _, ids=ids: [Prompt(0, ids)])
-            (new := schedule()).load_state_dict(state, 5, batch, 0)
+            (new := _schedule(1, SimpleNamespace(generator=None))).load_state_dict(state, source(ids))
             assert [round_.wait() for round_ in new._rounds.values()] == ([[episode]] if name == "line" else [])
+        (less := _schedule(0, SimpleNamespace(generator=None))).load_state_dict(state, source([1, 2]))
+        assert not less._rounds
 
 
 def _last_state(log_dir: Path) -> dict[str, Any]:
@@ -309,7 +387,7 @@ def test_a_rank_that_has_its_share_hears_of_the_others(
     checks: list[int] = []
     monkeypatch.setattr(disaggregated.stops, "check", lambda: checks.append(1))
     for number, result in enumerate(RESULTS):
-        channel.put(f"round/1/{number}", pack_results([result]))
+        channel.put(f"round/1/{number}", pack_response(9, result))
     channel.put("round/1/metrics", b"{}")
     taken: list[GenerationResult] = []
     remote_round.run(taken.append)
@@ -324,12 +402,12 @@ def test_a_stop_of_another_rank_ends_the_wait_and_loses_nothing(
     def check() -> None:
         if len(taken) == 1:
             raise StopEarlyError("received SIGUSR1")
-        channel.put("round/1/0", pack_results(RESULTS[:1]))  # while the others look for signals
+        channel.put("round/1/0", pack_response(0, RESULTS[0]))  # while the others look for signals
 
     monkeypatch.setattr(disaggregated.stops, "check", check)
     with pytest.raises(StopEarlyError):
         remote_round.run(taken.append)
-    channel.put("round/1/1", pack_results(RESULTS[1:]))
+    channel.put("round/1/1", pack_response(1, RESULTS[1]))
     assert remote_round.wait() == RESULTS  # to be kept in a checkpoint
 
 
@@ -340,7 +418,7 @@ def test_nothing_of_a_round_stays_in_the_store(
     channel.put("round/1", b"the request")
     for number, result in enumerate(RESULTS):
         assert channel.add("round/1/count", 1) == channel.count("round/1/count") == number + 1
-        channel.put(f"round/1/{number}", pack_results([result]))
+        channel.put(f"round/1/{number}", pack_response(9, result))
     channel.put("round/1/metrics", b'{"seconds": 1.0}')
     taken: list[GenerationResult] = []
     assert remote_round.wait() == RESULTS and remote_round.run(taken.append) == {"seconds": 1.0}

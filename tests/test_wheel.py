@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,13 +15,15 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from job_processes import ROOT, environment
+from job_processes import ROOT, environment, mpirun
 
 from nemo_style_aligner import __version__
+from nemo_style_aligner.engine.parallel.machine import free_port
 from nemo_style_aligner.engine.text.jsonl import write_jsonl
 from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenizer
 from nemo_style_aligner.places import CONFIGS, REPOSITORY, SCRIPTS, commit
 from nemo_style_aligner.tools.cli.train import TRAINERS
+from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Nsa = Callable[..., str]
@@ -45,8 +48,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nsa(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Nsa:
-    """``nsa`` of an environment in which the wheel alone is installed, beside what this one has."""
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment in which the wheel alone is installed, beside what this one has."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=300)
     python = folder / "bin" / "python"
@@ -54,18 +57,36 @@ def nsa(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Nsa:
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")  # whose own .pth files are not read
     pip = [sys.executable, "-m", "pip", "--quiet", "--python", str(python), "install", "--no-deps", str(wheel)]
     subprocess.run([*pip, "--force-reinstall"], check=True, timeout=300)
+    return folder
+
+
+def _runs(environment_folder: Path, program: str) -> Nsa:
+    """What runs a program of an environment and returns what it prints."""
     env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    folder = environment_folder / "bin"
 
     def run(*arguments: object, before: tuple[str, ...] = (), status: int = 0, cwd: Path | None = None) -> str:
-        command = [*before, str(folder / "bin" / "nsa"), *map(str, arguments)]
-        path = f"{folder / 'bin'}{os.pathsep}{env['PATH']}"
+        command = [*before, program, *map(str, arguments)]
+        path = f"{folder}{os.pathsep}{env['PATH']}"
         done = subprocess.run(
-            command, env=env | {"PATH": path}, cwd=cwd or folder, capture_output=True, text=True, timeout=300
+            command, env=env | {"PATH": path}, cwd=cwd or folder, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == status, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout + done.stderr
 
     return run
+
+
+@pytest.fixture(scope="module")
+def nsa(installed: Path) -> Nsa:
+    """Its ``nsa``."""
+    return _runs(installed, str(installed / "bin" / "nsa"))
+
+
+@pytest.fixture(scope="module")
+def shell(installed: Path) -> Nsa:
+    """A shell in it."""
+    return _runs(installed, "bash")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +133,11 @@ def test_every_script_that_trains_has_a_command() -> None:
     assert {script for script, _ in TRAINERS.values()} == {path.name for path in SCRIPTS.glob("train_*.py")}
 
 
+def test_the_newest_section_of_the_changelog_is_of_this_version() -> None:
+    headings = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[0] == __version__ and len(set(headings)) == len(headings)
+
+
 def test_jobs_run_from_any_folder(nsa: Nsa, data: Path) -> None:
     """Version and commit, a look at data, SFT, a plan: as with the scripts of a checkout."""
     assert nsa("--version").strip() == f"nsa, version {__version__} (0123456789ab)"
@@ -129,6 +155,36 @@ def test_jobs_run_from_any_folder(nsa: Nsa, data: Path) -> None:
     assert "--tokenizer" in nsa("serve-reward", "--function", "f.py:f", status=2)
     (data / "plan.yaml").write_text("results_dir: run\njobs: {one: {script: train_gpt_sft.py, overrides: {}}}\n")
     assert "these keys need a value" in nsa("launch", "plan.yaml", "--dry-run", status=2, cwd=data)
+
+
+ROAD = """
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+small="trainer.precision=32 model.encoder_seq_length=64 model.global_batch_size=8 model.micro_batch_size=8"
+nsa train sft --model base.nemo --data train.jsonl --output road/sft trainer.precision=32 model.encoder_seq_length=64
+sft=road/sft/checkpoints/megatron_gpt_sft.nemo
+nsa train rm --model $sft --data pairs.jsonl --output road/rm $small
+nsa serve-critic --model road/rm/checkpoints/megatron_gpt.nemo --output road/critic $small trainer.ppo.port=CRITIC &
+{mpirun} nsa train ppo --model $sft --data prompts.jsonl --output road/ppo $small trainer.devices=2 \\
+    remote_critic_rm.critic.port=CRITIC trainer.ppo.batch_iterator.use_flask=True trainer.ppo.batch_iterator.port=0 \\
+    model.ppo.num_rollout_samples=8 model.ppo.length_params.max_length=8 trainer.ppo.max_steps=2
+kill $!
+wait
+nsa serve road/ppo/checkpoints/megatron_gpt_ppo_actor.nemo --name policy --port API --no-auth &
+curl -sf --retry 90 --retry-all-errors --retry-delay 1 http://127.0.0.1:API/health
+curl -sf http://127.0.0.1:API/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "policy", "max_tokens": 4, "messages": [{{"role": "user", "content": "Is 1 even?"}}]}}'
+kill $!
+"""
+
+
+@pytest.mark.long
+def test_ppo_runs_beside_its_service_and_is_served(shell: Nsa, data: Path) -> None:
+    """The tutorial's road: SFT, a reward model, the critic's service beside two ranks of mpirun, the API."""
+    write_jsonl(data / "pairs.jsonl", [{"prompt": "Is 1 even?", "chosen": " no", "rejected": " yes"}] * 16)
+    road = ROAD.format(mpirun=shlex.join(mpirun(2, ()))).replace("CRITIC", str(free_port()))
+    shown = shell("-euc", road.replace("API", str(free_port())), cwd=data)
+    assert '"completion_tokens"' in shown
+    assert len(read_metrics(data / "road" / "ppo")["train_critic/critic_loss"]) == 2
 
 
 @pytest.mark.long

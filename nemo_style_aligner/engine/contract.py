@@ -178,7 +178,12 @@ class GenerationResult:
     whole vocabulary at the token chosen, *before* biases, penalties, minimum length, top-k,
     top-p and min-p (temperature 1 when greedy): the quantity the trainer computes for the same tokens, so
     the two can be compared. ``finish_reason`` is "stop" exactly if the end-of-sequence token or a
-    stop string ended the response.
+    stop string ended the response. ``weight_version`` is that of the weights that sampled the last token; where others
+    sampled earlier ones, ``versions`` has [version, how many tokens] of each, in the tokens' order.
+
+    ``routes``, where an engine was asked to record them: the experts of each token but the last, which was no input, in
+    each layer that has any; base64 of unsigned integers [tokens - 1, layers, experts per token] of one byte each, or
+    of two where there are more than 256 experts.
     """
 
     request_id: int
@@ -187,6 +192,14 @@ class GenerationResult:
     logprobs: list[float]
     finish_reason: FinishReason
     weight_version: int
+    routes: str = ""
+    versions: list[list[int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def token_versions(self) -> list[int]:
+        """Version of the weights that sampled each token that has one of ``logprobs``."""
+        runs = self.versions or [[self.weight_version, len(self.logprobs)]]
+        return [version for version, count in runs for _ in range(count)]
 
     @property
     def sampled(self) -> list[bool]:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from nemo_style_aligner.engine.contract import (
 from nemo_style_aligner.engine.embedded.block_table import BlockTable
 from nemo_style_aligner.engine.embedded.lookup import Lookup
 from nemo_style_aligner.engine.embedded.native.native_step import NativeStep
+from nemo_style_aligner.engine.embedded.route_memory import RouteMemory
 from nemo_style_aligner.engine.embedded.scheduler import (
     PrefillChunk,
     ScheduledSequence,
@@ -77,6 +78,7 @@ class EmbeddedEngine(GenerationEngine):
         lookup_decoding: bool | None = None,
         trainer_weights: Offer | None = None,
         is_watched: bool = True,
+        records_routes: bool = False,
         **options: Any,
     ) -> None:
         """Describe the engine; `build` allocates.
@@ -95,6 +97,7 @@ class EmbeddedEngine(GenerationEngine):
                 was seen to pay, by the native step.
             trainer_weights: returns live parameters that may be read in place; `viewed_weights` names those that are.
             is_watched: passes are signs of life of this process, for its watchdog.
+            records_routes: responses come with their ``routes``, if the model has experts.
             options: what every engine is told, see `GenerationEngine`.
 
         Raises:
@@ -122,6 +125,8 @@ class EmbeddedEngine(GenerationEngine):
         self._looks_up = lookup_decoding
         self._lookup: Lookup | None = None  # `_build` knows
         self._is_watched = is_watched
+        records = records_routes and architecture.experts is not None
+        self._routes = RouteMemory(self._shape) if records else None
         self._blocks = BlockTable(self._num_slots, self._shape.pages_per_sequence, self._shape.num_pages)
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._trainer = TrainerWeights(trainer_weights)
@@ -169,6 +174,7 @@ class EmbeddedEngine(GenerationEngine):
         *,
         num_top: int | None = None,
         scores_prompt: bool = False,
+        begun: tuple[Sequence[int], Sequence[float]] = ((), ()),
     ) -> Task:
         """A request for `serve`; for the arguments see `Task`. Any thread may call this.
 
@@ -184,6 +190,7 @@ class EmbeddedEngine(GenerationEngine):
             stop=self._stop_condition(sampling),
             num_top=num_top,
             scores_prompt=scores_prompt,
+            begun=begun,
         )
 
     def serve(
@@ -224,6 +231,7 @@ class EmbeddedEngine(GenerationEngine):
                         logprobs=sequence.logprobs,
                         finish_reason=sequence.finish_reason,
                         weight_version=self._weight_version,
+                        routes=sequence.routes,
                     )
 
     def _passes(
@@ -237,7 +245,8 @@ class EmbeddedEngine(GenerationEngine):
             self._blocks,
             prefill_chunk_tokens=self._prefill_chunk_tokens,
             max_step_tokens=self._shape.max_step_tokens,
-            reach=self._shape.architecture.reach,
+            # Pages that no token sees any more still have their tokens' routes.
+            reach=self._shape.architecture.reach if self._routes is None else None,
             guess=None if self._lookup is None else self._lookup.guess,
         )
         if self._lookup is not None:
@@ -259,6 +268,8 @@ class EmbeddedEngine(GenerationEngine):
                     if sequence.finish_reason is not None or sequence.task.is_abandoned:
                         if self._lookup is not None:
                             self._lookup.finished(sequence)
+                        if self._routes is not None:
+                            sequence.routes = self._routes.of(self._blocks.table[sequence.slot], len(sequence.computed))
                         scheduler.leave(sequence)
                 yield advanced
         finally:
@@ -268,8 +279,11 @@ class EmbeddedEngine(GenerationEngine):
 
     def _advance(self, plan: StepPlan, scheduler: Scheduler, sampler: SlotSampler) -> list[ScheduledSequence]:
         """Run one forward pass; returns the sequences that got tokens from it, each as often as it got one."""
+        step = scheduler.arrays(plan)
+        if self._routes is not None:
+            step = self._routes.wanting(step)
         try:
-            logits = self._step.forward(scheduler.arrays(plan))
+            logits = self._step.forward(step)
         except torch.OutOfMemoryError as error:
             prompts = sum(chunk.length for chunk in plan.prefill)
             raise torch.OutOfMemoryError(
@@ -277,6 +291,8 @@ class EmbeddedEngine(GenerationEngine):
                 f"trainer.ppo.generation.prefill_chunk_tokens, now {self._prefill_chunk_tokens} (a pass without "
                 f"responses takes up to {_IDLE_CHUNKS} times as many), num_slots or kv_cache_tokens"
             ) from error
+        if self._routes is not None:
+            self._routes.note(step)
         for chunk in plan.prefill:
             if chunk.scores_prompt:
                 self._score_prompt(chunk, logits[chunk.first_output :][: chunk.num_outputs])

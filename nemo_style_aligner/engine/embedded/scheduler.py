@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class Task:
     Attributes:
         num_top: log-probs are wanted of each token and of this many likeliest ones in its place; None: of none.
         scores_prompt: also of the prompt's tokens, for which no page of another sequence is shared.
+        begun: tokens that the response has already, and their log-probs: it goes on as if it had never been stopped.
         is_abandoned: nobody waits for the rest: its slot is free after the next token. May be set by any thread.
     """
 
@@ -37,6 +38,7 @@ class Task:
     stop: StopCondition
     num_top: int | None = None
     scores_prompt: bool = False
+    begun: tuple[Sequence[int], Sequence[float]] = ((), ())
     is_abandoned: bool = False
 
     @functools.cached_property
@@ -68,6 +70,7 @@ class ScheduledSequence:
     prompt_scores: list[TokenScores] = dataclasses.field(default_factory=list)  # from the prompt's second token on
     scores: list[TokenScores] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None  # None: it goes on
+    routes: str = ""  # see `GenerationResult`; of a finished one
     failure: str | None = None  # why its end is none of its grammar
 
     @property
@@ -311,8 +314,12 @@ class Scheduler:
         task = self._next_task()
         if task is None:
             return False
-        prompt = task.request.prompt_token_ids
-        self._waiting.append(ScheduledSequence(task, self._num_pulled, len(prompt) + task.limit - 1, prompt))
+        prompt, (token_ids, logprobs) = task.request.prompt_token_ids, task.begun
+        longest, so_far = len(prompt) + task.limit - 1, prompt + [*token_ids]
+        sequence = ScheduledSequence(
+            task, self._num_pulled, longest, so_far, token_ids=[*token_ids], logprobs=[*logprobs]
+        )
+        self._waiting.append(sequence)
         self._num_pulled += 1
         return True
 
@@ -365,7 +372,7 @@ class Scheduler:
         rows = [(sequence, *row) for sequence, own in zip(decode, guesses, strict=True) for row in enumerate([0, *own])]
         sequences, ahead, tokens = ([*column] for column in zip(*rows, strict=True))
         slots = [sequence.slot for sequence in sequences]
-        return StepPlan(sequences, *_int32(slots), [], *_int32(ahead, tokens))
+        return StepPlan(sequences, _int32(slots), [], _int32(ahead), _int32(tokens))
 
     def _decode_rows(self) -> tuple[list[ScheduledSequence], np.ndarray]:
         """The decoding sequences and their slots, ascending."""
@@ -401,8 +408,8 @@ class Scheduler:
         return chunks
 
 
-def _int32(*lists: list[int]) -> list[np.ndarray]:
-    return [np.array(numbers, dtype=np.int32) for numbers in lists]
+def _int32(numbers: list[int]) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

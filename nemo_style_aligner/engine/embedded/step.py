@@ -84,6 +84,8 @@ class StepInput:
     output_rows: np.ndarray  # [o], ascending: tokens whose logits are wanted
     # [num_slots, pages_per_sequence]: page of every 16 positions; unused entries repeat the slot's first page
     block_table: np.ndarray
+    # [t, layers, experts per token], to be filled: the experts of each token, in layers that have any; None: not wanted
+    routes: np.ndarray | None = None
 
 
 class ModelStep(abc.ABC):

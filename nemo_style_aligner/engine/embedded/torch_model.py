@@ -162,7 +162,8 @@ class TorchModel:
         if self._a.embedding_multiplier != 1:
             hidden *= self._a.embedding_multiplier
         product, bias = None, None  # not yet added to the hidden states
-        for layer, pages, features in zip(weights.layers, self._pages, self._a.layers, strict=True):
+        parts = zip(weights.layers, self._pages, self._a.layers, strict=True)
+        for number, (layer, pages, features) in enumerate(parts):
             norms = layer.norms
             normed = ops.add_and_norm(hidden, product, bias, norms.get("input_norm"))
             qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
@@ -170,7 +171,10 @@ class TorchModel:
             reduce(product)  # each rank has multiplied its columns of the matrix
             product, bias = self._to_add(product, layer.output_bias, norms.get("attention_out_norm"))
             normed = ops.add_and_norm(hidden, product, bias, norms.get("mlp_norm"))
-            product = self._mlp(normed, layer.mlp)
+            if isinstance(layer.mlp, ExpertWeights):
+                product, batch.routes[number] = self._experts(normed, layer.mlp)
+            else:
+                product = self._mlp(normed, layer.mlp)
             reduce(product)
             product, bias = self._to_add(product, layer.mlp.fc2_bias, norms.get("mlp_out_norm"))
         if batch.output_rows is not None:
@@ -178,15 +182,17 @@ class TorchModel:
             product = None if product is None else product[batch.output_rows]
         return self._logits(ops.add_and_norm(hidden, product, bias, weights.final_norm))
 
-    def _mlp(self, x: torch.Tensor, mlp: MlpWeights | ExpertWeights) -> torch.Tensor:
-        """What this rank's part of an MLP, or of experts, adds to the sum over ranks: [t, h] -> [t, h]."""
-        if isinstance(mlp, MlpWeights):
-            return F.linear(self._operations.activate(F.linear(x, mlp.fc1, mlp.fc1_bias)), mlp.fc2)
+    def _mlp(self, x: torch.Tensor, mlp: MlpWeights) -> torch.Tensor:
+        """What this rank's part of an MLP, or of an expert, adds to the sum over ranks: [t, h] -> [t, h]."""
+        return F.linear(self._operations.activate(F.linear(x, mlp.fc1, mlp.fc1_bias)), mlp.fc2)
+
+    def _experts(self, x: torch.Tensor, mlp: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of experts, and which of them each token has, int64 [t, k]."""
         assert self._a.experts is not None
         logits = F.linear(x.float(), mlp.router.float())
         chosen, weights = routed(logits, self._a.experts, mlp.router_bias)
         out = computed_by_experts(x, chosen, weights, lambda rows, expert: self._mlp(rows, mlp.experts[expert]))
-        return out if mlp.shared is None else out + self._mlp(x, mlp.shared)
+        return out if mlp.shared is None else out + self._mlp(x, mlp.shared), chosen
 
     def _to_add(
         self, product: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None

@@ -49,6 +49,7 @@ class Batch:
     tables: torch.Tensor  # int64 [n, p]: pages that each decoding token attends to
     segments: tuple[ChunkSegment, ...] = ()
     output_rows: torch.Tensor | None = None  # int64 [o]: tokens whose logits are wanted; None: all
+    routes: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)  # by layer, int64 [t, k]: filled in
 
 
 class HeadWeights(NamedTuple):

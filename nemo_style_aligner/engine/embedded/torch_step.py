@@ -116,9 +116,14 @@ class TorchStep(ModelStep):
     def forward(self, step: StepInput) -> torch.Tensor:
         """See `ModelStep.forward`; logits are float32 on a GPU, else in the engine's dtype."""
         with self._on_device():
-            if self._graphs is not None and len(step.segments) == step.num_decode:
+            if step.routes is None and self._graphs is not None and len(step.segments) == step.num_decode:
                 return self._graphs.run(step)
-            return self._model.forward(self._batch(step))
+            batch = self._batch(step)
+            logits = self._model.forward(batch)
+            if step.routes is not None:
+                for layer, chosen in batch.routes.items():
+                    step.routes[:, layer] = chosen.cpu().numpy()
+            return logits
 
     def clear_pages(self) -> None:
         """See `ModelStep.clear_pages`."""

@@ -57,9 +57,11 @@ def _convert(
     if not source.expanduser().exists():
         raise UserError(f"{source} does not exist{download_hint(str(source))}")
     announce(f"torch and megatron-core, then {source}")
+    from nemo_style_aligner.trainer.launch.supervisor import end_with_supervisor
     from nemo_style_aligner.trainer.models.conversion import run_conversion
     from nemo_style_aligner.trainer.models.files import convert
 
+    end_with_supervisor()  # where a job does this on its way
     source, target = source.expanduser(), target.expanduser()
     run_conversion(lambda: convert(source, target, to_archive, **options), target, tensor_parallel, pipeline_parallel)
 

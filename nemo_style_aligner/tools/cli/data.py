@@ -206,19 +206,15 @@ def _dataset(job: str, config: Any, tokenizer: Tokenizer) -> tuple[TextDataset[A
     """The job's own dataset of the file, and how its texts are written."""
     from nemo_style_aligner.engine.text.texts import TextDataset
     from nemo_style_aligner.trainer.data.datasets import load_data_prefix
-    from nemo_style_aligner.trainer.jobs.distillation_setup import distillation_dataset
-    from nemo_style_aligner.trainer.jobs.preference_setup import judged_dataset, pair_dataset
-    from nemo_style_aligner.trainer.jobs.supervised_setup import reward_dataset, sft_dataset
-    from nemo_style_aligner.trainer.rl.rollouts.prompts import prompt_dataset
+    from nemo_style_aligner.trainer.jobs.datasets import dataset_of
+    from nemo_style_aligner.trainer.jobs.supervised_setup import sft_dataset
 
     made: Any
     if job == "sft":
         made, written = sft_dataset(config, "train_ds", tokenizer)
     else:
         source = load_data_prefix(config.model.data.data_prefix).train
-        builds: Any = {"rm": reward_dataset, "dpo": pair_dataset, "kto": judged_dataset, "kd": distillation_dataset}
-        build = builds.get(job, prompt_dataset)
-        made, written = build(config, source, tokenizer)
+        made, written = dataset_of(config, source, tokenizer)
     assert isinstance(made, TextDataset)  # of a single file
     return made, written
 

@@ -170,9 +170,10 @@ class Candidate:
 
 
 def predicted(run: Run, cluster: Cluster, plan: Candidate) -> dict[str, float]:
-    """Mean seconds of a step and its phases; with staleness, of the steps after the first."""
+    """Mean seconds of a step and its phases; with staleness, without the first and the last steps."""
     found = simulate(simulated_job(run, cluster, plan), run.steps)
-    counted = found[1:-1] if plan.staleness and len(found) > 2 else found
+    age = plan.staleness
+    counted = found[age:-age] if age and len(found) > 2 * age else found
     names = dict.fromkeys(name for phases in counted for name in phases)
     return {name: statistics.fmean(phases.get(name, 0.0) for phases in counted) for name in names}
 
@@ -208,7 +209,8 @@ def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> SimulatedJob:
         )
 
     batch = scored_together(plan.critic.layout) if plan.critic else 1
-    return SimulatedJob(engines, costs, score if plan.critic_apart else None, batch, plan.staleness)
+    service = score if plan.critic_apart else None
+    return SimulatedJob(engines, costs, service, batch, plan.staleness, keeps=True)
 
 
 def scored_together(layout: Layout) -> int:

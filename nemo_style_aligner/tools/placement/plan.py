@@ -316,7 +316,8 @@ def _refused(config: str, arguments: Sequence[str], ranks: int, find_problems: F
         if (composed := compose(config, arguments=arguments)) is None:
             return [f"{' '.join(arguments)}: this command line starts no job"]
         check_config(composed.cfg, config)
-        found = [] if find_problems is None else find_problems(config, JOBS[config].sections.read(composed.cfg), ranks)
+        read = JOBS[config].sections.read(composed.cfg, composed.chosen)
+        found = [] if find_problems is None else find_problems(config, read, ranks)
     except ConfigError as error:
         found = [str(error)]
     return [line for text in found for line in names_of(config).translated(text).splitlines()]

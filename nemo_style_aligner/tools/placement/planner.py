@@ -147,7 +147,7 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
     for phases, plan in best.values():
         fullest = max(sum(used.values()) for used in memory_of(plan).values()) + device.reserved
         seconds = [f"{phases.get(name, 0.0):.1f}" for name in ("step", *_PHASES)]
-        name = plan.strategy + (", staleness 1" if plan.staleness else "")
+        name = plan.strategy + _aged(plan)
         rows.append([name, *seconds, f"{fullest / 1e9:.0f}", f"{phases['idle']:.0%}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows if found else []:
@@ -160,11 +160,15 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
         print(f"{strategy}: {reason}")
     if found:
         (phases, plan), fastest = recommended(found), found[0]
-        print(f"\nThe fastest: {plan.strategy}" + ", staleness 1" * plan.staleness)
+        print(f"\nThe fastest: {plan.strategy}{_aged(plan)}")
         print("\n".join(f"  {line}" for line in picture(plan, cluster)))
         if fastest[1].staleness > plan.staleness:
             instead = f"{fastest[0]['step']:.1f} s per step in place of {phases['step']:.1f}"
-            print(f"  {fastest[1].strategy} with --staleness 1: {instead}. {_PRICE}")
+            print(f"  {fastest[1].strategy} with --staleness {fastest[1].staleness}: {instead}. {_PRICE}")
+
+
+def _aged(plan: Candidate) -> str:
+    return f", staleness {plan.staleness}" if plan.staleness else ""
 
 
 def memory_of(plan: Candidate) -> dict[str, Mapping[str, float]]:

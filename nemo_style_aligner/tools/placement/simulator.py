@@ -2,8 +2,9 @@
 
 What waits for what is as in `rl.loop`: engines with in-flight batching take samples from the real work queue
 (`rl.rollouts.work_queue`), finished samples are scored beside generation, the service that scores also trains the
-critic, and with staleness the next round is generated during training. How long things take is told from outside
-(`costs`). No wall clock and no chance are involved: equal arguments give equal times.
+critic, and with staleness the next rounds are generated during training, in which responses may outlive their round
+(`rl.rollouts.in_flight`). How long things take is told from outside (`costs`). No wall clock and no chance are
+involved: equal arguments give equal times.
 """
 
 from __future__ import annotations
@@ -195,6 +196,93 @@ def _engine(
             on_end(number)
 
 
+@dataclasses.dataclass
+class _Share:
+    """An engine's samples that are under way beyond a round: (tokens made, number) of each, the oldest first.
+
+    ``spare``: groups that have ended beyond what the rounds so far take.
+    """
+
+    under_way: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    spare: int = 0
+
+
+def go_on(
+    clock: Clock,
+    engines: Engines,
+    shares: Sequence[_Share],
+    samples: Sequence[Sample],
+    new: Sequence[int],
+    own: range,
+    on_end: Callable[[int], None],
+) -> Round:
+    """Begin a round that ends once as many samples have as there are ``own``, in whole groups, of all under way.
+
+    Args:
+        shares: of the engines; ``new`` numbers are dealt to them, groups as a whole.
+        samples: of the whole run, by number.
+    """
+    this, group = Round(samples, clock.now), engines.samples_per_prompt
+    for number in new:
+        shares[number // group % engines.count].under_way.append((0, number))
+    slowness = itertools.chain(engines.slowness, itertools.repeat(1.0))
+    quotas = collections.Counter(number // group % engines.count for number in own[::group])
+    ends = [
+        clock.start(_going_on(clock, engines, this, share, quotas[index], slow, on_end))
+        for index, (share, slow) in enumerate(zip(shares, slowness, strict=False))
+    ]
+
+    def all_ended() -> Process:
+        yield from ends
+        clock.set(this.done)
+
+    clock.start(all_ended())
+    return this
+
+
+def _going_on(
+    clock: Clock,
+    engines: Engines,
+    this: Round,
+    share: _Share,
+    quota: int,
+    slowness: float,
+    on_end: Callable[[int], None],
+) -> Process:
+    """An engine's round: until ``quota`` of its groups have ended. Begun responses are computed again first."""
+    group, left = engines.samples_per_prompt, collections.Counter[int]()
+    for _, number in share.under_way:
+        left[number // group] += 1
+    waiting = collections.deque(share.under_way)
+    running: list[tuple[int, int, int]] = []  # (pass after which it ends, number, pass before its first token)
+    passes, before = 0, 0
+    while share.spare < quota:
+        seconds = 0.0
+        while waiting and len(running) < engines.slots:
+            made, number = waiting.popleft()
+            sample = this.samples[number]
+            heapq.heappush(running, (passes + sample.response - made, number, passes - made))
+            before += sample.prompt - (passes - made)
+            seconds += engines.prefill(sample.prompt + made)
+        ahead = running[0][0] - passes
+        seconds += ahead * engines.decode(len(running), before + len(running) * (passes + ahead / 2))
+        passes += ahead
+        this.busy += seconds * slowness
+        yield seconds * slowness
+        this.ended = clock.now
+        while running and running[0][0] == passes:
+            _, number, first = heapq.heappop(running)
+            before -= this.samples[number].prompt - first
+            left[number // group] -= 1
+            on_end(number)
+            share.spare += not left[number // group]
+    share.spare -= quota
+    share.under_way = [
+        *sorted(((passes - first, number) for _, number, first in running), key=lambda of: of[1]),
+        *waiting,
+    ]
+
+
 # ---- the service --------------------------------------------------------------------------------
 
 
@@ -266,7 +354,8 @@ class SimulatedJob:
         costs: of a step, from its samples.
         score: of the service, see `Service`; None: no service.
         score_batch: samples that the service scores at once.
-        staleness: 1: a step's samples are generated while the step before trains, on ranks of their own.
+        staleness: k: a step's samples are generated on ranks of their own while the k steps before train.
+        keeps: with staleness, responses outlive the rounds in which they began; else a round waits for its longest.
         foresight: the queue knows how long responses will be, as it learns over the epochs; else it goes in order.
     """
 
@@ -275,6 +364,7 @@ class SimulatedJob:
     score: Callable[[Sequence[Sample]], float] | None = None
     score_batch: int = 64
     staleness: int = 0
+    keeps: bool = False
     foresight: bool = False
 
 
@@ -292,42 +382,78 @@ def simulate(job: SimulatedJob, steps: Sequence[Sequence[Sample]]) -> list[dict[
     return found
 
 
+class _Generating:
+    """The rounds of a run, each of which begins when those before are complete and its weights are there."""
+
+    def __init__(
+        self, clock: Clock, job: SimulatedJob, steps: Sequence[Sequence[Sample]], service: Service | None
+    ) -> None:
+        self._clock, self._job, self._steps, self._service = clock, job, steps, service
+        self._samples = list(itertools.chain.from_iterable(steps))
+        self._firsts = [0, *itertools.accumulate(map(len, steps))]
+        self._shares = [_Share() for _ in range(job.engines.count)]
+        self.pushed = [Signal() for _ in steps]  # the weights that each step trains, at the engines' disposal
+        self.begun = [Signal() for _ in steps]
+        self.rounds: list[Round] = []
+        self.scores: list[list[Signal]] = [[] for _ in steps]
+
+    def process(self) -> Process:
+        """Generate the rounds of all steps."""
+        for step in range(len(self._steps)):
+            yield self.pushed[max(0, step - self._job.staleness)]
+            this = self._begin(step)
+            self.rounds.append(this)
+            self._clock.set(self.begun[step])
+            yield this.done
+
+    def _begin(self, step: int) -> Round:
+        job, samples, scores = self._job, self._steps[step], self.scores[step]
+        first, whole = self._firsts[step], self._samples
+
+        def on_end(number: int) -> None:
+            if self._service is not None:
+                scores.append(self._service.ask(whole[number]))
+
+        if not (job.keeps and job.staleness):
+            expected = [float(sample.response) for sample in samples] if job.foresight else None
+            return start_round(self._clock, job.engines, samples, expected, lambda number: on_end(first + number))
+        new = range(self._firsts[step + 1] if step else 0, self._firsts[min(step + 2, len(self._steps))])
+        own = range(first, self._firsts[step + 1])
+        return go_on(self._clock, job.engines, self._shares, whole, new, own, on_end)
+
+
 def _run(clock: Clock, job: SimulatedJob, steps: Sequence[Sequence[Sample]], found: list[dict[str, float]]) -> Process:
     service = None if job.score is None else Service(clock, job.score, job.score_batch)
-    engines = job.engines
-    ahead: tuple[Round, list[Signal]] | None = None
-
-    def generate(samples: Sequence[Sample]) -> tuple[Round, list[Signal]]:
-        scores: list[Signal] = []
-        ask = (lambda number: scores.append(service.ask(samples[number]))) if service else (lambda _: None)
-        expected = [float(sample.response) for sample in samples] if job.foresight else None
-        return start_round(clock, engines, samples, expected, ask), scores
-
+    generating = _Generating(clock, job, steps, service)
+    clock.start(generating.process())
     for number, samples in enumerate(steps):
         costs, phases, begun = job.costs(samples), dict[str, float](), clock.now
 
         def spent(name: str, since: float, phases: dict[str, float] = phases) -> None:
             phases[name] = phases.get(name, 0.0) + clock.now - since
 
-        if ahead is None:
-            yield costs.refit
-            spent("refit", begun)
-            ahead = generate(samples)
-        this, scores = ahead
-        since = clock.now
-        yield this.done
-        spent("generate", since)
-        ahead = None
-        if job.staleness and number + 1 < len(steps):
+        def push(
+            number: int = number, costs: StepCosts = costs, spent: Callable[[str, float], None] = spent
+        ) -> Process:
             since = clock.now
             yield costs.refit
             spent("refit", since)
-            ahead = generate(steps[number + 1])
+            clock.set(generating.pushed[number])
+
+        if not job.staleness or not number:
+            yield from push()
+        since = clock.now
+        yield generating.begun[number]
+        this = generating.rounds[number]
+        yield this.done
+        spent("generate", since)
+        if job.staleness and number and number + job.staleness < len(steps):
+            yield from push()
         for name in ("score", "logprobs", "init_logprobs"):
             phases[name] = getattr(costs, name)
             yield phases[name]
         since = clock.now
-        yield from scores
+        yield from generating.scores[number]
         spent("critic_wait", since)
         critic = service.ask(None, costs.train_critic) if service and costs.train_critic else None
         yield costs.train
@@ -339,5 +465,5 @@ def _run(clock: Clock, job: SimulatedJob, steps: Sequence[Sequence[Sample]], fou
             yield costs.train_critic
         spent("critic_train_wait", since)
         phases["step"] = clock.now - begun
-        phases["idle"] = max(0.0, 1 - this.busy / (engines.count * max(this.ended - this.begun, 1e-9)))
+        phases["idle"] = max(0.0, 1 - this.busy / (job.engines.count * max(this.ended - this.begun, 1e-9)))
         found.append(phases)

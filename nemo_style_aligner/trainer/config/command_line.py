@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import hydra
 import yaml
@@ -20,17 +20,23 @@ from nemo_style_aligner.places import CONFIGS
 from nemo_style_aligner.trainer.config.loading import (
     WITHOUT_EXP_MANAGER,
     ConfigError,
+    archive_key,
     complete_config,
     config_file,
+    data_key,
+    leaves_of,
     register_resolvers,
     required_keys,
 )
+from nemo_style_aligner.trainer.config.section_names import names_of
 
 _HELP = """{description}
 
 Any key of the config can be set on the command line (trainer.devices=2). These must be:
 
 {required}
+
+{short}
 
 "--cfg job" shows the config that a command line makes. "--config-path FOLDER --config-name NAME" take a config file of
 yours, which may leave keys out. The keys, what they mean and their defaults, from
@@ -42,11 +48,23 @@ yours, which may leave keys out. The keys, what they mean and their defaults, fr
 _TEMPLATES = ("prompt_template", "filename")  # last parts of the keys whose values have fields in braces
 
 
+_SHORT = """"--model PATH" stands for {model}: a .nemo archive; or a Hugging Face folder or a GGUF file,
+of which the job makes an archive in its log directory. "--output FOLDER" is that, exp_manager.explicit_log_dir."""
+_SHORT_DATA = """
+"--data FILE" and "--validation FILE", each as often as there are files, stand for {data}."""
+
+
 class Composed(NamedTuple):
-    """A command line's config, and a line for the log on each argument that means something else than in hydra."""
+    """A command line's config, and what else it says.
+
+    Attributes:
+        notes: a line for the log on each argument that means something else than in hydra.
+        chosen: what the user has given: see `JobConfig.chosen`.
+    """
 
     cfg: DictConfig
     notes: list[str]
+    chosen: frozenset[str]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,6 +90,10 @@ def compose(name: str, description: str = "", arguments: Sequence[str] | None = 
     parser.add_argument("-c", "--cfg", choices=("job",))
     parser.add_argument("-cp", "--config-path", type=os.path.abspath, default=str(CONFIGS))
     parser.add_argument("-cn", "--config-name", default=name)
+    for option in ("--model", "--output"):
+        parser.add_argument(option)
+    for option in ("--data", "--validation"):
+        parser.add_argument(option, action="append", default=[])
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args(sys.argv[1:] if arguments is None else arguments)
     if options.help or options.cfg:  # whatever reads this (``| head``, a pager) may end before it has read all of it
@@ -81,10 +103,34 @@ def compose(name: str, description: str = "", arguments: Sequence[str] | None = 
         return None
     overrides, notes = _without_removals(options.overrides)
     cfg = _by_hydra(options.config_name, overrides, Path(options.config_path))
+    is_own = (Path(options.config_path), options.config_name) != (CONFIGS, name)
+    of_file = {str(key) for key, _ in leaves_of(OmegaConf.to_container(cfg))} if is_own else set()  # type: ignore[arg-type]
+    short = _short_options(name, options)
+    for key, value in short.items():
+        if given := [argument for argument in overrides if _sets(argument, key)]:
+            raise ConfigError(f"{given[0]}: an option gives {key} as well ({value}): leave one of them out")
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     if options.cfg:
         print(OmegaConf.to_yaml(cfg))
         return None
-    return Composed(complete_config(cfg, name), notes)
+    keys = {argument.lstrip("+").partition("=")[0] for argument in overrides} | of_file | short.keys()
+    return Composed(complete_config(cfg, name), notes, frozenset(map(names_of(name).read_key, keys)))
+
+
+def _short_options(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The keys that ``--model``, ``--data`` and the like stand for, with their values."""
+    keys = {archive_key(name): options.model, "exp_manager.explicit_log_dir": options.output}
+    key, parts = data_key(name), {"train": options.data, "validation": options.validation}
+    if any(parts.values()) and key is None:
+        raise ConfigError("--data, --validation: this job reads no data; leave them out")
+    if options.validation and (not options.data or key == "data.data.file_path"):
+        raise ConfigError("--validation goes with --data of a job that trains: give both, or the keys of the config")
+    if key == "model.data.data_prefix" and options.data:
+        keys[key] = {part: files for part, files in parts.items() if files}
+    elif key is not None:
+        named = {key.replace("train_ds", f"{part}_ds"): files for part, files in parts.items() if files}
+        keys |= {key: files if len(files) > 1 else files[0] for key, files in named.items()}
+    return {key: value for key, value in keys.items() if value}
 
 
 def config_with(name: str, overrides: Sequence[str]) -> DictConfig:
@@ -149,11 +195,13 @@ def _prepared(override: str) -> str:
 
 
 def _help(name: str, description: str) -> str:
-    path = config_file(name)
+    path, data = config_file(name), data_key(name)
     return _HELP.format(
         description=description.strip(),
         required="\n".join(f"    {key}" for key in required_keys(name)),
         path=path,
+        short=_SHORT.format(model=archive_key(name))
+        + (_SHORT_DATA.format(data=data) if (data := data_key(name)) else ""),
         content=path.read_text(encoding="utf-8"),
     )
 

@@ -19,21 +19,29 @@ class JobConfig(Section):
 
     Attributes:
         given: what it was read from, where keys that follow others (``${...}``) still do.
+        chosen: the dotted keys and sections that the user has given; None: nobody knows.
     """
 
     if TYPE_CHECKING:  # each job annotates its own, in the order of its YAML file
         given: DictConfig
+        chosen: frozenset[str] | None
         trainer: Trainer
         exp_manager: ExpManager
         model: Model
 
     @classmethod
-    def read(cls, given: DictConfig) -> Self:
+    def read(cls, given: DictConfig, chosen: frozenset[str] | None = None) -> Self:
         """The values of a config that `check_config` has passed."""
         content: Any = OmegaConf.to_container(given, resolve=True)
         config = cls.among(content)
-        vars(config)["given"] = given
+        vars(config).update(given=given, chosen=chosen)
         return config
+
+    def is_chosen(self, *keys: str) -> bool:
+        """Whether the user has given one of these keys, as far as anybody knows: else a job may fit its value."""
+        if self.chosen is None:
+            return True
+        return any(f"{key}.".startswith(f"{given}.") for key in keys for given in self.chosen)
 
     def get(self, key: str) -> Any:
         """The value of a dotted key; None if it is not set, or this job has no such key."""
@@ -50,7 +58,7 @@ class JobConfig(Section):
         OmegaConf.set_struct(given, False)
         for key, value in values.items():
             OmegaConf.update(given, key, plain_config(value) if isinstance(value, Mapping) else value, merge=False)
-        return self.read(given)
+        return self.read(given, self.chosen)
 
 
 def plain_config(content: Mapping[str, Any]) -> DictConfig:

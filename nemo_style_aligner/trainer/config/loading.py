@@ -32,7 +32,8 @@ WITHOUT_EXP_MANAGER = {"create_checkpoint_callback": False, "create_wandb_logger
 def register_resolvers() -> None:
     """Make NeMo-Aligner's resolvers available: ``${multiply:a,b}``, ``${int_div:a,b}``, ``${subtract:a,b}``.
 
-    And ``${by_index:i,[a,b]}``, element i; the first one if i is no index of the list, which is reported separately.
+    And ``${by_index:i,[a,b]}``, element i, or the last one if there are fewer; the first one if i is no number from 0
+    on, which is reported separately.
     """
     OmegaConf.register_new_resolver("multiply", lambda a, b: a * b, replace=True)
     OmegaConf.register_new_resolver("int_div", lambda a, b: a // b, replace=True)
@@ -41,7 +42,8 @@ def register_resolvers() -> None:
 
 
 def _by_index(index: Any, values: Sequence[Any]) -> Any:
-    return values[int(index)] if index in range(len(values)) else values[0]
+    is_index = isinstance(index, int) and index >= 0
+    return values[min(index, len(values) - 1)] if is_index else values[0]
 
 
 def config_file(job: str) -> Path:
@@ -76,6 +78,20 @@ def _defaults(job: str) -> DictConfig:
 def required_keys(job: str) -> list[str]:
     """The dotted keys of a job that a user has to give."""
     return [key for key, field in fields_of_job(job).items() if field.must_be_given]
+
+
+_ARCHIVES = ("pretrained_checkpoint.restore_from_path", "model.restore_from_path", "rm_model_file")
+_DATA = ("model.data.data_prefix", "model.data.train_ds.file_path", "data.data.file_path")
+
+
+def archive_key(job: str) -> str:
+    """The key that names the model that a job starts from, or serves."""
+    return next(key for key in _ARCHIVES if key in fields_of_job(job))
+
+
+def data_key(job: str) -> str | None:
+    """The key that names a job's data; None if it reads none."""
+    return next((key for key in _DATA if key in fields_of_job(job)), None)
 
 
 def complete_config(cfg: DictConfig, job: str) -> DictConfig:

@@ -401,6 +401,12 @@ class SFTModel(TrainedOnTexts):
     # Loss on responses (in chats: on the assistant's turns) only; False: on prompts too.
     answer_only_loss: bool = True
 
+    # Of models with experts. Weight of an auxiliary loss that keeps their loads even, the same in any layout
+    # (docs/training.md); 0: none.
+    moe_aux_loss_coeff: Number = 0.0
+    # After each update the bias of an expert's choice moves by this much, towards even loads; 0: it stays.
+    moe_router_bias_update_rate: Number = 0.0
+
     optim: Optimizer
 
 
@@ -914,6 +920,10 @@ class ActorLoop(Updates):
     # that sampled each token, as in PPO without staleness; both: a token that has left either range has no gradient.
     trust_region: Literal["step", "sampling", "both"] = "step"
     sampling_kl: Number = 0.0  # weight of a KL penalty, k3 in the loss, that keeps the policy near the one that sampled
+    # With experts: compute the policy with those that the engine has chosen for each token, in log-probs and updates;
+    # its routers learn all the same (R3, arXiv:2510.11370). False: as its own routers choose; metric
+    # routing_disagreement says how often that is otherwise.
+    replay_routes: bool = False
 
     # How many of the job's ranks (the last of trainer.devices x trainer.num_nodes, but for those of critic and frozen
     # models) only generate, with the embedded engine; the others only train. 0: every rank does both.
@@ -921,10 +931,14 @@ class ActorLoop(Updates):
     # How many of the job's ranks (after those that train and those that generate) have the critic of the section
     # critic, with a layout of its own. 0: there are none.
     critic_devices: Free[CountFrom0] = 0
-    # 0: each step trains on rollouts of its current weights. 1: a step's rollouts are generated while the step before
-    # trains, with the weights that the latter started from. This needs rollout_devices, and a lower learning rate than
-    # 0: the largest stable one is about half (docs/performance.md, Learning).
-    staleness: Literal[0, 1] = 0
+    # 0: each step trains on rollouts of its current weights. k: a step's rollouts are generated with the weights from
+    # which the k-th step before it started, while that one and those after it train. This needs rollout_devices, and
+    # costs learning (docs/performance.md, Learning): take the smallest that keeps the ranks busy, which is usually 1.
+    staleness: CountFrom0 = 0
+    # With staleness, what becomes of responses that are under way when weights are replaced. wait: they are finished
+    # first, so that a step lasts as long as its longest response. keep: a step takes the first groups to finish, and
+    # the others go on with the new weights. restart: they begin again. null: keep, but wait with an environment.
+    in_flight: Literal["keep", "restart", "wait"] | None = None
 
     # Where the initial policy's weights are kept while not in use: `swap` has one set of weights on the device and the
     # other on the CPU, `resident` has both on the device. auto: resident on a CPU, and on a GPU if the weights of a

@@ -30,6 +30,13 @@ class SectionNames:
         """The job's config with the package's names, interpolations included."""
         return _renamed(cfg, {own: name for name, own in self.own.items()})
 
+    def read_key(self, key: str) -> str:
+        """A dotted key of the YAML, by the package's names."""
+        for name, own in self.own.items():
+            if f"{key}.".startswith(f"{own}."):
+                return name + key[len(own) :]
+        return key
+
     def written(self, cfg: DictConfig) -> DictConfig:
         """The opposite of `read`."""
         return _renamed(cfg, self.own)

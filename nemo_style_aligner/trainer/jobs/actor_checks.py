@@ -44,6 +44,7 @@ from nemo_style_aligner.trainer.rl.experience import kl_estimator
 from nemo_style_aligner.trainer.rl.math_verifier import MathVerifier
 from nemo_style_aligner.trainer.rl.reward_config import LAYOUT, REWARDS, kind_of, reward_problems, reward_specs
 from nemo_style_aligner.trainer.rl.reward_functions import load_reward_function
+from nemo_style_aligner.trainer.rl.rollouts.in_flight import in_flight
 from nemo_style_aligner.trainer.rl.rollouts.setup import engine_size
 from nemo_style_aligner.trainer.rl.rollouts.trtllm import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 
@@ -57,7 +58,8 @@ CLIPPED = ("ppo", "gspo")
 
 
 def _rollout_batches(view: JobView) -> Iterator[str]:
-    if not view.get(GLOBAL_BATCH) or view.responses % view.get(GLOBAL_BATCH) == 0:
+    batch = view.get(GLOBAL_BATCH)
+    if not batch or view.responses % batch == 0 or (view.responses < batch and not view.config.is_chosen(GLOBAL_BATCH)):
         return
     product = "" if view.responses == view.get(PROMPTS) else f": their product, {view.responses},"
     yield f"{view.shown_responses}{product} is not a multiple of {view.show(GLOBAL_BATCH)}; change one of them"
@@ -124,6 +126,15 @@ def _rollout_ranks(view: JobView) -> Iterator[str]:
             f"{view.show(engine, trt_llm)} with {view.show(ROLLOUT_RANKS)}: ranks that only generate use the "
             f"embedded engine; set {engine}=embedded and {trt_llm}=False, or {ROLLOUT_RANKS}=0"
         )
+    kept, environment = "trainer.ppo.in_flight", "trainer.ppo.environment"
+    guesses = "trainer.ppo.generation.lookup_decoding"
+    if view.get(staleness) and in_flight(view.actor.trainer.ppo) != "wait" and view.get(guesses):
+        yield (
+            f"{view.show(guesses, staleness, kept)}: where responses outlive a round, it ends by counted passes, which "
+            f"guesses would change; leave {guesses} out, or choose {kept}=wait"
+        )
+    if view.get(staleness) and view.get(kept) in ("keep", "restart") and view.get(environment) is not None:
+        yield f"{view.show(kept, environment)}: an episode ends with the weights that it began with; set {kept}=wait"
     if view.get(unload):
         yield f"{view.show(unload, ROLLOUT_RANKS)}: training shares no memory with rollout ranks; leave it out"
 
@@ -225,6 +236,22 @@ def _reward_problems(view: JobView) -> list[str]:
     rewards = view.get(REWARDS)
     plain: Any = OmegaConf.to_container(rewards, resolve=True) if isinstance(rewards, ListConfig) else []
     return [*reward_problems(plain)]
+
+
+def _replayed_routes(view: JobView) -> Iterator[str]:
+    key, enable, engine = "trainer.ppo.replay_routes", "trainer.ppo.trt_llm.enable", "trainer.ppo.generation.engine"
+    if not view.get(key):
+        return
+    if view.architecture is not None and view.architecture.experts is None:
+        yield f"{view.show(key)}: the model has no experts; leave it out"
+    flight, staleness = "trainer.ppo.in_flight", "trainer.ppo.staleness"
+    if view.get(staleness) and in_flight(view.actor.trainer.ppo) == "keep":
+        yield (
+            f"{view.show(key, staleness, flight)}: a response that goes on with new weights has been computed with the "
+            f"experts of both; choose {flight}=restart or wait"
+        )
+    if view.get(engine) == "trtllm" or view.get(enable):
+        yield f"{view.show(key, engine, enable)}: TensorRT-LLM does not tell its routes; choose engine=embedded"
 
 
 def _estimator(view: JobView) -> Iterator[str]:
@@ -416,6 +443,7 @@ def actor_problems(view: JobView) -> Iterator[str]:
     """The problems of an actor's settings: key=value, why it cannot be, what to do."""
     for check in (
         *(_rollout_batches, _rollout_lengths, _generation, _trtllm, _rollout_ranks, _importance, _policy_logprobs),
+        _replayed_routes,
         *(
             _kl_estimator,
             _estimator,

@@ -28,7 +28,7 @@ from nemo_style_aligner.trainer.checkpoints.settings import CheckpointSettings, 
 from nemo_style_aligner.trainer.config.fields import value_problems
 from nemo_style_aligner.trainer.config.foreign_keys import section_of_job
 from nemo_style_aligner.trainer.config.job_config import JobConfig
-from nemo_style_aligner.trainer.config.loading import ConfigError, load_defaults
+from nemo_style_aligner.trainer.config.loading import ConfigError, archive_key, load_defaults
 from nemo_style_aligner.trainer.config.schema import SFT, Data, Optimizer, SFTData, fields_of_job
 from nemo_style_aligner.trainer.data.datasets import data_source
 from nemo_style_aligner.trainer.data.sft import SFTFormat
@@ -80,7 +80,6 @@ from nemo_style_aligner.trainer.training.run_control import parse_duration
 logger = logging.getLogger(__name__)
 
 _LONGEST_NAME = 200  # file systems allow 255; numbers grow, and suffixes are added
-_ARCHIVES = ("pretrained_checkpoint.restore_from_path", "model.restore_from_path", "rm_model_file")  # a job has one
 
 
 def check_job(name: str, config: JobConfig, world_size: int) -> None:
@@ -124,7 +123,7 @@ def find_problems(
     """The problems that `check_job` raises, one line each; ``checks``: those to make, by default all."""
     problems: list[str] = []
     architecture = None
-    key = next(key for key in _ARCHIVES if key in fields_of_job(name))
+    key = archive_key(name)
     try:
         config = config.changed({"model": lay_over(base_config(config.get(key), key), config.model_given())})
         if wrong := [*value_problems(config.given, fields_of_job(name), load_defaults(name))]:  # of the checkpoint's
@@ -254,7 +253,12 @@ def _ranks(view: JobView) -> Iterator[str]:
 
 
 def _experts(view: JobView, architecture: ModelArchitecture) -> Iterator[str]:
-    """The ranks that share experts."""
+    """The ranks that share experts, and what keeps their loads even."""
+    loss, step = (view.get(f"model.{name}") or 0 for name in ("moe_aux_loss_coeff", "moe_router_bias_update_rate"))
+    if (loss or step) and architecture.experts is None:
+        yield f"model.moe_aux_loss_coeff={loss}, moe_router_bias_update_rate={step}: the model has no experts"
+    elif step and architecture.experts is not None and not architecture.experts.has_bias:
+        yield f"model.moe_router_bias_update_rate={step}: the choice of the model's experts has no bias; set it to 0"
     if architecture.experts is None:
         if view.ep_size > 1 or view.get(ETP):
             yield f"{view.show(EP, ETP)}: the model has no experts; leave them out"

@@ -102,7 +102,7 @@ def store_teacher_logits(config: TeacherLogits) -> int:
     control = RunControl(parse_duration(config.exp_manager.max_time_per_run))
     watchdog = start_service_watchdog(config.exp_manager)
     base, config = open_base_model(config.pretrained_checkpoint.restore_from_path, config)
-    dataset = _texts(config.data, base.tokenizer)
+    dataset = teacher_texts(config.data, base.tokenizer)
     first, last = config.start_from_idx or 0, len(dataset) - 1 if config.end_at_idx is None else config.end_at_idx
     if not first <= last < len(dataset):
         raise DataError(f"start_from_idx={first}, end_at_idx={last}: the file has {len(dataset)} examples, from 0 on")
@@ -131,7 +131,8 @@ def store_teacher_logits(config: TeacherLogits) -> int:
     return control.status
 
 
-def _texts(data: TeacherData, tokenizer: Tokenizer) -> SFTDataset:
+def teacher_texts(data: TeacherData, tokenizer: Tokenizer) -> SFTDataset:
+    """The texts that the teacher reads; the log shows the first."""
     options = SFTFormat.from_config(data.data, data, True, has_template=bool(tokenizer.chat_template))
     dataset = SFTDataset(data_source(data.data.file_path, "data.data.file_path").paths, tokenizer, options)
     logger.info(FIRST_EXAMPLE, for_log(dataset[0], tokenizer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from nemo_style_aligner.engine.architecture import ModelArchitecture
@@ -11,6 +12,7 @@ from nemo_style_aligner.trainer.config.job_config import JobConfig
 from nemo_style_aligner.trainer.config.loading import load_defaults
 from nemo_style_aligner.trainer.config.schema import PPOActor, RewardService, fields_of_job
 from nemo_style_aligner.trainer.launch.roles import CRITIC, ROLLOUT, TEACHER, devices_key, ranks_apart
+from nemo_style_aligner.trainer.models.foreign_models import foreign_config, is_foreign
 from nemo_style_aligner.trainer.models.restore import read_base_config
 
 TP, PP = "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
@@ -137,12 +139,14 @@ Check = Callable[[JobView], Iterator[str]]
 
 
 def base_config(path: str | None, key: str) -> dict[str, Any]:
-    """The config that `read_base_config` reads.
+    """The config that `read_base_config` reads, or that of the archive that `first_archives` will make.
 
     Raises:
         ValueError: in one line that begins with ``key``.
     """
     try:
+        if path and is_foreign(location := Path(str(path)).expanduser()):
+            return foreign_config(location)
         return read_base_config(path, key)[1]
     except (OSError, ValueError, RuntimeError) as error:
         text = " ".join(str(error).splitlines())  # tarfile's error has a line for each compression

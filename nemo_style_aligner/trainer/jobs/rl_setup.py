@@ -6,6 +6,7 @@ from nemo_style_aligner import activity
 from nemo_style_aligner.engine.parallel.agreement import on_first_rank
 from nemo_style_aligner.trainer.config.loading import log_directory
 from nemo_style_aligner.trainer.config.schema import ActorLoop, Policy, PPOActor
+from nemo_style_aligner.trainer.jobs.fitting import fit_prompts
 from nemo_style_aligner.trainer.jobs.job_setup import (
     Run,
     announce_checkpoints,
@@ -35,7 +36,7 @@ from nemo_style_aligner.trainer.rl.local_critic import LocalCritic
 from nemo_style_aligner.trainer.rl.loop import RLTrainer
 from nemo_style_aligner.trainer.rl.rewards import RewardSum
 from nemo_style_aligner.trainer.rl.rollouts.collector import RolloutCollector
-from nemo_style_aligner.trainer.rl.rollouts.prompts import build_prompt_sources
+from nemo_style_aligner.trainer.rl.rollouts.prompts import build_prompt_sources, responses_per_prompt
 from nemo_style_aligner.trainer.rl.rollouts.setup import (
     build_generator,
     build_rollout_rank,
@@ -91,6 +92,8 @@ def build_ppo_trainer(config: PPOActor, run: Run, base: BaseModel) -> RLTrainer:
     sampling = sampling_params(config.model.ppo, seed, base.tokenizer)  # its errors are told before weights are read
     queue = open_work_queue(config)
     train_prompts, val_prompts = build_prompt_sources(config, base.tokenizer)
+    config = fit_prompts(config, run, train_prompts.batch_size)
+    ppo = config.trainer.ppo
     longest_prompt = max(prompts.longest for prompts in (train_prompts, val_prompts) if prompts is not None)
     longest = sampling.max_new_tokens + longest_prompt
     require_kv_cache(ppo.generation, longest)
@@ -178,7 +181,7 @@ def build_actor(
     if has_reference_here(ppo):
         # Frozen before a checkpoint is loaded: the penalty refers to the model that the run started from.
         reference = frozen_policy(model, base, placement)
-    samples = policy.num_rollout_samples * (ppo.top_n_rollouts or ppo.num_rollouts_per_prompt)
+    samples = policy.num_rollout_samples * responses_per_prompt(config)
     updates_per_step = samples // settings.global_batch_size * ppo.num_ppo_epochs
     optim, clip, offload = config.model.optim, ppo.gradient_clip_val or 0.0, policy.offload_adam_states
     schedule = Schedule.from_config(optim, settings.max_steps * updates_per_step)
@@ -195,6 +198,7 @@ def build_actor(
         forward_batching=forward_batching(config.model),
         temperature=sampling_params(policy, ppo.trt_llm.seed).logprob_temperature,
         loss=loss_settings(ppo, policy),
+        replays_routes=ppo.replay_routes,
     )
 
 

@@ -29,11 +29,13 @@ from nemo_style_aligner.trainer.data.datasets import (
 from nemo_style_aligner.trainer.data.examples import FIRST_EXAMPLE, for_log
 from nemo_style_aligner.trainer.data.samplers import EpochSampler
 from nemo_style_aligner.trainer.data.sft import SFTDataset, SFTFormat, SFTItem
+from nemo_style_aligner.trainer.jobs.fitting import fit_batch, fitting_batch
 from nemo_style_aligner.trainer.jobs.job_setup import Run, register_model, start_run, training_batching
 from nemo_style_aligner.trainer.models.gpt import MegatronModel
 from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.optimizer import Optimizer, Schedule
 from nemo_style_aligner.trainer.models.restore import ARCHIVE, BaseModel, open_base_model
+from nemo_style_aligner.trainer.models.routes import Balance
 from nemo_style_aligner.trainer.models.supervised_losses import (
     LabelledBatch,
     LanguageModelBatch,
@@ -111,9 +113,10 @@ def build_supervised_trainer(
     Raises:
         ValueError: too few examples.
     """
+    config = fit_batch(config, run, fitting_batch(config, len(task.train)), len(task.train))
     own = config.model
     val_batch = own.global_batch_size if task.val_global_batch_size is None else task.val_global_batch_size
-    train_sampler = training_sampler(own, task)
+    train_sampler = training_sampler(config, task)
     validation = task.validation if task.validation is not None and len(task.validation) else None
     val_sampler = None
     if validation is not None:
@@ -172,13 +175,14 @@ def prefix_task(
     validation = None if prefix.validation is None else build(prefix.validation)[0]
     shuffled = loop.train_random_sampler, loop.val_random_sampler
     task = SupervisedTask(train, validation, collate, rows, *shuffled, written=written)
-    training_sampler(config.model, task)
+    training_sampler(config, task)
     return task
 
 
-def training_sampler(model: schema.TrainedModel, task: SupervisedTask) -> EpochSampler:
-    """The order of the training examples. Raises DataError if they do not fill a global batch."""
-    return EpochSampler(len(task.train), model.global_batch_size, model.seed, task.shuffle_train, drop_last=True)
+def training_sampler(config: schema.SFT | schema.SupervisedJob, task: SupervisedTask) -> EpochSampler:
+    """The order of the training examples. Raises DataError if they do not fill a global batch that was chosen."""
+    size = fitting_batch(config, len(task.train))
+    return EpochSampler(len(task.train), size, config.model.seed, task.shuffle_train, drop_last=True)
 
 
 def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: bool) -> None:
@@ -195,8 +199,10 @@ def _require_known_best(settings: SupervisedSettings, run: Run, has_validation: 
 def build_sft_trainer(config: schema.SFT, run: Run, base: BaseModel) -> SupervisedTrainer:
     """Supervised fine-tuning; see `BuildTrainer`."""
     task = sft_task(config, base.tokenizer)
-    training_sampler(config.model, task)  # too few examples are an error before any weight is read
-    return build_supervised_trainer(config, config.trainer.sft, run, base.load(), task, language_model_objective())
+    training_sampler(config, task)  # too few examples are an error before any weight is read
+    own, model = config.model, base.load()
+    model.balance = Balance.of(base.architecture, own.moe_aux_loss_coeff, own.moe_router_bias_update_rate)
+    return build_supervised_trainer(config, config.trainer.sft, run, model, task, language_model_objective())
 
 
 def sft_dataset(

@@ -44,6 +44,7 @@ from nemo_style_aligner.wording import spelt
 
 _logger = logging.getLogger(__name__)
 
+_WITH_ARCHIVES = "nemo_style_aligner.trainer.jobs.first_archives.with_archives"  # by name, as ``check`` of `job`
 _FAILURE_SECONDS = 1.0  # until a rank's failure can be seen by the others, on a shared file system
 
 
@@ -140,7 +141,7 @@ def _run_job(
     configure_logging(info.rank)
     notes = [*composed.notes, *check_config(composed.cfg, name)]
     make_paths_absolute(composed.cfg)
-    config = JOBS[name].sections.read(composed.cfg)
+    config = JOBS[name].sections.read(composed.cfg, composed.chosen)
     trainer, exp_manager = config.trainer, config.exp_manager
     _use_one_queue(config)
     check_world_size(info, trainer.devices, trainer.num_nodes)
@@ -173,6 +174,8 @@ def _run_job(
 
     apart = ranks_apart(config.trainer.ppo) if isinstance(config, PPOActor) else {}
     initialize(info, trainer.distributed_timeout_minutes, apart)
+    if check is not None:
+        config = hydra.utils.get_method(_WITH_ARCHIVES)(name, config)
     status = main(config) or 0
     if status == EXIT_REQUEUE and info.rank == 0:
         write_requeue_file(log_dir, STOPPED_EARLY)

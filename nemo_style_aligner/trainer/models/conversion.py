@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from nemo_style_aligner.engine.weights.huggingface import (
     write_checkpoint,
 )
 from nemo_style_aligner.engine.weights.huggingface_config import FAMILIES, hf_family
-from nemo_style_aligner.engine.weights.layout import HEAD_BIAS, check_shapes, hf_tensors, weight_layout
+from nemo_style_aligner.engine.weights.layout import HEAD_BIAS, hf_tensors, weight_layout
 from nemo_style_aligner.engine.weights.stream import export_weights, import_weights
 from nemo_style_aligner.guard.file_source import DamagedCheckpointError, open_source
 from nemo_style_aligner.guard.parsing import parse_yaml
@@ -61,6 +61,7 @@ from nemo_style_aligner.trainer.models.adapter_files import (
     read_adapter,
     write_peft,
 )
+from nemo_style_aligner.trainer.models.foreign_models import config_of_source
 from nemo_style_aligner.trainer.models.gpt import MegatronModel, build_model, parse_precision
 from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.lora import LoraSettings, add_adapters
@@ -381,13 +382,8 @@ def _import_and_save(
     origin: Path, source: HuggingFaceCheckpoint | GGUFCheckpoint, output: Path, dtype: torch.dtype, tokenizer_dir: Path
 ) -> None:
     architecture, num_attributes = source.architecture, source.num_attributes
-    config = architecture.to_nemo_config() | {"encoder_seq_length": architecture.max_position_embeddings}
-    config[HISTORY] = [f"converted from {origin.absolute()}"]
-    head = None
-    if num_attributes:
-        config |= _reward_config(num_attributes)
-        head = RewardHeadConfig.from_model_config(config)
-    check_shapes(architecture, source.shapes(), num_attributes)  # before memory is taken for what config.json claims
+    config = config_of_source(source) | {HISTORY: [f"converted from {origin.absolute()}"]}
+    head = RewardHeadConfig.from_model_config(config) if num_attributes else None
     on_first_rank(lambda: make_place(output))  # before the weights are read, which takes long
     model = build_model(architecture, {}, dtype, head=head, trainable=False, initialize=False)
     with _progress(architecture, num_attributes, "reading weights", model) as progress:
@@ -395,14 +391,6 @@ def _import_and_save(
     if head is not None:
         _warn_of_what_classifiers_lack(model, head)
     save_nemo(output, model, config, tokenizer_dir)
-
-
-def _reward_config(num_attributes: int) -> Mapping[str, Any]:
-    config: dict[str, Any] = {"reward_model_type": "binary_ranking", "use_avg_pool": False}
-    if num_attributes > 1:
-        regression = {"num_attributes": num_attributes, "merge_attributes": False}
-        config |= {"reward_model_type": "regression", "regression": regression}
-    return config | {"force_head_dtype": "float32"}
 
 
 def _progress(

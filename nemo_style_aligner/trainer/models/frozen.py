@@ -74,15 +74,15 @@ class FrozenWeights:
             self._beside = {parameter: parameter.detach().clone() for parameter in model.trained_parameters()}
         elif placement == "resident":
             self._second = build()
-            source = dict(model.named_parameters())
+            source = dict(model.named_weights())
             with torch.no_grad():
-                for name, parameter in self._second.named_parameters():
-                    parameter.copy_(source[name])
+                for name, weight in self._second.named_weights():
+                    weight.copy_(source[name])
         else:
             pin = torch.cuda.is_available()
-            for name, parameter in model.named_parameters():
-                cpu = torch.empty_like(parameter, device="cpu", pin_memory=pin)
-                self._frozen[name] = cpu.copy_(parameter.detach())
+            for name, weight in model.named_weights():
+                cpu = torch.empty_like(weight, device="cpu", pin_memory=pin)
+                self._frozen[name] = cpu.copy_(weight.detach())
                 self._stash[name] = torch.empty_like(cpu, pin_memory=pin)
 
     @property
@@ -107,7 +107,7 @@ class FrozenWeights:
                 self._exchange()
             return self._model
         if not self._is_stashed:
-            _copy(dict(self._model.named_parameters()), self._stash)
+            _copy(dict(self._model.named_weights()), self._stash)
             if device().type == "cuda":
                 torch.cuda.current_stream().synchronize()  # from here on the stash is complete, whatever happens next
             self._is_stashed = True
@@ -140,7 +140,7 @@ class FrozenWeights:
 
     def _load(self, weights: dict[str, torch.Tensor]) -> None:
         # In place: the parameters are views into megatron's contiguous buffers.
-        _copy(weights, dict(self._model.named_parameters()))
+        _copy(weights, dict(self._model.named_weights()))
 
 
 class FrozenModel:

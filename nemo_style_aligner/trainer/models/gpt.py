@@ -32,6 +32,7 @@ from nemo_style_aligner.trainer.models.lora import Adapter, LoraSettings, add_ad
 
 if TYPE_CHECKING:
     from nemo_style_aligner.trainer.models.kept_passes import KeptPasses
+    from nemo_style_aligner.trainer.models.routes import Balance
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class MegatronModel:
         layout: the parallel layout it was built for.
         adapters: what is trained beside frozen weights, by weight; none where every weight is trained.
         kept_passes: forward passes that are kept for the next training step; None: none are kept.
+        balance: what is done for even loads of experts; None: nothing.
     """
 
     module: torch.nn.Module
@@ -81,6 +83,7 @@ class MegatronModel:
     layout: ParallelLayout
     adapters: dict[torch.nn.Parameter, Adapter] = dataclasses.field(default_factory=dict)
     kept_passes: KeptPasses | None = None
+    balance: Balance | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under `GPTModel`'s names (without wrappers' prefixes)."""

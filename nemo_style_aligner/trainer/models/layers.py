@@ -51,6 +51,7 @@ from nemo_style_aligner.trainer.models.fused import SwiGLU, rms_norm
 from nemo_style_aligner.trainer.models.layer_kernels import kernels_for
 from nemo_style_aligner.trainer.models.linear import ColumnLinear, RowLinear
 from nemo_style_aligner.trainer.models.recompute import computed_again, recomputes_inputs, recomputes_mlp
+from nemo_style_aligner.trainer.models.routes import ExpertRouter, LayerTokens
 from nemo_style_aligner.trainer.models.spans import PackedSequences
 from nemo_style_aligner.trainer.models.whole_layer import is_one_function, whole_layer
 
@@ -164,6 +165,7 @@ class TrainedLayer(TransformerLayer):
     def __init__(self, config: LayerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.is_one_function = is_one_function(config)
+        self.expert_layer = sum(layer.experts is not None for layer in config.layers[: self.layer_number - 1])
         for kind, add in (("attention_out_norm", "self_attn_bda"), ("mlp_out_norm", "mlp_bda")):
             if kind in _norms_of(config.layer(self.layer_number)):
                 norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
@@ -184,6 +186,9 @@ class TrainedLayer(TransformerLayer):
         hidden_states, context = self._forward_attention(*args, **kwargs)
         if outputs is not None:
             hidden_states = hidden_states.index_select(0, outputs)
+        if isinstance(self.mlp, MoELayer):
+            experts = packed.experts if isinstance(packed, PackedSequences) else None
+            self.mlp.router.tokens = None if experts is None else LayerTokens(experts, self.expert_layer, outputs)
         return self._forward_mlp(hidden_states, kwargs.get("inference_context")), context
 
 
@@ -314,7 +319,7 @@ def _mlp_spec(config: LayerConfig, layer: Layer) -> ModuleSpec:
     if layer.experts is None:
         return ModuleSpec(module=MLP, submodules=matrices)
     experts, shared = (ModuleSpec(module=kind, submodules=matrices) for kind in (SequentialMLP, SharedExpertMLP))
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts, shared, ExpertRouter))
 
 
 def _stored_norms(layer: Layer) -> dict[str, str]:

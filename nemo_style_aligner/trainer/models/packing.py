@@ -45,15 +45,17 @@ class Sequences:
         tokens: of each sequence, integers; padding may follow.
         wanted: of each sequence, bool [u]: u of its tokens go through the model, and where True, the output is wanted.
             The last of them is True; where nothing is wanted, u is 0.
-        candidates: of each sequence, integers [w, c]: at each position, tokens of which something is asked, too; None:
-            nothing is.
+        candidates: integers [sequences, w, c]: at each position, tokens of which something is asked, too; None: nothing
+            is.
         beginnings: which of them share what they begin with; None: none does.
+        routes: of each sequence, uint8 [tokens, bytes], see `routes`; None: none are known.
     """
 
     tokens: Sequence[torch.Tensor]
     wanted: Sequence[torch.Tensor]
-    candidates: Sequence[torch.Tensor] | None = None
+    candidates: torch.Tensor | None = None
     beginnings: Beginnings | None = None
+    routes: Sequence[torch.Tensor] | None = None
 
     @classmethod
     def padded(cls, tokens: torch.Tensor, wanted: torch.Tensor, candidates: torch.Tensor | None = None) -> Sequences:
@@ -63,16 +65,18 @@ class Sequences:
         """
         wanted = wanted.cpu()
         rows = [row[:length] for row, length in zip(wanted, used_lengths(wanted), strict=True)]
-        return cls(list(tokens.cpu()), rows, None if candidates is None else list(candidates.cpu()))
+        return cls(list(tokens.cpu()), rows, None if candidates is None else candidates.cpu())
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def rows(self, index: Sequence[int]) -> Sequences:
         """Some of the sequences."""
-        candidates = None if self.candidates is None else [self.candidates[i] for i in index]
+        candidates = None if self.candidates is None else self.candidates[torch.tensor(index, dtype=torch.int64)]
         beginnings = None if self.beginnings is None else self.beginnings.rows(index)
-        return Sequences([self.tokens[i] for i in index], [self.wanted[i] for i in index], candidates, beginnings)
+        routes = None if self.routes is None else [self.routes[i] for i in index]
+        tokens, wanted = [self.tokens[i] for i in index], [self.wanted[i] for i in index]
+        return Sequences(tokens, wanted, candidates, beginnings, routes)
 
     def sharing(self, prompt_lengths: Sequence[int] | None) -> Sequences:
         """The same, where a prompt of several sequences is computed once; None: what they are found to begin with."""
@@ -114,11 +118,12 @@ class Sequences:
         return _joined(following, torch.int64)[self.all_wanted()]
 
     def wanted_candidates(self) -> torch.Tensor | None:
-        """The candidates at the wanted positions: int64 [k, c]; None if there are none, or no position."""
-        if not self.candidates:
+        """The candidates at the wanted positions: int64 [k, c]; None if nothing is asked of any."""
+        if self.candidates is None:
             return None
         rows = zip(self.candidates, self.wanted, strict=True)
-        return torch.cat([row[: len(wanted)][wanted] for row, wanted in rows]).long()
+        chosen = [row[: len(wanted)][wanted] for row, wanted in rows]
+        return torch.cat([self.candidates.new_empty(0, self.candidates.shape[-1]), *chosen]).long()
 
     def all_wanted(self) -> torch.Tensor:
         """``wanted``, sequence after sequence: bool [t]."""
@@ -138,6 +143,8 @@ class PackedRow:
         sequences: where each sequence begins and ends.
         outputs: int64 [k], places in the row whose outputs are wanted, of one sequence after the other. A place that
             several sequences share may be there several times.
+        routes: uint8 [t, bytes]; None: they are not known.
+        are_known: bool [t], tokens whose routes these are: all but what fills up the row.
         repeats: int64 [k], the places of these among the outputs of the model's last layer, if it computes only these
             and each once (`PackedSequences.outputs`); None: they are these.
     """
@@ -146,6 +153,8 @@ class PackedRow:
     sequences: PackedSequences
     outputs: torch.Tensor
     repeats: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
+    are_known: torch.Tensor | None = None
 
     def compute_outputs_alone(self) -> None:
         """Let the model's last layer compute nothing but the wanted outputs, each once."""
@@ -210,7 +219,14 @@ def pack_row(asked: Sequences, multiple: int) -> PackedRow:
     row.add(torch.zeros(filling), 0)
     outputs = _joined([places[i][wanted] for i, wanted in enumerate(asked.wanted)], torch.int64)
     sequences = PackedSequences.of(Spans(tuple(row.spans)), torch.cat(row.positions))
-    return PackedRow(_joined(row.tokens, torch.int64)[None], sequences, outputs)
+    packed = PackedRow(_joined(row.tokens, torch.int64)[None], sequences, outputs)
+    if asked.routes:
+        packed.routes = asked.routes[0].new_zeros(row.end, asked.routes[0].shape[1])
+        packed.are_known = torch.zeros(row.end, dtype=torch.bool)
+        for member in reversed(range(len(asked))):  # of what several share, those of the first
+            packed.routes[places[member]] = asked.routes[member][: asked.used[member]]
+            packed.are_known[places[member]] = True
+    return packed
 
 
 class _Row:

@@ -45,6 +45,7 @@ from nemo_style_aligner.trainer.models.packing import (
     shares,
 )
 from nemo_style_aligner.trainer.models.ragged import RaggedBatch
+from nemo_style_aligner.trainer.models.routes import RowExperts, load_metrics, seen_by_all
 from nemo_style_aligner.trainer.models.sharing import Costs
 from nemo_style_aligner.trainer.models.spans import gathered
 
@@ -105,12 +106,14 @@ class Scoring:
     Attributes:
         candidates: of the tokens in the batch's field of this name (integers [n, s-1, c]), log-probs, too.
         top_k: instead, the most likely tokens, so many; see `Prediction`.
+        replays: of a batch with the engine's routes: its tokens are computed with these experts.
     """
 
     temperature: float = 1.0
     entropy: bool = False
     candidates: bool = False
     top_k: int = 0
+    replays: bool = False
 
 
 class _Asked:
@@ -266,6 +269,7 @@ def _model_input(asked: _Asked, sequences: Sequences) -> tuple[PackedRow, Predic
     model, scoring = asked.model, asked.scoring
     layout, multiple = model.layout, model.layout.tp_size if model.config.sequence_parallel else 1
     packed, own = pack_row(sequences, multiple if layout.cp_size == 1 else 1), None
+    experts = _row_experts(asked, packed) if model.architecture.experts is not None else None
     ids = packed.tokens.flatten()
     if layout.cp_size > 1:
         packed, own = part_of_row(packed, layout.cp_size, layout.cp_rank, multiple)
@@ -273,6 +277,7 @@ def _model_input(asked: _Asked, sequences: Sequences) -> tuple[PackedRow, Predic
     # Without wanted outputs it computes the token that fills the row: its kernels need at least one.
     if not model.config.sequence_parallel and len(packed.outputs):
         packed.compute_outputs_alone()
+    packed.sequences.experts = experts
     prediction = None
     if scoring is not None:
         targets, candidates = sequences.targets(), sequences.wanted_candidates()
@@ -289,6 +294,19 @@ def _model_input(asked: _Asked, sequences: Sequences) -> tuple[PackedRow, Predic
                 "tokenizer do not belong together (were tokens added to it?)"
             )
     return to_device(packed, device()), to_device(prediction, device())
+
+
+def _row_experts(asked: _Asked, packed: PackedRow) -> RowExperts:
+    """What the routers are to know of a row, on the CPU."""
+    layout = asked.model.layout
+    return RowExperts(
+        weights=torch.bincount(packed.outputs, minlength=packed.tokens.shape[1]).float(),
+        given=packed.routes,
+        are_known=packed.are_known,
+        replays=asked.scoring is not None and asked.scoring.replays,
+        part=(layout.tp_rank, layout.tp_size) if asked.model.config.sequence_parallel else (0, 1),
+        balance=asked.model.balance if torch.is_grad_enabled() else None,
+    )
 
 
 def _call_model(
@@ -365,19 +383,20 @@ def train_step(
 
     Returns:
         ``loss`` and each named sum, divided by the global number of items; ``num_items``; ``padding_efficiency``, the
-        share of the computed tokens that the loss depends on; and ``dp_balance``, the mean of the data-parallel ranks'
-        floating-point operations over the largest. The same on every rank. Without items: only ``loss`` and
-        ``num_items``, both 0.
+        share of the computed tokens that the loss depends on; ``dp_balance``, the mean of the data-parallel ranks'
+        floating-point operations over the largest; and, in training, `load_metrics`. The same on every rank. Without
+        items: only ``loss`` and ``num_items``, both 0.
     """
     asked = _Asked(model, batch, wanted, batching, scoring, is_whole)
     parts = asked.parts_of_step(model.kept_passes if is_training else None)
-    num_computed = 0
+    num_computed, experts = 0, list[RowExperts | None]()
 
     def forward_step(
         micro_batch: _MicroBatch, module: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
         nonlocal num_computed
         num_computed += micro_batch.packed.tokens.shape[1] * model.layout.cp_size
+        experts.append(micro_batch.packed.sequences.experts)
         output = micro_batch.output
         if output is None:
             output = _call_model(model, module, micro_batch.packed, micro_batch.prediction)
@@ -401,11 +420,17 @@ def train_step(
         for name, value in report.items():
             totals[name] = totals.get(name, 0.0) + float(value)
     means = _global_means(totals)
+    loads: dict[str, float] = {}
+    if is_training and model.architecture.experts is not None:
+        seen = seen_by_all(experts, model.architecture)
+        loads = load_metrics(seen)
+        if model.balance is not None and loads:
+            model.balance.learn(seen)
     if not means["num_items"]:  # a mean over nothing should not appear in a log
         return {"loss": 0.0, "num_items": 0.0}
     num_used = sum(asked.sequences.rows(part.rows).num_tokens for part in parts)
     work = sum(asked.work.of(part.rows) for part in parts)
-    return means | _packing_metrics(model, num_used, num_computed, work)
+    return means | _packing_metrics(model, num_used, num_computed, work) | loads
 
 
 evaluate_step = functools.partial(train_step, is_training=False)
@@ -447,6 +472,7 @@ def forward(
     *,
     is_whole: bool = True,
     is_trained: bool = False,
+    experts: list[RowExperts | None] | None = None,
 ) -> torch.Tensor:
     """Forward pass, without gradients. Data-parallel ranks share the work on a padded batch, which all of them hold.
 
@@ -457,6 +483,7 @@ def forward(
         row_shape: shape of one row of results.
         is_trained: the next `train_step` trains on these sequences: where the model keeps passes, keep the micro
             batches for it, with their activations as far as memory has room.
+        experts: gets what this rank's rows have seen of experts.
 
     Returns:
         fp32 [n, *row_shape], zero in rows where nothing is wanted; the same on every rank if the batch is whole. Of a
@@ -469,7 +496,9 @@ def forward(
     if not any(asked.sequences.used) and not model.computes_together:
         return results
     parts = asked.parts_of_pass(kept)
-    local = _outputs(asked, [part for part in parts if part.rank == model.layout.dp_rank], output_function, kept)
+    local = _outputs(
+        asked, [part for part in parts if part.rank == model.layout.dp_rank], output_function, kept, experts
+    )
     own = [row for part in parts if part.rank == model.layout.dp_rank for row in part.rows]
     num_results = sum(asked.sequences.num_outputs[row] for row in own) if is_ragged else len(own)
     local = broadcast_from_last_stage(local, (num_results, *row_shape), torch.float32)
@@ -489,12 +518,18 @@ def forward(
 
 
 def _outputs(
-    asked: _Asked, own: list[Part], output_function: OutputFunction, kept: KeptPasses | None
+    asked: _Asked,
+    own: list[Part],
+    output_function: OutputFunction,
+    kept: KeptPasses | None,
+    experts: list[RowExperts | None] | None,
 ) -> torch.Tensor | None:
     """Run this rank's passes: on the last stage the results of its micro batches, one after the other."""
     model, parts = asked.model, iter(own)
 
     def forward_step(micro_batch: _MicroBatch, module: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        if experts is not None:
+            experts.append(micro_batch.packed.sequences.experts)
         call = functools.partial(_call_model, model, module, micro_batch.packed)
         if kept is None:
             output = call(micro_batch.prediction)

@@ -30,6 +30,7 @@ class RaggedBatch:
         sampled: bool [T], the tokens that the policy has sampled; never a sequence's first.
         columns: by name, fp32 [R], R the number of sampled tokens.
         wanted: bool [n], rows that count. The others are not computed, and what stands in their columns has no effect.
+        routes: uint8 [T, bytes], of the experts that the engine has chosen (`routes`); None: they are not known.
     """
 
     tokens: torch.Tensor
@@ -37,6 +38,7 @@ class RaggedBatch:
     sampled: torch.Tensor
     columns: dict[str, torch.Tensor]
     wanted: torch.Tensor
+    routes: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -55,6 +57,7 @@ class RaggedBatch:
             sampled=self.sampled[chosen],
             columns={name: column[places] for name, column in self.columns.items()},
             wanted=self.wanted[index],
+            routes=None if self.routes is None else self.routes[chosen],
         )
 
     def sampled_places(self, index: torch.Tensor) -> torch.Tensor:
@@ -73,7 +76,8 @@ class RaggedBatch:
         lengths = self.lengths.tolist()
         rows = zip(self.sampled.split(lengths), self.wanted.tolist(), strict=True)
         wanted = [row[1 : 1 + int(row.nonzero().max())] if counts and row.any() else row[:0] for row, counts in rows]
-        return Sequences(self.tokens.split(lengths), wanted)
+        routes = None if self.routes is None else self.routes.split(lengths)
+        return Sequences(self.tokens.split(lengths), wanted, routes=routes)
 
 
 def after_prompts(lengths: torch.Tensor, prompt_lengths: torch.Tensor) -> torch.Tensor:

@@ -186,6 +186,8 @@ JOB_SETTINGS = (
     "forward_max_tokens_per_micro_batch",
     IS_CRITIC,
     "max_tokens_per_micro_batch",
+    "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
     "optim",
     "peft",
     "ppo",

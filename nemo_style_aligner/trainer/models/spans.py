@@ -127,6 +127,7 @@ class PackedSequences(PackedSeqParams):
         outputs: int64 [k], the only positions that the model's last layer computes after its attention; None: all.
         rotary: cosines and sines of the row's positions [t, r], stored by the first layer for the others.
         local_rotary: the same of layers with frequencies of their own.
+        experts: a `routes.RowExperts`, of a model with experts.
     """
 
     spans: Spans = Spans()
@@ -136,6 +137,7 @@ class PackedSequences(PackedSeqParams):
     outputs: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    experts: Any = None
 
     @classmethod
     def of(cls, spans: Spans, positions: torch.Tensor, context: Context | None = None) -> PackedSequences:

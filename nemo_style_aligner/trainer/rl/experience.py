@@ -107,6 +107,8 @@ class Experience:
                 tokens=rollouts.dealt(share, rollouts.tokens, rollouts.lengths),
                 sampled=rollouts.dealt(share, rollouts.sampled, rollouts.lengths),
                 engine_logprobs=rollouts.dealt(share, rollouts.engine_logprobs, sampled),
+                weight_versions=rollouts.dealt(share, rollouts.weight_versions, sampled),
+                routes=rollouts.dealt_routes(share),
             ),
             self.learns,
             {name: rollouts.dealt(share, column, sampled) for name, column in self.columns.items()},
@@ -341,6 +343,13 @@ def _token_mean(rollouts: Rollouts, x: torch.Tensor, rows: torch.Tensor) -> torc
     return rollouts.sums(x)[rows].sum() / rollouts.sampled_lengths[rows].sum().clamp(min=1)
 
 
+def _largest(rollouts: Rollouts, x: torch.Tensor) -> torch.Tensor:
+    """The largest of each sample's sampled tokens, at least 0: fp64 [N]. Collective. ``x``: fp32 [R]."""
+    # Torch's check of the lengths, which fit, would refuse a share without samples.
+    own = torch.segment_reduce(x, "max", lengths=rollouts.own_sampled, initial=0.0, unsafe=True)
+    return rollouts.everywhere(own)
+
+
 def _moments(name: str, x: torch.Tensor, rollouts: Rollouts) -> dict[str, float]:
     """Mean and standard deviation over the sampled tokens of samples that count."""
     mean = _token_mean(rollouts, x, rollouts.counts)
@@ -415,7 +424,7 @@ def _importance_metrics(
 
 def rollout_metrics(rollouts: Rollouts, scores: Scores, values: torch.Tensor | None, version: int) -> dict[str, float]:
     """Metrics of lengths, endings, rewards, values and staleness; see `make_experience`."""
-    counts, staleness = rollouts.counts, version - rollouts.weight_versions
+    counts, ages = rollouts.counts, (version - rollouts.weight_versions).float()
     parts = {f"rewards/{name}": part[counts & part.isfinite()] for name, part in scores.parts.items()}
     return {
         "rollout_size": len(rollouts),
@@ -427,8 +436,8 @@ def rollout_metrics(rollouts: Rollouts, scores: Scores, values: torch.Tensor | N
         **{name: part.mean().item() for name, part in parts.items() if len(part)},
         "nonfinite_samples": float((~counts).sum()),
         **({} if values is None else _moments("values", values, rollouts)),
-        "staleness_mean": staleness.float().mean().item(),
-        "staleness_max": float(staleness.max()),
+        "staleness_mean": _token_mean(rollouts, ages, torch.ones_like(counts)).item(),
+        "staleness_max": _largest(rollouts, ages).max().item(),
     }
 
 
@@ -438,9 +447,7 @@ def engine_gap(rollouts: Rollouts, logprobs: torch.Tensor) -> dict[str, float]:
     ``engine_kl`` is the k3 estimate of KL(engine || trainer).
     """
     gap = (rollouts.engine_logprobs - logprobs).abs()
-    # Torch's check of the lengths, which fit, would refuse a share without samples.
-    own = torch.segment_reduce(gap, "max", lengths=rollouts.own_sampled, initial=0.0, unsafe=True)
-    largest = rollouts.everywhere(own)
+    largest = _largest(rollouts, gap)
     kl = functional.kl_penalty(rollouts.engine_logprobs, logprobs, "k3")
     return {
         "engine_logprob_gap_mean": _token_mean(rollouts, gap, rollouts.counts).item(),

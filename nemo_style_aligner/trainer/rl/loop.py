@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nemo_style_aligner import activity
+from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.trainer.checkpoints.background import OnEnd, WorkTimes
 from nemo_style_aligner.trainer.checkpoints.training import CheckpointManager, MayPublish
@@ -97,8 +98,8 @@ class RLTrainer(TrainingLoop):
             actor.model,
             timer,
             settings.seed,
-            staleness=settings.ppo.staleness,
-            unload_engine=settings.ppo.trt_llm.unload_engine_train,
+            settings.ppo,
+            last_step=lambda: self.settings.max_steps - 1,
             history=lambda: self.history,
         )
         self.history = ""
@@ -153,6 +154,7 @@ class RLTrainer(TrainingLoop):
         rollouts, columns = leave_out_nonfinite(rollouts, scores, columns, self.settings.ppo)
         advantages, version = self.settings.advantages, self.ppo_optimization_step
         experience, metrics = make_experience(rollouts, scores, columns, advantages, version)
+        metrics |= self.actor.routing
         if self.settings.ppo.policy_logprobs == "engine":
             metrics = _without(metrics, _OF_TWO_POLICIES)
         if self.metrics.rank == 0 and (reason := why_nothing_is_learnt(experience, advantages)):
@@ -188,8 +190,8 @@ class RLTrainer(TrainingLoop):
             metrics |= of_all
         self.schedule.unload()
         self._log(of_generation, "generation/")
-        if stream == TRAINING and self.step + 1 < settings.max_steps:
-            self.schedule.start_ahead(prompts, end, self.step + 1, version)
+        if stream == TRAINING:
+            self.schedule.begin_ahead(prompts, end, self.step, version)
         self.run_control.check()
         return collected, end, metrics
 
@@ -258,6 +260,11 @@ class RLTrainer(TrainingLoop):
 
         Rewards and values are computed elsewhere meanwhile.
         """
+        if self.settings.ppo.replay_routes and rollouts.routes is None:
+            raise UserError(
+                f"step {self.step + 1}: trainer.ppo.replay_routes=True, but its rollouts came without routes, as those "
+                "that an older version has kept in a checkpoint: set it to False for this start, or begin a new run"
+            )
         columns = {"old_logprobs": rollouts.engine_logprobs}
         batch = rollouts.batch(rollouts.counts, {})
         if self.settings.ppo.policy_logprobs != "engine":
@@ -451,7 +458,7 @@ class RLTrainer(TrainingLoop):
             "redrawn_samples": self.redrawn_samples,
             "warm_up_rounds": self.warm_up_rounds,
             "history": self.history,
-            "generation": self.schedule.state_dict(self.step),
+            "generation": self.schedule.state_dict(self.ppo_optimization_step),
             "critic": None if self.critic is None else self.critic.state_dict(),
             "train_prompts": self.train_prompts.state_dict(),
             "val_prompts": None if self.val_prompts is None else self.val_prompts.state_dict(),
@@ -479,7 +486,7 @@ class RLTrainer(TrainingLoop):
         self.train_prompts.load_state_dict(state["train_prompts"])
         if self.val_prompts is not None and state["val_prompts"] is not None:
             self.val_prompts.load_state_dict(state["val_prompts"])
-        self.schedule.load_state_dict(state["generation"], self.step, self.train_prompts, self.consumed_samples)
+        self.schedule.load_state_dict(state["generation"], self.train_prompts)
 
 
 def _without(metrics: dict[str, float], beginnings: tuple[str, ...]) -> dict[str, float]:

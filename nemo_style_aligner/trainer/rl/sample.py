@@ -134,12 +134,14 @@ class Rollouts:
         prompt_lengths, lengths: int64 [N], tokens of the prompt, and of prompt and response, stop token included.
         sampled_lengths: int64 [N], tokens of the response that the policy has sampled: all but what was inserted.
         ended: bool [N], whether a stop token or stop string ended the response (not the length limit).
-        weight_versions: int64 [N], version of the weights that each response was made with.
         counts: bool [N], False if rewards, values or log-probs are NaN or Inf: left out of losses and statistics.
         own: int64 [n], ascending: the samples of this rank's share.
         tokens: int32 [T], prompts and responses of the share, one after the other.
         sampled: bool [T], those that the policy has sampled.
         engine_logprobs: fp32 [R], the engine's log-probs of the share's sampled tokens.
+        weight_versions: int32 [R], version of the weights that each of them was sampled with.
+        routes: uint8 [T, bytes], of the experts that the engine has computed each token of the share with (see
+            `trainer.models.routes`), a sequence's last one apart; None: there are none, or nobody has recorded them.
         num_rows: int64 [N], sequences that each sample is to the models: an episode whose history was rewritten has
             several, one after the other among its tokens; None: each sample is one.
         row_lengths: int64, tokens of each row of all samples; with ``num_rows``.
@@ -151,12 +153,13 @@ class Rollouts:
     lengths: torch.Tensor
     sampled_lengths: torch.Tensor
     ended: torch.Tensor
-    weight_versions: torch.Tensor
     counts: torch.Tensor
     own: torch.Tensor
     tokens: torch.Tensor
     sampled: torch.Tensor
     engine_logprobs: torch.Tensor
+    weight_versions: torch.Tensor
+    routes: torch.Tensor | None = None
     num_rows: torch.Tensor | None = None
     row_lengths: torch.Tensor | None = None
 
@@ -196,7 +199,7 @@ class Rollouts:
         if self.num_rows is not None:
             of_samples = self.lengths_by_row()
             lengths = torch.tensor([length for sample in own.tolist() for length in of_samples[sample]])
-        return RaggedBatch(self.tokens, lengths.long(), self.sampled, dict(columns), self.of_rows(wanted))
+        return RaggedBatch(self.tokens, lengths.long(), self.sampled, dict(columns), self.of_rows(wanted), self.routes)
 
     def lengths_by_row(self) -> list[list[int]]:
         """Tokens of the rows of each of the N samples."""
@@ -209,6 +212,13 @@ class Rollouts:
         return x[self.own] if self.num_rows is None else x[self.own].repeat_interleave(self.num_rows[self.own])
 
     # ---- to other ranks ---------------------------------------------------------------------
+
+    def dealt_routes(self, share: torch.Tensor) -> torch.Tensor | None:
+        """`dealt` of the routes."""
+        if self.routes is None:
+            return None
+        size = self.routes.shape[1]
+        return self.dealt(share, self.routes.flatten(), self.lengths * size).view(-1, size)
 
     def dealt(self, share: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """The rows of ``x`` for another share of the samples on each rank. Collective.

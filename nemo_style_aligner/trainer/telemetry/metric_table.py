@@ -187,6 +187,9 @@ METRICS = (
            "tokens.", STABLE),
     Metric("*_rollouts/engine_kl", "Engine's KL", "nats per token", "KL(engine || trainer), k3 estimate.", STABLE,
            high=0.01, above=_GAP),
+    Metric("*_rollouts/routing_disagreement", "Routing disagreement", "share", "Sampled tokens, in each layer with "
+           "experts, whose experts in the trainer were others than in the engine.", STABLE, high=0.1,
+           above="training computes other experts than generation did: set trainer.ppo.replay_routes"),
     Metric("*_rollouts/importance_weights", "Importance weights", "", "Mean of min(cap, p_trainer / p_engine).",
            STABLE, 0.8, 1.25, _GAP, _GAP),
     Metric("*_rollouts/importance_truncated", "Weights at the cap", "share", "Tokens whose importance weight is cut.",
@@ -198,8 +201,8 @@ METRICS = (
     Metric("*_rollouts/importance_masked_tokens", "Tokens left out", "share", "Tokens outside of "
            "importance_token_bounds.", STABLE, high=0.2, above=_GAP),
     Metric("*_rollouts/staleness_mean", "Age of weights, mean", "updates", "Updates made since the weights that "
-           "generated.", STABLE),
-    Metric("*_rollouts/staleness_max", "Age of weights, largest", "updates", "The same, of the oldest sample.", STABLE),
+           "sampled a token.", STABLE),
+    Metric("*_rollouts/staleness_max", "Age of weights, largest", "updates", "The same, of the oldest token.", STABLE),
     # Where does the time go?
     Metric("timers/step", "A step", "s", "All of one step.", TIME, goal="down"),
     Metric("*train_step_time", "A step", "s", "All of one step.", TIME, goal="down"),
@@ -242,6 +245,12 @@ METRICS = (
            "passes of a response were saved.", TIME, goal="up"),
     Metric("*generation/seconds", "Round of generation", "s", "On ranks that only generate.", TIME, goal="down"),
     Metric("*generation/idle_seconds", "Wait for a round", "s", "Of ranks that only generate.", TIME, goal="down"),
+    Metric("generation/buffered_steps", "Steps in the buffer", "", "Further steps whose rollouts are complete when one "
+           "takes its own: trainer.ppo.staleness, less 1, where training is what takes time.", TIME),
+    Metric("generation/carried_responses", "Responses under way", "responses", "Begun, and left to a later step, when "
+           "a round ends (trainer.ppo.in_flight).", TIME),
+    Metric("generation/carried_tokens", "Tokens under way", "tokens", "Of these responses: they are computed again "
+           "with the next weights.", TIME),
     Metric("*generation/compilations", "Compilations", "", "Of engines since the start; a growing number costs time.",
            TIME),
     Metric("*/padding_efficiency", "Real tokens", "share",
@@ -249,6 +258,12 @@ METRICS = (
            low=0.5, below="most of what training computes is padding", goal="up"),
     Metric("*/dp_balance", "Balance of ranks", "share", "Mean work of the data-parallel ranks over the largest.", TIME,
            low=0.6, below=f"{_UNEVEN} in training", goal="up"),
+    Metric("*/expert_load_mean", "Load of experts", "", "Of the tokens that the loss depends on, the most of an expert "
+           "over the mean; mean over layers.", STABLE),
+    Metric("*/expert_load_max", "Load of experts, worst layer", "", "The same of the least even layer.", STABLE),
+    Metric("*/dead_experts", "Dead experts", "share", "Experts that no such token of an update has chosen.", STABLE,
+           high=0.5, above="most experts learn nothing: train with more tokens an update, or "
+           "model.moe_aux_loss_coeff in SFT"),
     Metric("memory/*_peak_gib", "Memory", "GiB", "Rank 0's peak while this went on: of its GPU's tensors or, without "
            "a GPU, resident.", TIME),
     # Counts

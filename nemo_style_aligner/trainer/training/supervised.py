@@ -127,6 +127,8 @@ class SupervisedTrainer(TrainingLoop):
         metrics = self._run(train_step, self.train_data, indices, self.batching)
         num_items, origin = metrics.pop("num_items"), f"examples {list(indices)} of the training data"
         metrics |= self.optimizer.step(metrics["loss"], origin, num_items)
+        if self.model.balance is not None and "grad_norm" in metrics:
+            self.model.balance.move_biases(self.model.gpt.decoder.layers)
         return {name: value for name, value in self.objective.report(metrics).items() if math.isfinite(value)}
 
     def validate(self) -> dict[str, float]:
@@ -200,11 +202,14 @@ class SupervisedTrainer(TrainingLoop):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside weights, optimizer and random states."""
-        return super().state_dict() | self.train_sampler.state_dict()
+        balance = {} if self.model.balance is None else self.model.balance.state_dict()
+        return super().state_dict() | self.train_sampler.state_dict() | balance
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, with the examples that follow, whatever the batch size is now."""
         super().load_state_dict(state)
+        if self.model.balance is not None:
+            self.model.balance.load_state_dict(state)
         self.train_sampler.load_state_dict(state)
         steps_left = self.train_sampler.batches_until(self.settings.max_epochs)
         self.bound_steps(steps_left, updates_made=self.step, updates_per_step=1)

@@ -104,6 +104,7 @@ class NativeStep(ModelStep):
         arrays = (step.token_ids, step.positions, step.slots, step.segments, step.output_rows, step.block_table)
         arguments = Pass(
             *(array.ctypes.data for array in arrays),
+            routes=None if step.routes is None else step.routes.ctypes.data,
             num_tokens=len(step.token_ids),
             num_segments=len(step.segments),
             num_outputs=len(step.output_rows),

@@ -27,6 +27,7 @@ constexpr int EXPERT_FFN_K = round_up(EXPERT_FFN, 32), EXPERT_PANELS = std::max(
 constexpr size_t EXPERT_FC1 = (size_t)EXPERT_PANELS * HIDDEN_K * PANEL;
 constexpr size_t EXPERT_FC2 = (size_t)panels(HIDDEN) * EXPERT_FFN_K * PANEL;
 constexpr int ROUTING = round_up(EXPERTS, PANEL); // a row of the router's logits
+using route_t = std::conditional_t<(EXPERTS > 256), uint16_t, uint8_t>; // an expert's number, as Python has it
 
 // Mirrored by `native/structures.py`. Biases have one float per lane of their matrix's panels.
 struct Layer {
@@ -56,6 +57,7 @@ struct Model {
 };
 struct Pass {
     const int32_t *token_ids, *positions, *slots, *segments, *output_rows, *block_table;
+    route_t* routes; // [t][LAYERS][EXPERTS_PER_TOKEN], of layers with experts; null: not wanted
     int32_t num_tokens, num_segments, num_outputs, pages_per_sequence;
 };
 
@@ -311,7 +313,7 @@ class Worker {
         const Layer& layer = m.layers[l];
         norm_rows(layer.mlp_norm, layer.mlp_norm_bias, SUMS_APART, layer.attention_out_norm, layer.attention_out_norm_bias);
         const panel_t* next = first_panel(l + 1 < LAYERS ? m.layers[l + 1].qkv : m.head, HIDDEN_K);
-        if (EXPERTS && layer.router) experts(layer, next);
+        if (EXPERTS && layer.router) experts(l, next);
         else dense<FFN>(layer, next);
     }
 
@@ -334,7 +336,8 @@ class Worker {
     }
 
     // Each expert that any row has is read once, for all rows that have it. What they add to a row is summed in their order.
-    void experts(const Layer& layer, const panel_t* next) {
+    void experts(int l, const panel_t* next) {
+        const Layer& layer = m.layers[l];
         if (SHARED_FFN) dense<std::max(1, SHARED_FFN)>(layer, first_panel(layer.router, HIDDEN_K));
         product(m.normed, HIDDEN_K, layer.router, panels(EXPERTS), layer.expert_fc1, [&](int panel, int first, int n, const float* block) {
             for (int i = 0; i < n; ++i)
@@ -342,6 +345,9 @@ class Worker {
         });
         each(pass.num_tokens, rows_chunk(), [&](int row) {
             choose(layer, row);
+            if (pass.routes)
+                for (int k = 0; k < EXPERTS_PER_TOKEN; ++k)
+                    pass.routes[((size_t)row * LAYERS + l) * EXPERTS_PER_TOKEN + k] = (route_t)c.routes.chosen[(size_t)row * EXPERTS_PER_TOKEN + k];
             if (SUMS_APART && !SHARED_FFN) memset(m.partial + (size_t)row * HIDDEN, 0, HIDDEN * sizeof(float));
         });
         Routes& routes = c.routes;

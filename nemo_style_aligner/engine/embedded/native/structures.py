@@ -45,6 +45,7 @@ class Pass(ctypes.Structure):
 
     _fields_ = [
         *[(name, Pointer) for name in ("token_ids", "positions", "slots", "segments", "output_rows", "block_table")],
+        ("routes", Pointer),
         *[(name, ctypes.c_int32) for name in ("num_tokens", "num_segments", "num_outputs", "pages_per_sequence")],
     ]
 

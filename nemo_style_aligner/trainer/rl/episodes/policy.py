@@ -53,6 +53,7 @@ class Row:
         tokens: all after it, the response.
         sampled: which of these the policy has sampled.
         logprobs: the engine's, one for each sampled token.
+        routes: see `GenerationResult`: of all tokens but the last.
         last: the newest reply.
         said: what prompt and replies say, where that is known as messages.
         is_replying: a reply is under way.
@@ -63,6 +64,7 @@ class Row:
     tokens: list[int] = dataclasses.field(default_factory=list)
     sampled: list[bool] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    routes: str = ""
     last: Reply | None = None
     is_replying: bool = False
 
@@ -307,6 +309,7 @@ class Policy:
         row.tokens += [*inserted, *ids]
         row.sampled += [False] * len(inserted) + [True] * len(ids)
         row.logprobs += sequence.logprobs
+        row.routes = sequence.routes  # of the whole row: its earlier tokens were this reply's prompt
         self.num_replies += 1
         self.last = row.last = Reply(self._decode(ids), ids, sequence.finish_reason == "stop")
         return sequence

@@ -27,6 +27,7 @@ import yaml
 from nemo_style_aligner import activity
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
+from nemo_style_aligner.engine.embedded.route_memory import joined
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence, Task
 from nemo_style_aligner.engine.lockstep import Lockstep
 from nemo_style_aligner.engine.shard import EngineGroup
@@ -258,6 +259,7 @@ class Environment:
             logprobs=[0.0] if none else [logprob for row in rows for logprob in row.logprobs],
             finish_reason="stop" if last is not None and last.ended and not running.is_cut else "length",
             weight_version=version,
+            routes="" if none else joined([(row.routes, len(row.ids)) for row in rows]),
             mask=[True] if none else mask,
             outcome=outcome,
             problem=problem,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from nemo_style_aligner import activity
 from nemo_style_aligner.engine.contract import GenerationResult
+from nemo_style_aligner.engine.embedded.route_memory import unpacked
 from nemo_style_aligner.engine.parallel.agreement import PATIENCE_SECONDS
 from nemo_style_aligner.engine.parallel.groups import (
     all_gather_rows,
@@ -31,6 +32,7 @@ from nemo_style_aligner.engine.parallel.groups import (
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer
 from nemo_style_aligner.log_fields import warn_for_all_ranks
 from nemo_style_aligner.seeds import derive_seed
+from nemo_style_aligner.trainer.config.schema import ActorLoop
 from nemo_style_aligner.trainer.launch.stop_signals import stops
 from nemo_style_aligner.trainer.models.gpt import MegatronModel
 from nemo_style_aligner.trainer.models.packing import shares
@@ -45,6 +47,7 @@ from nemo_style_aligner.trainer.rl.rollouts.disaggregated import (
     unpack_results,
 )
 from nemo_style_aligner.trainer.rl.rollouts.generator import LocalGenerator, Take
+from nemo_style_aligner.trainer.rl.rollouts.in_flight import Admissions, Carried, in_flight
 from nemo_style_aligner.trainer.rl.rollouts.prompts import PromptSource
 from nemo_style_aligner.trainer.rl.sample import Prompt, Rollouts, Sample
 from nemo_style_aligner.trainer.rl.scoring import ScoredBatch, Scorer, Scores
@@ -275,21 +278,25 @@ class Collected:
         """
         own = self._own()
         places, results = [place for place, _ in own], [result for _, result in own]
+        routes = [torch.from_numpy(unpacked(r.routes, len(r.prompt_token_ids) + len(r.token_ids))) for r in results]
         facts = torch.zeros(len(own), 7, dtype=torch.int64)
         for row, (place, r) in enumerate(own):
             counts = len(r.prompt_token_ids), len(r.token_ids), len(r.logprobs)
-            facts[row] = torch.tensor([place, *counts, r.finish_reason == "stop", r.weight_version, len(r.row_lengths)])
+            size = -1 if isinstance(r, Episode) and not r.num_replies else routes[row].shape[1]
+            others = r.finish_reason == "stop", len(r.row_lengths), size
+            facts[row] = torch.tensor([place, *counts, *others])
         facts = all_gather_rows(facts.to(device())).cpu()
         facts = facts[facts[:, 0].argsort()]
         if facts[:, 0].tolist() != list(range(len(self))):
             missing = sorted(set(range(len(self))) - set(facts[:, 0].tolist()))
             raise RuntimeError(f"the rollouts are not one per sample: {len(facts)} results, missing {missing[:20]}")
-        _, prompt_lengths, responses, sampled_lengths, ended, versions, num_rows = facts.unbind(1)
+        _, prompt_lengths, responses, sampled_lengths, ended, num_rows, route_bytes = facts.unbind(1)
         lengths = prompt_lengths + responses
         share = deal(work(SampleSizes(lengths, sampled_lengths, prompt_lengths, self.groups)), minibatches)
         tokens = [torch.tensor(r.prompt_token_ids + r.token_ids, dtype=torch.int32) for r in results]
         sampled = [torch.tensor([False] * len(r.prompt_token_ids) + r.sampled) for r in results]
         logprobs = [torch.tensor(r.logprobs, dtype=torch.float32) for r in results]
+        versions = [torch.tensor(r.token_versions, dtype=torch.int32) for r in results]
         return Rollouts(
             prompt_ids=torch.tensor([prompt.prompt_id for prompt in self.prompts], dtype=torch.int64),
             groups=self.groups,
@@ -297,14 +304,31 @@ class Collected:
             lengths=lengths,
             sampled_lengths=sampled_lengths,
             ended=ended.bool(),
-            weight_versions=versions,
             counts=torch.ones(len(self), dtype=torch.bool),
             own=share,
             tokens=_exchanged(places, tokens, torch.int32, share),
             sampled=_exchanged(places, sampled, torch.bool, share),
             engine_logprobs=_exchanged(places, logprobs, torch.float32, share),
+            weight_versions=_exchanged(places, versions, torch.int32, share),
+            routes=_exchanged_routes(places, routes, route_bytes, share),
             **_rows(own, num_rows),
         )
+
+
+def _exchanged_routes(
+    places: Sequence[int], own: Sequence[torch.Tensor], sizes: torch.Tensor, share: torch.Tensor
+) -> torch.Tensor | None:
+    """`Rollouts.routes`; None if some sample has none, as of an engine that does not tell. Collective.
+
+    Args:
+        own: of this rank's samples, uint8 [tokens, bytes] each.
+        sizes: int64 [N], bytes of a token of each sample; below 0: of an episode without a reply, which counts nowhere.
+    """
+    size = max(0, int(sizes.max()))
+    if not size or ((sizes >= 0) & (sizes != size)).any():
+        return None
+    rows = [each.flatten() if each.shape[1] else each.new_zeros(len(each) * size) for each in own]
+    return _exchanged(places, rows, torch.uint8, share).view(-1, size)
 
 
 def _rows(own: Sequence[tuple[int, GenerationResult]], num_rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -472,7 +496,7 @@ class RolloutCollector:
         """Everything about every sample, as ``samples.jsonl`` has it, on rank 0; empty elsewhere. Collective.
 
         One whose reward is missing has the key ``problem``, if it is known why; an episode of several rows has their
-        lengths as ``rows``.
+        lengths as ``rows``; a response whose weights were replaced while it was under way has ``weight_versions``.
 
         Args:
             columns: fp32 [R] each, by name; lists with a number for each token of the response, null where it was
@@ -481,7 +505,8 @@ class RolloutCollector:
         tokens = rollouts.on_first_rank(rollouts.tokens, rollouts.lengths)
         per_token = {n: rollouts.on_first_rank(x, rollouts.sampled_lengths) for n, x in columns.items()}
         sampled = rollouts.on_first_rank(rollouts.sampled, rollouts.lengths)
-        if tokens is None or sampled is None:
+        versions = rollouts.on_first_rank(rollouts.weight_versions, rollouts.sampled_lengths)
+        if tokens is None or sampled is None or versions is None:
             return []
         rows = rollouts.lengths_by_row()
         records, parts = [], {name: json_numbers(part.tolist()) for name, part in scores.parts.items()}
@@ -491,6 +516,9 @@ class RolloutCollector:
             numbers = {
                 n: iter(json_numbers(rows[sample].tolist())) for n, rows in per_token.items() if rows is not None
             }
+            own_versions = versions[sample].tolist()
+            if len({*own_versions}) > 1:
+                numbers["weight_versions"] = iter(own_versions)
             records.append({
                 "sample": sample,
                 "group": int(rollouts.groups[sample]),
@@ -500,7 +528,7 @@ class RolloutCollector:
                 "reward": rewards[sample],
                 "rewards": {name: part[sample] for name, part in parts.items()},
                 "ended": bool(rollouts.ended[sample]),
-                "weight_version": int(rollouts.weight_versions[sample]),
+                "weight_version": max(own_versions),
                 "tokens": response,
                 "sampled": [*map(int, is_sampled)],
                 "pieces": [self.tokenizer.token_text(token) for token in response],
@@ -532,9 +560,8 @@ class GenerationSchedule:
         model: the policy.
         timer: times generation and waits.
         seed: the run's, from which the seeds of sampling are derived.
-        staleness: 0: the rollouts of a step are generated with the weights it starts from. 1: with those that the step
-            before started from, while that one trains; those of the first step as with 0.
-        unload_engine: give the engine's memory back when a round is complete.
+        ppo: says how far ahead, and what becomes of responses under way when weights are replaced.
+        last_step: of the run, as it is known now; nothing is generated beyond.
         history: tells the model's present weights from all others; see `RLTrainer`.
     """
 
@@ -544,9 +571,9 @@ class GenerationSchedule:
         model: MegatronModel,
         timer: ScopedTimer,
         seed: int,
+        ppo: ActorLoop,
         *,
-        staleness: int,
-        unload_engine: bool,
+        last_step: Callable[[], int],
         history: Callable[[], str] = str,
     ) -> None:
         self._collector = collector
@@ -554,14 +581,19 @@ class GenerationSchedule:
         self._model = model
         self._timer = timer
         self._seed = seed
-        self._staleness = staleness
-        self._unload_engine = unload_engine
-        self._rounds: dict[int, RemoteRound | KeptRound] = {}  # started ahead, by the step that trains on them
+        self._staleness = ppo.staleness
+        self._unload_engine = ppo.trt_llm.unload_engine_train
+        self._last_step = last_step
+        self._rounds: dict[int, RemoteRound | KeptRound] = {}  # begun, by the step that trains on them
+        self._versions: dict[int, int] = {}  # of the weights with which each of them was begun
+        self._admissions: Admissions | None = None  # where responses outlive rounds
+        if ppo.staleness and in_flight(ppo) != "wait":
+            self._admissions = Admissions(ppo.num_rollouts_per_prompt, restarts=in_flight(ppo) == "restart")
 
     def generate(
         self, prompts: PromptSource, start: int, step: int, version: int, *, stream: int = TRAINING, draw: int = 0
     ) -> tuple[Collected, dict[str, float]]:
-        """Generate the rollouts of a step, or take those that were started ahead, and have them scored.
+        """Generate the rollouts of a step, or take those that were begun ahead, and have them scored.
 
         Args:
             start: prompts to skip.
@@ -578,10 +610,14 @@ class GenerationSchedule:
         is_trained = stream != VALIDATION
         collect = functools.partial(self._collector.collect, step=step + is_trained, are_trained=is_trained)
         group_size = prompts.samples_per_prompt
-        if (stream, draw) == (TRAINING, 0) and step in self._rounds:
+        if (stream, draw) == (TRAINING, 0) and self._staleness:
+            wait = self._timer("rollout_wait" if step in self._rounds else "generate")
+            self._begin_rounds(prompts, start, range(step, step + self._staleness), version)
             ahead = self._rounds[step]
-            with self._timer("rollout_wait"):
-                return collect(ahead.prompts, group_size, ahead.run)
+            with wait:
+                collected, metrics = collect(ahead.prompts, group_size, ahead.run)
+            others = [round_.is_complete() for number, round_ in self._rounds.items() if number > step]
+            return collected, metrics | {"buffered_steps": float(all_reduce_max(sum(others)))}
         self.refit(version)
         with self._timer("generate"):
             batch, seed = prompts.batch(start), self._sampling_seed(step, stream, draw)
@@ -595,21 +631,44 @@ class GenerationSchedule:
             with self._timer("unload"):
                 generator.unload()
 
-    def start_ahead(self, prompts: PromptSource, start: int, step: int, version: int) -> None:
-        """Start generating the rollouts of a coming step with the present weights, if ``staleness`` allows it."""
-        generator = self._collector.generator
-        if self._staleness and isinstance(generator, RemoteGenerator):
-            self.refit(version)
-            self._rounds[step] = generator.start(prompts.batch(start), self._sampling_seed(step, TRAINING))
+    def begin_ahead(self, prompts: PromptSource, start: int, step: int, version: int) -> None:
+        """Begin to generate rollouts with the present weights, as far ahead of a step as ``staleness`` allows.
 
-    def refit(self, version: int) -> None:
-        """Give the engine the policy's present weights, unless it has them already (after a validation, say)."""
+        Args:
+            start: prompts to skip, for the step after this one.
+        """
+        self._begin_rounds(prompts, start, range(step + 1, step + 1 + self._staleness), version)
+
+    def _begin_rounds(self, prompts: PromptSource, start: int, steps: range, version: int) -> None:
+        """Begin the rounds of these steps that have not begun; ``start`` is of the first."""
+        for step in steps:
+            if step not in self._rounds and step <= self._last_step():
+                self.refit(version, is_ahead=True)
+                self._rounds[step], self._versions[step] = self._begin(prompts, start, step), version
+            start = prompts.after(start)
+
+    def _begin(self, prompts: PromptSource, start: int, step: int) -> RemoteRound:
+        generator, seed = self._collector.generator, functools.partial(self._sampling_seed, stream=TRAINING)
+        assert isinstance(generator, RemoteGenerator)  # the config's checks have seen to it
+        if self._admissions is None:
+            return generator.start(prompts.batch(start), seed(step))
+        batches = [(seed(step), prompts.batch(start))]
+        if step < self._last_step():
+            batches.append((seed(step + 1), prompts.batch(prompts.after(start))))
+        return generator.go_on(self._admissions.order(step, batches), self._admissions.prompts)
+
+    def refit(self, version: int, *, is_ahead: bool = False) -> None:
+        """Give the engine the policy's present weights, unless it has them already (after a validation, say).
+
+        ``is_ahead``: for a round that may begin later.
+        """
         generator = self._collector.generator
         if generator.weight_version == version:
             return
-        for generation in self._rounds.values():  # a round is completed with the weights it was started with
-            with self._timer("rollout_wait"):
-                generation.wait()
+        if not (is_ahead and isinstance(generator, RemoteGenerator) and generator.is_ahead):
+            for round_ in self._rounds.values():  # it is completed with the weights it was begun with
+                with self._timer("rollout_wait"):
+                    round_.wait()
         with self._timer("refit"):
             generator.refit(self._model, version, self._history())
             if self._collector.follower is not None:
@@ -618,40 +677,76 @@ class GenerationSchedule:
     def drop(self, step: int) -> None:
         """Forget the rollouts of a step that is complete."""
         self._rounds.pop(step, None)
+        self._versions.pop(step, None)
 
     def _sampling_seed(self, step: int, stream: int, draw: int = 0) -> int:
         return derive_seed(self._seed, "rollouts", step, stream, *((draw,) if draw else ()))
 
     # ---- state ------------------------------------------------------------------------------
 
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """The rollouts kept for ``step``, once complete: they cannot be made again, as their weights are gone."""
-        if step not in self._rounds:
-            return {"rollouts": None}
-        kept = self._rounds[step]
+    def state_dict(self, version: int) -> dict[str, Any]:
+        """The rollouts that have begun, once they are complete, and what is under way beside them.
+
+        They cannot be made again, as their weights are gone; but for rounds by themselves with the present ones, of
+        this ``version``. Nothing depends on when this is asked for: a round ends by itself, and the next begins with
+        weights of a later step.
+        """
+        is_kept = {step: self._admissions is not None or of != version for step, of in self._versions.items()}
+        rounds = [self._kept(step, round_) for step, round_ in sorted(self._rounds.items()) if is_kept[step]]
+        state: dict[str, Any] = {"rounds": rounds, "under_way": None}
+        if rounds and self._admissions is not None:
+            assert isinstance(self._collector.generator, RemoteGenerator)
+            samples = [vars(sample) for sample in self._collector.generator.carried()]
+            state["under_way"] = {"samples": samples, "admissions": self._admissions.state_dict()}
+        return state
+
+    def _kept(self, step: int, round_: RemoteRound | KeptRound) -> dict[str, Any]:
         with self._timer("rollout_wait"):
-            own = pack_results(kept.wait()).decode()
+            own = pack_results(round_.wait()).decode()
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, own)
-        return {"rollouts": parts, "prompts": _digest(kept.prompts)}
+        prompt_ids = [prompt.prompt_id for prompt in round_.prompts]
+        facts = {"step": step, "version": self._versions[step], "prompts": _digest(round_.prompts)}
+        return facts | {"prompt_ids": prompt_ids, "rollouts": parts}
 
-    def load_state_dict(self, state: dict[str, Any], step: int, prompts: PromptSource, start: int) -> None:
-        """Continue where `state_dict` was taken, with any number of ranks; for ``start`` see `generate`."""
-        if state["rollouts"] is None:
+    def load_state_dict(self, state: dict[str, Any], prompts: PromptSource) -> None:
+        """Continue where `state_dict` was taken, with any number of ranks."""
+        if not (rounds := state.get("rounds")):
             return
-        if self._staleness == 0:
+        if (reason := self._why_discarded(rounds, prompts)) is not None:
+            steps = ", ".join(str(kept["step"]) for kept in rounds)
+            warn_for_all_ranks(logger, "the rollouts kept for steps %s are discarded: %s", steps, reason)
+            return
+        for kept in rounds:
+            results = [result for part in kept["rollouts"] for result in unpack_results(part)]
+            own = results[dist.get_rank() :: dist.get_world_size()]
+            self._versions[kept["step"]] = kept["version"]
+            self._rounds[kept["step"]] = KeptRound(list(map(prompts.prompt, kept["prompt_ids"])), own)
+        self._load_under_way(state["under_way"], prompts)
+
+    def _why_discarded(self, rounds: Sequence[dict[str, Any]], prompts: PromptSource) -> str | None:
+        if not self._staleness:
+            return "with trainer.ppo.staleness=0 new ones are generated"
+        per_step = prompts.batch_size * prompts.samples_per_prompt
+        if any(len(kept["prompt_ids"]) != per_step for kept in rounds):
+            return f"they are not {per_step} for each step, as it takes now"
+        if any(kept["prompts"] != _digest(prompts.known(kept["prompt_ids"])) for kept in rounds):
+            return "they answer other prompts"
+        return None
+
+    def _load_under_way(self, state: dict[str, Any] | None, prompts: PromptSource) -> None:
+        if state is None:
+            return
+        generator, samples = self._collector.generator, [Carried(**fields) for fields in state["samples"]]
+        if self._admissions is None or not isinstance(generator, RemoteGenerator):
             warn_for_all_ranks(
                 logger,
-                "the rollouts kept for step %d are discarded: with trainer.ppo.staleness=0 new ones are generated",
-                step,
+                "%d samples that were under way are discarded: with trainer.ppo.in_flight=wait a step takes its own",
+                len(samples),
             )
             return
-        batch = prompts.batch(start)
-        results = [result for part in state["rollouts"] for result in unpack_results(part)]
-        if len(results) != len(batch) or state.get("prompts") != _digest(batch):
-            warn_for_all_ranks(logger, "the rollouts kept for step %d are discarded: they answer other prompts", step)
-            return
-        self._rounds[step] = KeptRound(batch, results[dist.get_rank() :: dist.get_world_size()])
+        self._admissions.load_state_dict(state["admissions"], prompts.prompt)
+        generator.restore(samples, self._admissions.group_size)
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:

@@ -20,6 +20,7 @@ from nemo_style_aligner.trainer.launch import roles
 from nemo_style_aligner.trainer.launch.stop_signals import stops
 from nemo_style_aligner.trainer.models.gpt import MegatronModel
 from nemo_style_aligner.trainer.rl.episodes.runner import SUMS, Environment
+from nemo_style_aligner.trainer.rl.rollouts.in_flight import EngineShare, Hand, Order
 from nemo_style_aligner.trainer.rl.rollouts.work_queue import WorkSource
 from nemo_style_aligner.trainer.rl.sample import Prompt
 
@@ -96,15 +97,45 @@ class LocalGenerator:
         Raises:
             StopEarlyError: a rank got a stop signal. The round is lost.
         """
-        engine, work, group = self.engine, self.work, self.group
-        work.start_round(range(len(prompts)), [prompt.expected_length for prompt in prompts])
+        self.work.start_round(range(len(prompts)), [prompt.expected_length for prompt in prompts])
         roles.barrier()  # nobody asks for a round that rank 0 has not begun
         # Of an engine's ranks all take their requests alike; episodes are the leader's, which tells them of each reply.
-        takers = group if self.environment is None else EngineGroup()
-        supply, started = RequestSupply(work, takers, engine.num_slots, prompts, seed), time.monotonic()
+        takers = self.group if self.environment is None else EngineGroup()
+        supply = RequestSupply(self.work, takers, self.engine.num_slots, prompts, seed)
+        of_episodes: dict[str, float] | None = None
+
+        def respond() -> None:
+            nonlocal of_episodes
+            of_episodes = self._respond(supply, prompts, take)
+
+        metrics = self._round("responses", supply.progress, respond)
+        return metrics | _episode_metrics(of_episodes, len(prompts))
+
+    def go_on(self, share: EngineShare, order: Order, hand: Hand) -> dict[str, float]:
+        """Generate a round of responses of which others stay under way; as `generate`. Collective.
+
+        Args:
+            share: this engine's.
+            order: what is to be done.
+            hand: gets this rank's share of the responses as their groups finish.
+        """
+        roles.barrier()
+        is_leader = self.group.is_leader
+        metrics = self._round(
+            "groups", share.progress, lambda: share.run(order, hand if is_leader else lambda *_: None)
+        )
+        begun = [len(sample.token_ids) for sample in share.carried.values() if sample.token_ids]
+        own = {"carried_responses": len(begun) * is_leader, "carried_tokens": sum(begun) * is_leader}
+        return metrics | all_reduce_sums({name: float(number) for name, number in own.items()})
+
+    def _round(
+        self, what: str, progress: Callable[[], tuple[int, int]], respond: Callable[[], None]
+    ) -> dict[str, float]:
+        """Have ``respond`` generate; ``what`` is done, ``progress`` tells how much of it. Collective."""
+        engine, work, group, started = self.engine, self.work, self.group, time.monotonic()
         counting = activity.counting(
-            "responses" if self.meeting is None else "responses of this rank",
-            supply.progress,
+            what if self.meeting is None else f"{what} of this rank",
+            progress,
             lambda: engine.statistics.generated_tokens,
             lambda: engine.statistics.longest_running,
         )
@@ -113,15 +144,15 @@ class LocalGenerator:
             counting,
             stops.interruptible(group.control is None),
         ):
-            of_episodes = self._respond(supply, prompts, take)
+            respond()
         seconds = time.monotonic() - started
         if stops.received and group.is_leader:
-            while work.take(len(prompts)):  # no rank begins more of a round that is given up
+            while work.take(engine.num_slots):  # no rank begins more of a round that is given up
                 pass
         if self.meeting is not None:
             dist.barrier(group=self.meeting)  # training's collectives may have too short a limit for this wait
         stops.check()
-        return generation_metrics(engine, seconds, group.is_leader) | _episode_metrics(of_episodes, len(prompts))
+        return generation_metrics(engine, seconds, group.is_leader)
 
     def _respond(self, supply: RequestSupply, prompts: Sequence[Prompt], take: Take) -> dict[str, float] | None:
         """Generate what is supplied; returns sums over this rank's episodes, None without environments."""

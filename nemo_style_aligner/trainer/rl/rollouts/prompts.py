@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ class PromptSource:
 
     def batch(self, consumed_samples: int) -> list[Prompt]:
         """The prompts after ``consumed_samples`` and before `after` it, each as often as it has samples."""
-        prompts = map(self._prompt, next(iter(self.sampler(consumed_samples))))
+        prompts = map(self.prompt, next(iter(self.sampler(consumed_samples))))
         return [prompt for prompt in prompts for _ in range(self.samples_per_prompt)]
 
     def after(self, consumed_samples: int) -> int:
@@ -93,7 +94,12 @@ class PromptSource:
         """Continue where `state_dict` was taken."""
         self.response_lengths.load_state_dict(state["response_lengths"])
 
-    def _prompt(self, index: int) -> Prompt:
+    def known(self, indices: Sequence[int]) -> list[Prompt]:
+        """The prompts at these indices, as far as the dataset has them."""
+        return [self.prompt(index) for index in indices if index < len(self._dataset)]
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt at an index of the dataset."""
         item = self._dataset[index]
         return Prompt(index, item.token_ids, self.response_lengths.expect(index), item.line, item.place)
 
@@ -128,10 +134,11 @@ def build_prompt_sources(config: PPOActor, tokenizer: Tokenizer) -> tuple[Prompt
     prefix = load_data_prefix(config.model.data.data_prefix)
     train, written = prompt_dataset(config, prefix.train, tokenizer)
     logger.info("the first training prompt:\n%s", for_log(train[0], tokenizer))
-    if len(train) < ppo.num_rollout_samples:
+    size = fitting_prompts(config, len(train))
+    if len(train) < size:
         raise DataError(
-            f"of the training prompts {len(train)} can be used, fewer than model.ppo.num_rollout_samples="
-            f"{ppo.num_rollout_samples}, which one PPO step needs: lower it or add prompts"
+            f"of the training prompts {len(train)} can be used, fewer than model.ppo.num_rollout_samples={size}, which "
+            "one PPO step needs: lower it or add prompts"
         )
 
     def source(split: Dataset[PromptItem], batch_size: int, shuffle: bool) -> PromptSource:
@@ -145,7 +152,23 @@ def build_prompt_sources(config: PPOActor, tokenizer: Tokenizer) -> tuple[Prompt
             validation = source(held_out, min(ppo.num_val_samples, len(held_out)), False)
     elif config.trainer.ppo.val_check_interval:
         warn_for_all_ranks(logger, "model.data.data_prefix names no validation prompts: nothing is validated")
-    return source(train, ppo.num_rollout_samples, True), validation
+    return source(train, size, True), validation
+
+
+def fitting_prompts(config: PPOActor, num_prompts: int) -> int:
+    """Prompts per step: where nobody has chosen a number, at most as many as there are, and as make whole batches."""
+    wanted, batch = config.model.ppo.num_rollout_samples, config.model.global_batch_size
+    if num_prompts >= wanted or config.is_chosen("model.ppo.num_rollout_samples"):
+        return wanted
+    whole = batch // math.gcd(batch, responses_per_prompt(config))  # prompts, of whole batches
+    fitting = num_prompts - num_prompts % whole
+    return fitting or (wanted if config.is_chosen("model.global_batch_size") else num_prompts)
+
+
+def responses_per_prompt(config: PPOActor) -> int:
+    """Responses to each prompt that a step trains on."""
+    ppo = config.trainer.ppo
+    return ppo.num_rollouts_per_prompt if ppo.top_n_rollouts is None else ppo.top_n_rollouts
 
 
 # ---- how long a prompt's next response may be ----------------------------------------------------
