@@ -158,10 +158,10 @@ def generation(name: str, sizes: tuple[int, ...], expected: dict[str, list[Gener
         engine = EmbeddedEngine(
             architecture,
             dtype=torch.float32,
-            num_slots=2,
+            num_slots=2 if name == "llama" else 8,  # the others have slots for guesses
             max_sequence_length=48,
             eos_id=1,
-            kv_cache_tokens=64,  # long sequences lose their memory, on all ranks alike
+            kv_cache_tokens=64 if name == "llama" else None,  # long sequences lose their memory, on all ranks alike
             prefill_chunk_tokens=8,
             tensor_parallel=TensorParallel(rank, size, neighbour_group(size)),
             step="native" if name == "gemma" else "torch",
