@@ -47,7 +47,8 @@ _ONE_BY_ONE = ("model.micro_batch_size=1", "model.forward_micro_batch_size=1")
 _ONE_UPDATE = ("model.global_batch_size=256",)
 _NEVER = ("model.keep_activations=never",)
 _BF16 = ("trainer.precision=bf16",)
-_AHEAD = ("trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1")
+_APART = ("trainer.ppo.rollout_devices=1",)
+_AHEAD = (*_APART, "trainer.ppo.staleness=1", "trainer.ppo.in_flight=wait")
 _OF_STEP = ("trainer.ppo.trust_region=step", "trainer.ppo.importance_weight_cap=2")
 _OF_SAMPLING = ("trainer.ppo.trust_region=sampling", "trainer.ppo.importance_weight_cap=null")
 VARIANTS = {
@@ -100,6 +101,18 @@ VARIANTS = {
     "ahead-tight": Variant(
         "ahead-sampling, with half the clip range", (*_AHEAD, *_OF_SAMPLING, "model.ppo.ratio_eps=0.1")
     ),
+    **{
+        f"in-flight-{k}-{name}": Variant(
+            f"{k} steps ahead, responses go on with newer weights: clipped around {what}",
+            (*_APART, f"trainer.ppo.staleness={k}", "trainer.ppo.in_flight=keep", *loss),
+        )
+        for k in (1, 2, 4)
+        for name, what, loss in (
+            ("step", "the step's weights", _OF_STEP),
+            ("sampling", "the weights that sampled", _OF_SAMPLING),
+            ("both", "both", (*_OF_STEP, "trainer.ppo.trust_region=both")),
+        )
+    },
     "ahead-half-rate": Variant(
         "ahead, with half the learning rate",
         (*_AHEAD, *_OF_STEP, "model.optim.lr=5e-5", "model.optim.sched.min_lr=2.5e-5"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 def download_hint(path: str) -> str:
     """What to add to a message that nothing is at ``path``: how to get it, if that is a model's name on the Hub."""
+    path = path.removeprefix(f"{os.getcwd()}/")  # a job's paths are absolute
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) or _FILE.search(path):
         return ""
     return (

@@ -130,6 +130,7 @@ def config(folder: Path, way: Way) -> PPOActor:
                     "rollout_devices": way.rollout_ranks,
                     "mask_truncated": False,
                     "importance_weight_cap": 2.0,
+                    "trust_region": "both" if way.ends else "step",
                     "importance_sequence_bounds": [0.5, 2.0] if way.ends else [0.9, 1.1],
                     "generation": {"num_slots": 4, "tensor_parallel_size": way.generation_tp, "step": "torch"},
                     "batch_iterator": {"use_flask": way.rollout_ranks > 1, "port": 0},

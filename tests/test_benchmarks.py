@@ -279,14 +279,13 @@ def test_growth(reports: dict[str, Report]) -> None:
 def test_off_policy(reports: dict[str, Report]) -> None:
     output, report = reports["off_policy.py"]
     found = report["arrangements"]
-    ages = {"together": 0, "apart": 0, "ahead": 1, "in-flight-1": 1, "in-flight-2": 2, "in-flight-4": 4}
-    assert found.keys() == ages.keys()
-    for name, age in ages.items():  # what goes on is older, the first steps' is younger
-        assert (found[name]["staleness"] <= age <= found[name]["oldest"]) if age > 1 else True, output
-        assert found[name]["oldest"] >= age, output
+    ages = {"together": 0, "apart": 0, "ahead": 1}
+    assert {name: found[name]["oldest"] for name in ages} == ages, output
+    assert found.keys() - ages.keys() == {"in-flight-1", "in-flight-2", "in-flight-4"}
+    assert all(0 < found[name]["staleness"] <= found[name]["oldest"] for name in found.keys() - ages.keys()), output
     for line in found.values():
         assert line["seconds"].keys() == SPREAD and line["phases"]["train_policy"] > 0
-        assert line["times_faster"] == pytest.approx(found["together"]["seconds"]["median"] / line["seconds"]["median"])
+        assert line["times_faster"] == pytest.approx(line["tokens_per_second"] / found["together"]["tokens_per_second"])
     assert "rollout_wait" in found["ahead"]["phases"] and found["together"]["phases"]["generate"] > 0
 
 

@@ -709,13 +709,24 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "gpt_ppo_actor", 2, "trainer.ppo.policy_logprobs=engine trainer.ppo.staleness=1 trainer.ppo.rollout_devices=1",
         ("trainer.ppo.importance_weight_cap=2.0: without the trainer's log-probs there are no importance ratios",),
     ),
+    "what sampled counted twice": (
+        "gpt_ppo_actor", 2, "trainer.ppo.trust_region=sampling trainer.ppo.importance_weight_cap=2",
+        ("trainer.ppo.trust_region=sampling, trainer.ppo.importance_weight_cap=2: its ratios are those to the engine",),
+    ),
     "nobody to generate beside training": (
         "gpt_ppo_actor", 2, "trainer.ppo.staleness=1",
         ("trainer.ppo.staleness=1 with trainer.ppo.rollout_devices=0: no rank is free to generate while a step",),
     ),
-    "staler than the loop can be": (
-        "gpt_ppo_actor", 3, "trainer.ppo.staleness=2 trainer.ppo.rollout_devices=1",
-        ("trainer.ppo.staleness=2: choose 0 or 1",),
+    "younger than rollouts can be": (
+        "gpt_ppo_actor", 3, "trainer.ppo.staleness=-1 trainer.ppo.rollout_devices=1",
+        ("trainer.ppo.staleness=-1: must be 0 or more",),
+    ),
+    "episodes that go on with other weights": (
+        "gpt_ppo_actor", 3,
+        "trainer.ppo.staleness=2 trainer.ppo.rollout_devices=1 trainer.ppo.in_flight=keep trainer.ppo.estimator=grpo "
+        "trainer.ppo.num_rollouts_per_prompt=2 trainer.ppo.environment.command=[ls] "
+        "'trainer.ppo.rewards=[{source: environment}]'",
+        ("trainer.ppo.in_flight=keep, trainer.ppo.environment={'command': ['ls']}: an episode ends with the weights",),
     ),
     "nobody to train": (
         "gpt_ppo_actor", 2, "trainer.ppo.rollout_devices=2",
@@ -728,11 +739,13 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "ranks that generate": (
         "gpt_ppo_actor", 4,
         "trainer.ppo.rollout_devices=2 trainer.ppo.trt_llm.enable=True "
-        "trainer.ppo.trt_llm.unload_engine_train=True trainer.ppo.importance_sequence_bounds=[2,0.5]",
+        "trainer.ppo.trt_llm.unload_engine_train=True trainer.ppo.importance_sequence_bounds=[2,0.5] "
+        "trainer.ppo.importance_token_bounds=[1]",
         (
             "ranks that only generate use the embedded engine",
             "trainer.ppo.trt_llm.unload_engine_train=True, trainer.ppo.rollout_devices=2: training shares no memory",
             "trainer.ppo.importance_sequence_bounds=[2, 0.5]: give two numbers",
+            "trainer.ppo.importance_token_bounds=[1]: give two numbers",
         ),
     ),
     "engines of ranks that generate": (
@@ -1207,7 +1220,7 @@ def test_a_tracker_that_is_not_installed_is_found(package: str, model: Path, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     key = f"exp_manager.create_{package}_logger"
     (problem,) = problems(model, "training_rm", f"{key}=True")
-    assert problem.startswith(f"{key}=True: {package} is not installed; pip install -e '.[{package}]'")
+    assert problem.startswith(f"{key}=True: {package} is not installed; pip install 'nemo_style_aligner[{package}]'")
 
 
 def test_a_profile_that_cannot_be_is_refused(model: Path) -> None:
@@ -1284,6 +1297,10 @@ def test_a_step_ahead_is_corrected_for_unless_told_otherwise(model: Path) -> Non
         for words in ([], line.split(), [*line.split(), "trainer.ppo.importance_weight_cap=null"])
     ]
     assert caps == [None, 2.0, None]
+    assert [composed("gpt_ppo_actor", *words).trainer.ppo.trust_region for words in ([], line.split())] == [
+        "step",
+        "both",
+    ]
 
 
 def test_the_checks_change_nothing(model: Path) -> None:

@@ -231,7 +231,7 @@ def test_an_odd_number_of_comparisons_is_an_error(tmp_path: Path, tokenizer: Tok
     with pytest.raises(DataError, match=r"odd\.jsonl:3: .*odd number"):
         ComparisonDataset([even, odd, odd], tokenizer, 8)
     pairs = jsonl(tmp_path / "pairs.jsonl", {"input": "a", "output": "b"})  # another kind of file, whatever its length
-    with pytest.raises(DataError, match=r"pairs\.jsonl:1: key 'text' is missing.*'input', 'output'"):
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: there is neither a 'text'.*'input', 'output'.*are for SFT"):
         ComparisonDataset([pairs], tokenizer, 8)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import Artefacts
 from job_processes import ROOT, run, script
-from multirank_experts import JOB_LAYOUTS, KINDS, LAYOUTS, Layout, architecture, first_weights, kinds_of
+from multirank_experts import JOB_LAYOUTS, KINDS, LAYOUTS, Layout, architecture, first_weights, kinds_of, routed_somehow
 from multirank_preferences import BUILD
 from multirank_ragged import LOSSES, LR, global_batch
 from small_models import SHAPE, TensorSource
@@ -24,8 +24,10 @@ from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResu
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
 from nemo_style_aligner.engine.embedded.route_memory import unpacked
 from nemo_style_aligner.engine.embedded.routing import routed
+from nemo_style_aligner.engine.text.jsonl import write_jsonl
 from nemo_style_aligner.engine.weights.stream import import_weights
 from nemo_style_aligner.trainer.models.gpt import build_model
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.lora import LoraSettings
 from nemo_style_aligner.trainer.models.packing import MicroBatching
 from nemo_style_aligner.trainer.models.pipeline import Scoring, forward
@@ -180,6 +182,7 @@ def engine_of(kind: str, **options: Any) -> EmbeddedEngine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_routes_of_engines_are_the_trainers_however_tokens_come_to_be_computed(one_rank: None, kind: str) -> None:
     """In chunks, from pages of others, again after preemptions; in C++ and in torch."""
@@ -235,6 +238,17 @@ def test_given_routes_are_as_if_the_router_had_chosen_them(one_rank: None) -> No
     assert torch.allclose(*found, atol=1e-6)
 
 
+def test_a_critic_does_not_mind_the_routes_of_a_policy_of_another_shape(one_rank: None) -> None:
+    batch, experts = global_batch(), Experts(number=8, per_token=3, ffn_hidden_size=8)
+    a = dataclasses.replace(architecture("softmax"), dense_layers=(), experts=experts)
+    model = build_model(a, {}, torch.float32, head=RewardHeadConfig(), trainable=False)
+    found = []
+    for routes in (None, routed_somehow(batch.tokens, batch.lengths)):
+        batch.routes = routes
+        found.append(forward(model, batch, None, MicroBatching(3), lambda x, _: x[..., 0]))
+    assert torch.equal(*found)
+
+
 def test_the_balance_of_experts_is_a_loss_and_moves_of_biases(one_rank: None) -> None:
     a = architecture("sigmoid")
     balance = Balance.of(a, coefficient=0.3, bias_step=0.01)
@@ -263,6 +277,7 @@ def test_the_balance_of_experts_is_a_loss_and_moves_of_biases(one_rank: None) ->
 # ---- jobs, as users start them --------------------------------------------------------------------
 
 SHARED = ("trainer.precision=32", "model.encoder_seq_length=64", "model.sequence_parallel=True")
+WARM = ("model.optim.sched.warmup_steps=2",)
 FOUR = ("trainer.devices=4", "model.tensor_model_parallel_size=2", "model.expert_model_parallel_size=2")
 FOUR += ("model.expert_tensor_parallel_size=1",)
 REWARD = "def ones(prompt, response, line):\n    return response.count('1') / max(len(response), 4)\n"
@@ -288,7 +303,7 @@ def job(name: str, folder: Path, *flags: str) -> tuple[Path, dict[str, list[tupl
 def sft(artefacts: Artefacts, base: Path, folder: Path, *flags: str) -> tuple[Path, Any]:
     files = (f"model.data.train_ds.file_path={artefacts.data('train_sft')}", f"model.restore_from_path={base}")
     sizes = ("model.data.train_ds.global_batch_size=16", "model.data.train_ds.micro_batch_size=8")
-    return job("train_gpt_sft.py", folder, *files, *sizes, "model.optim.lr=3e-3", *flags)
+    return job("train_gpt_sft.py", folder, *files, *sizes, "model.optim.lr=1e-2", *WARM, *flags)
 
 
 def grpo(artefacts: Artefacts, policy: Path, folder: Path, *flags: str) -> tuple[Path, Any]:
@@ -299,7 +314,64 @@ def grpo(artefacts: Artefacts, policy: Path, folder: Path, *flags: str) -> tuple
     sizes += ("model.ppo.length_params.max_length=8", "trainer.ppo.num_rollouts_per_prompt=4")
     named = (f"trainer.ppo.rewards=[{{source: '{folder}/rewards.py:ones'}}]", "trainer.ppo.estimator=grpo")
     start = (f"pretrained_checkpoint.restore_from_path={policy}", artefacts.data_prefix("prompts"))
-    return job("train_gpt_ppo_actor.py", folder, *start, *named, *sizes, *flags)
+    return job("train_gpt_ppo_actor.py", folder, *start, *named, *sizes, *WARM, *flags)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_job_takes_a_mixture(artefacts: Artefacts, tmp_path: Path) -> None:
+    """On two ranks that share experts, and whose last batches leave one of them without rows."""
+    ranks = ("trainer.devices=2", "model.expert_model_parallel_size=2")
+    (tmp_path / "start").mkdir()
+    base = base_model(artefacts, tmp_path / "start", "--num-experts", "4", "--expert-size", "24")
+    few = ("trainer.sft.max_steps=3", "trainer.sft.val_check_interval=2")
+    lora = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
+    validated = (f"model.data.validation_ds.file_path={artefacts.data('test_sft')}",)
+    sft(artefacts, base, tmp_path / "lora", *ranks, *few, *validated, *lora)
+    tuned, _ = sft(artefacts, base, tmp_path / "sft", *ranks, *few, *validated)
+    start = (f"pretrained_checkpoint.restore_from_path={tuned}", *ranks, "model.global_batch_size=5")
+    judged = tmp_path / "judged.jsonl"
+    pairs = [json.loads(line)["text"] for line in artefacts.data("train_comparisons").read_text().splitlines()[:33]]
+    lines = [text.partition("Assistant:") for text in pairs]
+    write_jsonl(judged, [{"prompt": a + b, "completion": c, "label": not n % 2} for n, (a, b, c) in enumerate(lines)])
+    logits = tmp_path / "logits.jsonl"
+    teacher = script("compute_topk_logits.py").pop()
+    run(
+        [
+            sys.executable, teacher.replace("gpt/", "synthetic_data_gen/"), *SHARED[:2], *start,
+            f"output_path={logits}", f"data.data.file_path={artefacts.data('test_sft')}", "top_k=4",
+            f"exp_manager.explicit_log_dir={tmp_path / 'logits'}",
+        ],
+        tmp_path / "logits.log", 200.0,
+    )  # fmt: skip
+    files = {"dpo": artefacts.data_prefix("comparisons")}
+    files |= {
+        method: f"model.data.data_prefix={{train: [{path}], validation: [{path}]}}"
+        for method, path in (("kto", judged), ("knowledge_distillation", logits))
+    }
+    for method, data in files.items():
+        ends = () if method == "knowledge_distillation" else ("model.data.append_eod=True",)
+        keys = (f"trainer.{method}.max_steps=2", f"trainer.{method}.val_check_interval=2", *ends)
+        _, found = job(f"train_gpt_{method}.py", tmp_path / method, *start, data, *keys)
+        assert len(found["train/loss"]) == 2 and found["val/loss"], method
+    keys = ("trainer.rm.max_steps=2", "trainer.rm.val_check_interval=2", artefacts.data_prefix("comparisons"))
+    rewards, _ = job("train_reward_model.py", tmp_path / "rm", *start, *keys)
+    critic = ("placement=flatten", f"critic.pretrained_checkpoint.restore_from_path={rewards}")
+    critic += ("critic.model.global_batch_size=5",)
+    sizes = ("model.ppo.num_rollout_samples=5", "model.ppo.num_val_samples=3", "model.ppo.rollout_micro_batch_size=3")
+    sizes += ("model.ppo.length_params.max_length=8", "trainer.ppo.max_steps=2", "trainer.ppo.val_check_interval=2")
+    policy, found = job(
+        "train_gpt_ppo_actor.py", tmp_path / "ppo", *start, artefacts.data_prefix("prompts"), *critic, *sizes
+    )
+    assert [value for _, value in found["train_rollouts/routing_disagreement"]] == [0.0, 0.0]
+    assert len(found["train_critic/critic_loss"]) == 2 and len(found["val_rollouts/rewards"]) == 2
+    evaluated = run(
+        [sys.executable, "-m", "nemo_style_aligner", "eval", str(policy), "--against", str(base), "--prompts",
+         str(artefacts.data("test_prompts"))],
+        tmp_path / "eval.log",
+    )  # fmt: skip
+    assert "kl_per_token" in evaluated
 
 
 @pytest.mark.long
@@ -312,14 +384,15 @@ def test_a_mixture_learns_from_scratch_as_a_dense_model_does(artefacts: Artefact
         folder = tmp_path / kind
         base = base_model(artefacts, folder, *options)
         of_sft = ("model.moe_aux_loss_coeff=0.01",) if options else ()
-        tuned, losses = sft(artefacts, base, folder / "sft", *ranks, *of_sft, "trainer.sft.max_steps=40")
+        tuned, losses = sft(artefacts, base, folder / "sft", *ranks, *of_sft, "trainer.sft.max_epochs=3")
         assert losses["train/loss"][-1][1] < 0.7 * losses["train/loss"][0][1]
         of_grpo = ("trainer.ppo.replay_routes=True",) if options else ()
-        keys = ("trainer.ppo.max_steps=15", "trainer.ppo.val_check_interval=0", "model.optim.lr=2e-3")
+        keys = ("trainer.ppo.max_steps=18", "trainer.ppo.val_check_interval=0", "model.optim.lr=2e-3")
+        keys += ("trainer.ppo.initial_policy_kl_penalty=0",)
         _, curves = grpo(artefacts, tuned, folder / "grpo", *ranks, *of_grpo, *keys)
         rewards = [value for _, value in curves["train_rollouts/rewards"]]
-        gains[kind] = sum(rewards[-3:]) / 3 - rewards[0]
+        gains[kind] = (sum(rewards[-4:]) - sum(rewards[:4])) / 4
         if options:
             assert {value for _, value in curves["train_rollouts/routing_disagreement"]} == {0.0}
             assert max(value for _, value in losses["train/dead_experts"]) < 1
-    assert gains["dense"] > 0.2 and gains["mixture"] > 0.2, gains
+    assert gains["dense"] > 0.15 and gains["mixture"] > 0.15, gains

@@ -20,6 +20,7 @@ from nemo_style_aligner.trainer.config.loading import ConfigError, load_defaults
 from nemo_style_aligner.trainer.config.schema import JOBS, SFT, PPOActor
 from nemo_style_aligner.trainer.jobs.config_checks import find_problems
 from nemo_style_aligner.trainer.jobs.fitting import fitting_batch
+from nemo_style_aligner.trainer.models.foreign_models import state_of
 from nemo_style_aligner.trainer.rl.rollouts.prompts import fitting_prompts
 from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
@@ -57,7 +58,7 @@ def user(artefacts: Artefacts, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_a_hugging_face_folder_and_data_are_enough(user: Path) -> None:
-    """The archive is made once, after what is wrong with the data has been said, and again when the folder changes."""
+    """The archive is made once, after what is wrong with the data has been said."""
     write_jsonl(user / "strange.jsonl", [{"sentence": "hello"}] * 40)
     start = ("train", "sft", "--model", "hf", "--output", "first", *SIZES)
     refused = nsa(*start, "--data", "strange.jsonl", cwd=user, status=2)
@@ -81,11 +82,10 @@ def test_a_hugging_face_folder_and_data_are_enough(user: Path) -> None:
     assert "settings that differ from those of its checkpoint: trainer.sft.max_epochs=2 (before: 1). " in again
     assert [step for step, _ in read_metrics(user / "first")["train/loss"]] == [1, 2]
 
-    (user / "hf" / "chat_template.jinja").touch()
+    before = state_of(user / "hf")
+    assert archive.name == f"hf-32-{before[:8]}.nemo"  # another one when the folder has changed
     os.utime(user / "hf" / "config.json", ns=(1, 1))
-    nsa(*start, "--data", "sft.jsonl", "trainer.sft.max_epochs=3", cwd=user)
-    (user / "hf" / "chat_template.jinja").unlink()
-    assert len([*(user / "first" / "base").glob("*.nemo")]) == 2
+    assert state_of(user / "hf") != before
 
 
 @pytest.mark.long

@@ -48,6 +48,8 @@ CONFIGS: dict[str, Any] = {
     "qwen3": transformers.Qwen3Config,
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
+    "mixtral": transformers.MixtralConfig,
+    "qwen3moe": transformers.Qwen3MoeConfig,
 }
 PATTERNS = {  # as in the tokenizer.json files of these models
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -79,6 +81,18 @@ def put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     add[type(value)](key, value)
 
 
+def unstacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With gates and ups of experts, which transformers 5 has in one tensor, as llama.cpp has them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+                found[name.replace("gate_up", part) + ".weight"] = half.contiguous()
+        else:
+            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = tensor
+    return found
+
+
 def write_gguf(
     path: Path,
     model: transformers.PreTrainedModel | None = None,
@@ -101,13 +115,17 @@ def write_gguf(
     if "gemma" in kind:
         base["attention.sliding_window"] = config.sliding_window
         base |= {cap: getattr(config, cap) for cap in ("attn_logit_softcapping", "final_logit_softcapping")}
+    if (number := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)) is not None:
+        base |= {"expert_count": number, "expert_used_count": config.num_experts_per_tok}
+        base["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", None)
+    kind = "llama" if kind == "mixtral" else kind
     writer = gguf.GGUFWriter(path, kind)
     everything = {f"{kind}.{key}": value for key, value in base.items()} | dict(keys or {})
     for key, value in everything.items():
         if value is not None:
             put(writer, key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in unstacked(model.state_dict()).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
@@ -152,13 +170,17 @@ OF_GEMMA = {"num_hidden_layers": 3, "sliding_window": 30, "query_pre_attn_scalar
 OF_KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {**OF_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
     "gemma3": {**OF_GEMMA, "num_hidden_layers": 7},  # the sixth has no window
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True},
 }
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_gguf_has_the_logits_of_the_model_it_was_made_of(kind: str, tmp_path: Path) -> None:
     reference = random_model(kind, tie_word_embeddings=kind not in ("llama", "qwen3"), **OF_KINDS.get(kind, {}))
-    assert_same_logits(GGUFCheckpoint(write_gguf(tmp_path / "model.gguf", reference, kind)), reference)
+    source = GGUFCheckpoint(write_gguf(tmp_path / "model.gguf", reference, kind))
+    assert_same_logits(source, reference)
+    assert source.architecture.family.replace("_", "") in (kind, f"{kind}text")
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -282,7 +304,8 @@ def test_keys_are_used_known_or_refused_by_name(tmp_path: Path) -> None:
     GGUFCheckpoint(write_gguf(tmp_path / "harmless.gguf", keys=harmless))
     for key, value, message in (
         ("llama.attention.sliding_window", 64, "models with llama.attention.sliding_window=64 are not supported"),
-        ("llama.expert_count", 8, "llama.expert_count=8"),
+        ("llama.expert_count", 8, "lacks the key llama.expert_used_count"),
+        ("qwen2.expert_count", 8, "the key qwen2.expert_count is not known"),
         ("llama.logit_scale", 0.5, "llama.logit_scale=0.5"),
         ("llama.final_logit_softcapping", 30.0, "llama.final_logit_softcapping=30.0"),
         ("general.type", "adapter", "general.type=adapter"),

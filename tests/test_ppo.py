@@ -81,7 +81,10 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.trust_region": ("both", {"loss.trust_region": "both"}),
     "trainer.ppo.sampling_kl": (0.3, {"loss.sampling_kl": 0.3}),
     "trainer.ppo.in_flight": ("keep", {"ppo.in_flight": "keep"}),
-    "trainer.ppo.staleness": (1, {"ppo.staleness": 1, "advantages.importance_weight_cap": 2.0}),
+    "trainer.ppo.staleness": (
+        1,
+        {"ppo.staleness": 1, "advantages.importance_weight_cap": 2.0, "loss.trust_region": "both"},
+    ),
     "trainer.ppo.reference_policy_placement": ("swap", {"actor.has_both_policies": False, "actor.keeps_passes": False}),
     "trainer.ppo.num_table_rows": (3, {"ppo.num_table_rows": 3}),
     "trainer.ppo.trt_llm.seed": (11, {"sampling.seed": 11}),

@@ -190,10 +190,11 @@ def test_ppo_runs_beside_its_service_and_is_served(shell: Nsa, data: Path) -> No
 @pytest.mark.long
 def test_ranks_of_launchers_run_the_command(nsa: Nsa, data: Path) -> None:
     """PPO with a group estimator under torchrun, and by the command's own ranks."""
+    write_jsonl(data / "texts.jsonl", [{"text": f"Is {n} even?", "answer": "yes"} for n in range(40)])
     flags = (
         *COMMON, "pretrained_checkpoint.restore_from_path=base.nemo", "trainer.ppo.estimator=grpo",
         "trainer.ppo.num_rollouts_per_prompt=4", "trainer.ppo.rewards=[{source: exact_match}]",
-        "model.data.data_prefix={train: [prompts.jsonl], validation: [prompts.jsonl]}", "trainer.devices=2",
+        "model.data.data_prefix={train: [texts.jsonl], validation: [texts.jsonl]}", "trainer.devices=2",
         "model.ppo.num_rollout_samples=4", "model.global_batch_size=16", "model.micro_batch_size=4",
         "model.ppo.length_params.max_length=8", "trainer.ppo.max_steps=1",
     )  # fmt: skip

@@ -57,6 +57,7 @@ class Demo:
         self.seconds: dict[str, float] = {}
         self._num_stages = num_stages
         self._number = 0
+        self._prefix = "demo"
 
     @contextlib.contextmanager
     def stage(self, name: str, what: str) -> Iterator[list[str]]:

@@ -211,6 +211,16 @@ def test_reward_model(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) ->
     assert (job.results / "reward_model" / "checkpoints" / "megatron_gpt.nemo").is_file()
 
 
+def test_the_command_line_under_srun(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
+    """``srun nsa train sft``: its tasks are the job's ranks, on two nodes."""
+    tasks = ("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "nemo_style_aligner", "train", "sft")
+    command = [*tasks, *artefacts.sft_flags(tmp_path / "sft"), "trainer.num_nodes=2"]
+    done = subprocess.run(command, env=cluster.env, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "2 ranks, started by slurm" in done.stderr
+    assert (tmp_path / "sft" / "checkpoints" / "megatron_gpt_sft.nemo").exists()
+
+
 def test_a_mistake_in_an_override(cluster: Cluster, artefacts: Artefacts, tmp_path: Path) -> None:
     """The job's own output says what is wrong, and the job fails with the script's status."""
     job = cluster.submit(

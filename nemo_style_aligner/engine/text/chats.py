@@ -98,27 +98,42 @@ def _asking_key(record: Record) -> str | None:
     return "question" if "question" in given and not given & _OF_PAIRS else None
 
 
+_CHAT_JOBS, _PAIR_JOBS = "SFT, and as prompts PPO or GRPO", "DPO and reward models"
+
+
 def form_of(record: Record) -> str:
     """The form of a line, in words for people."""
+    return _form_and_jobs(record)[0]
+
+
+def meant_for(record: Record) -> str:
+    """What to add to a message that a job cannot read a line: which jobs could; nothing if none could."""
+    form, jobs = _form_and_jobs(record)
+    return f"; lines like this ({form}) are for {jobs}" if jobs else ""
+
+
+def _form_and_jobs(record: Record) -> tuple[str, str]:
     keys = {key for key, value in record.fields.items() if value is not None}
     if "messages" in keys:
-        return "OpenAI's messages"
+        return "OpenAI's messages", _CHAT_JOBS
     if "conversations" in keys:
         turns = record.fields["conversations"]
         names = {turn.get("from") for turn in turns if isinstance(turn, dict)} if isinstance(turns, list) else set()
-        return "ShareGPT's conversations" if {"human", "gpt"} & names else "NeMo's conversations"
+        return "ShareGPT's conversations" if {"human", "gpt"} & names else "NeMo's conversations", _CHAT_JOBS
     if (asking := _asking_key(record)) is not None:
-        return "Alpaca's instruction, input and output" if asking == "instruction" else "question and answer"
+        form = "Alpaca's instruction, input and output" if asking == "instruction" else "question and answer"
+        return form, _CHAT_JOBS
     known = (
-        (("chosen", "rejected"), "prompt, chosen and rejected, as TRL has them"),
-        (("chosen_response", "rejected_response"), "NeMo-Aligner's chosen_response and rejected_response"),
-        (("completion", "label"), "TRL's prompt, completion and label"),
-        (("response", "preference"), "NeMo-Aligner's prompt, response and preference"),
-        (("text", "label"), "texts with labels"),
-        (("text",), "texts"),
-        (("input", "output"), "pairs of input and output"),
+        (("chosen", "rejected"), "prompt, chosen and rejected, as TRL has them", _PAIR_JOBS),
+        (("chosen_response", "rejected_response"), "NeMo-Aligner's chosen_response and rejected_response", _PAIR_JOBS),
+        (("completion", "label"), "TRL's prompt, completion and label", "KTO"),
+        (("response", "preference"), "NeMo-Aligner's prompt, response and preference", "KTO"),
+        (("text", "label"), "texts with labels", "reward models with model.reward_model_type=regression"),
+        (("text",), "texts", "prompts, or two by two reward models"),
+        (("input", "output"), "pairs of input and output", "SFT"),
     )
-    return next((form for needed, form in known if keys.issuperset(needed)), f"keys {', '.join(sorted(keys))}")
+    unknown = f"keys {', '.join(sorted(keys))}", ""
+    return next(((form, jobs) for needed, form, jobs in known if keys.issuperset(needed)), unknown)
 
 
 def read_conversation(record: Record, *, as_prompt: bool = False) -> Conversation:

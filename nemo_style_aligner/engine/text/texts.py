@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from nemo_style_aligner.engine.text.chat_rendering import ChatRenderer, is_in_chat_template
-from nemo_style_aligner.engine.text.chats import Conversation, is_conversation, read_conversation
+from nemo_style_aligner.engine.text.chats import Conversation, is_conversation, meant_for, read_conversation
 from nemo_style_aligner.engine.text.encoding import Lines, Ragged, Samples, encode_files
 from nemo_style_aligner.engine.text.jsonl import Counts, DataError, Record, seen
 from nemo_style_aligner.engine.text.text_format import ChatForm, ChatPromptTokens, TextFormat
@@ -55,8 +55,14 @@ def scored_text(record: Record, chats: ChatRenderer) -> ScoredText:
     Raises:
         DataError: the line has none, or one that does not end with an answer.
     """
-    if "text" in record.fields or not is_conversation(record):
+    if "text" in record.fields:
         return ScoredText(record, "", record.text("text"))
+    if not is_conversation(record):
+        present = ", ".join(map(repr, record.fields)) or "none"
+        record.fail(
+            "there is neither a 'text', nor a conversation, nor 'chosen' and 'rejected'; the keys present are: "
+            f"{present}{meant_for(record)}"
+        )
     return rendered_text(record, "the conversation", read_conversation(record), chats)
 
 
@@ -265,7 +271,7 @@ def _prompt(record: Record, chats: ChatRenderer) -> ScoredText:
         present = ", ".join(map(repr, record.fields)) or "none"
         record.fail(
             f"key 'text' is missing (a prompt as the model gets it), and so is 'messages', a conversation{instead}"
-            f"; the keys present are: {present}"
+            f"; the keys present are: {present}{meant_for(record)}"
         )
     if "text" in record.fields:
         return ScoredText(record, "", record.text("text"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.rope import RopeScaling, inverse_frequencies
 from nemo_style_aligner.engine.weights.gguf_file import GGUFFile
 from nemo_style_aligner.engine.weights.gguf_tokenizer import TOKENIZER_KEYS, write_tokenizer
@@ -32,8 +33,12 @@ HF_NAMES = {
     "ffn_gate": "model.layers.{}.mlp.gate_proj",
     "ffn_up": "model.layers.{}.mlp.up_proj",
     "ffn_down": "model.layers.{}.mlp.down_proj",
+    "ffn_gate_inp": "model.layers.{}.mlp.gate",
 }
 """Hugging Face's names by llama.cpp's; `{}` is the layer."""
+_OF_EXPERTS = {f"ffn_{part}_exps": f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+"""The same of what is one tensor for all experts there; the second `{}` is the expert."""
+_MOST_EXPERTS = 10_000
 _NORMS_OF_GEMMA = {
     "post_attention_norm": "model.layers.{}.post_attention_layernorm",
     "ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
@@ -42,7 +47,9 @@ _NORMS_OF_GEMMA = {
 
 # GGUF architectures and Hugging Face's families. llama.cpp reorders the rows of q and k of "llama" (which is Mistral's
 # too) for its own form of rotary embedding; the others it leaves as they are. Gemma's norms it stores plus one.
-_ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")} | {"gemma3": "gemma3_text"}
+_ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")}
+_ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+_WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of files that have any
 # What llama.cpp knows of Gemma without a key: of how many layers the last has no window, and the number of layers of
 # which models the square of what scores are divided by is not the size of a head but this share of the hidden size.
 _PERIODS, _SHARED_SCALES = {"gemma2": 2, "gemma3": 6}, {"gemma2": 46, "gemma3": 62}
@@ -69,7 +76,9 @@ _USED = (
     "ARCH.rope.scaling.yarn_beta_fast",
     "ARCH.rope.scaling.yarn_beta_slow",
 )
+_EXPERTS = ("ARCH.expert_count", "ARCH.expert_used_count", "ARCH.expert_feed_forward_length")
 _USED_BY = {
+    **dict.fromkeys(_WITH_EXPERTS, _EXPERTS),
     "gemma2": ("ARCH.attention.sliding_window", "ARCH.attn_logit_softcapping", "ARCH.final_logit_softcapping"),
     "gemma3": (
         "ARCH.attention.sliding_window", "ARCH.attention.sliding_window_pattern", "ARCH.rope.freq_base_swa",
@@ -125,7 +134,12 @@ class GGUFCheckpoint:
         if self._kind not in _ARCHITECTURES:
             raise ValueError(f"{self.path}: GGUF architecture {self._kind!r} is not one of {', '.join(_ARCHITECTURES)}")
         self._check_keys()
-        self._names = {self._hf_name(name): name for name in self._file.tensors if name != _ROPE_FACTORS}
+        self._names = {
+            hf: (name, expert)
+            for name in self._file.tensors
+            if name != _ROPE_FACTORS
+            for hf, expert in self._hf_names(name)
+        }
         try:
             self.architecture = self._read_architecture()
             check_shapes(self.architecture, self.shapes())
@@ -135,7 +149,8 @@ class GGUFCheckpoint:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's Hugging Face name and shape."""
-        return {name: self._file.tensors[own].shape for name, own in self._names.items()}
+        whole = {name: (self._file.tensors[own].shape, expert) for name, (own, expert) in self._names.items()}
+        return {name: shape if expert is None else shape[1:] for name, (shape, expert) in whole.items()}
 
     def dtypes(self) -> list[str]:
         """Every tensor's type, by GGML's name for it."""
@@ -171,13 +186,18 @@ class GGUFCheckpoint:
                     f"does not, remove it (gguf-new-metadata --remove-metadata {key} IN OUT)"
                 )
 
-    def _hf_name(self, name: str) -> str:
+    def _hf_names(self, name: str) -> Iterator[tuple[str, int | None]]:
+        """Of the tensors that one of the file is: Hugging Face's name, and which expert's it is, if all have one."""
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
         names = HF_NAMES | _NORMS_OF_GEMMA if self._kind in _PERIODS else HF_NAMES
+        if match is not None and match[2] in _OF_EXPERTS and self._kind in _WITH_EXPERTS:
+            for expert in range(min(self._file.tensors[name].shape[0], _MOST_EXPERTS)):
+                yield f"{_OF_EXPERTS[match[2]].format(match[1], expert)}.{match[3]}", expert
+            return
         if match is None or match[2] not in names:
             hint = " (experts)" if "exp" in name else " (scaled rotary embedding)" if "rope" in name else ""
             raise ValueError(f"{self.path}: tensor {name} is not supported{hint}")
-        return f"{names[match[2]].format(match[1])}.{match[3]}"
+        yield f"{names[match[2]].format(match[1])}.{match[3]}", None
 
     def _read_architecture(self) -> ModelArchitecture:
         def whole(key: str, *default: int) -> int:
@@ -196,7 +216,11 @@ class GGUFCheckpoint:
         rows = self.shapes().get("model.embed_tokens.weight", (0,))[0]
         if whole("vocab_size", rows) != rows:
             raise ValueError(f"{self._kind}.vocab_size={whole('vocab_size')}, but the embedding has {rows} rows")
-        base = number("rope.freq_base", 10000.0)
+        base, family, experts = number("rope.freq_base", 10000.0), _ARCHITECTURES[self._kind], None
+        if self._kind in _WITH_EXPERTS and whole("expert_count", 0):
+            family = _WITH_EXPERTS[self._kind]
+            size = whole("expert_feed_forward_length", whole("feed_forward_length"))
+            experts = Experts(number=whole("expert_count"), per_token=whole("expert_used_count"), ffn_hidden_size=size)
         return ModelArchitecture(
             num_layers=whole("block_count"),
             hidden_size=hidden_size,
@@ -208,13 +232,14 @@ class GGUFCheckpoint:
             max_position_embeddings=whole("context_length"),
             # Stored as float32: 9.99999974e-06 was 1e-05.
             layernorm_epsilon=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
-            **FAMILIES[_ARCHITECTURES[self._kind]].fixed,
+            **FAMILIES[family].fixed,
+            experts=experts,
             **(self._features_of_gemma(hidden_size, heads, head_size) if self._kind in _PERIODS else {}),
             tied_embeddings="lm_head.weight" not in self._names,
             rotary_base=base,
             rotary_percentage=rotary_size / max(head_size, 1),
             rope_scaling=self._rope_scaling(base, rotary_size),
-            family=_ARCHITECTURES[self._kind],
+            family=family,
         )
 
     def _features_of_gemma(self, hidden_size: int, heads: int, head_size: int) -> dict[str, Any]:
@@ -269,7 +294,7 @@ class GGUFCheckpoint:
         return _scaling_by(factors, base, rotary_size, positions)
 
     def _dequantize(self, name: str) -> torch.Tensor:
-        values = torch.from_numpy(self._file.values(self._names[name]))
+        values = torch.from_numpy(self._file.values(*self._names[name]))
         if self._kind == "llama" and (".q_proj." in name or ".k_proj." in name):
             architecture = self.architecture
             heads = architecture.num_attention_heads if ".q_proj." in name else architecture.num_query_groups

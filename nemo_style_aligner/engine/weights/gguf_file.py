@@ -78,15 +78,19 @@ class GGUFFile:
         self.tensors: dict[str, GGUFTensor] = {}
         self._read_header()
 
-    def values(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor's values in fp32, dequantised, in memory of its own."""
-        tensor = self.tensors[name]
+    def values(self, name: str, part: int | None = None) -> npt.NDArray[np.float32]:
+        """A tensor's values in fp32, dequantised, in memory of its own; or those of one ``part`` of its first
+        dimension.
+        """
+        tensor, shape = self.tensors[name], self.tensors[name].shape
+        size, offset = tensor.size, tensor.offset
+        if part is not None:
+            size, shape = size // shape[0], shape[1:]
+            offset += part * size
+        data = np.frombuffer(self._data, np.uint8, size, offset)
         if tensor.kind in _PLAIN:
-            count = math.prod(tensor.shape)
-            plain = np.frombuffer(self._data, _PLAIN[tensor.kind], count, tensor.offset)
-            return plain.astype(np.float32).reshape(tensor.shape)
-        data = np.frombuffer(self._data, np.uint8, tensor.size, tensor.offset)
-        return dequantize(data.reshape(*tensor.shape[:-1], -1), tensor.kind)
+            return data.view(_PLAIN[tensor.kind]).astype(np.float32).reshape(shape)
+        return dequantize(data.reshape(*shape[:-1], -1), tensor.kind)
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """A key's value: ``int``, ``float``, ``bool`` or ``str``; an array of equal numbers (by layer) is one of them.

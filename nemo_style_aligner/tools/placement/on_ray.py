@@ -188,7 +188,7 @@ def on_ray(plan: Plan, wait_seconds: float) -> Iterator[Any]:
 @functools.cache
 def _join() -> None:
     if ray is None:
-        raise UserError("`--with ray` needs Ray: pip install -e '.[ray]'")
+        raise UserError("`--with ray` needs Ray: pip install 'nemo_style_aligner[ray]'")
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level=logging.WARNING)

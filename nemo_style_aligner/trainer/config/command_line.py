@@ -152,7 +152,10 @@ def _by_hydra(file: str, overrides: Sequence[str], folder: Path) -> DictConfig:
     except OverrideParseException as error:
         given = error.override.lstrip("+")
         if "=" not in given:
-            raise ConfigError(f"{given} is not a setting: write KEY=VALUE, without spaces around the sign") from error
+            option = "; a model is given as --model PATH, data as --data PATH" if os.path.exists(given) else ""
+            raise ConfigError(
+                f"{given} is not a setting: write KEY=VALUE, without spaces around the sign{option}"
+            ) from error
         raise ConfigError(
             f"{given} cannot be read ({error.message.splitlines()[0]}): put a text value in quotes, inside those of "
             "the shell: 'KEY=\"{a} b: c\"'"

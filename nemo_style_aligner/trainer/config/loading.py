@@ -148,7 +148,9 @@ def check_config(cfg: DictConfig, job: str) -> list[str]:
     sections = {key: OmegaConf.select(cfg, key.rpartition(".")[0]) if "." in key else cfg for key in _leaves(cfg)}
     missing = [key for key, section in sections.items() if OmegaConf.is_missing(section, key.rpartition(".")[2])]
     if missing:
-        problems.append("these keys need a value: " + ", ".join(missing))
+        options = {archive_key(job): "--model", data_key(job): "--data"}
+        named = [f"{key} (or {options[key]} PATH)" if key in options else key for key in missing]
+        problems.append("these keys need a value: " + ", ".join(named))
     problems += value_problems(cfg, fields, defaults)
     try:
         notes.append(_note_on_directories(cfg, defaults))

@@ -130,9 +130,9 @@ class ExpManager(Section):
     explicit_log_dir: str | None = "/results"  # where everything goes: logs, metrics, checkpoints
     exp_dir: str | None = None  # if explicit_log_dir is null: log to <exp_dir>/<name>; null: nemo_experiments/<name>
     name: str = "megatron_gpt"  # of the archive (checkpoints/<name>.nemo) and of the log directory in exp_dir
-    create_wandb_logger: bool = False  # log to Weights & Biases as well (pip install -e '.[wandb]')
+    create_wandb_logger: bool = False  # log to Weights & Biases as well (pip install 'nemo_style_aligner[wandb]')
     wandb_logger_kwargs: Open[WandbArguments]  # arguments of wandb.init, or those of Lightning's WandbLogger
-    create_mlflow_logger: bool = False  # log to MLflow as well (pip install -e '.[mlflow]')
+    create_mlflow_logger: bool = False  # log to MLflow as well (pip install 'nemo_style_aligner[mlflow]')
     mlflow_logger_kwargs: MlflowArguments  # those of Lightning's MLFlowLogger
     log_format: LogFormat = "text"  # format of the log lines on standard error: text, or json (one object per line)
     # Lowest level that rank 0 logs: debug (also retries and requests), info or warning; other ranks: warning.
@@ -917,8 +917,9 @@ class ActorLoop(Updates):
     # The same for single tokens: outside, one gives no policy gradient.
     importance_token_bounds: list[float] | None = None
     # Around which weights the policy loss clips. step: those that the step starts from (decoupled PPO); sampling: those
-    # that sampled each token, as in PPO without staleness; both: a token that has left either range has no gradient.
-    trust_region: Literal["step", "sampling", "both"] = "step"
+    # that sampled each token, for which importance_weight_cap must be null; both: a token that has left either range,
+    # in the way its advantage pulls, has no gradient (docs/performance.md, Learning).
+    trust_region: Literal["step", "sampling", "both"] = of("${by_index:${.staleness},[step,both]}")
     sampling_kl: Number = 0.0  # weight of a KL penalty, k3 in the loss, that keeps the policy near the one that sampled
     # With experts: compute the policy with those that the engine has chosen for each token, in log-probs and updates;
     # its routers learn all the same (R3, arXiv:2510.11370). False: as its own routers choose; metric

@@ -94,7 +94,8 @@ def load_data_prefix(data_prefix: Any) -> DataPrefix:
     """
     expected = f"{_PREFIX_KEY} should be {{train: [FILE, ...], validation: [FILE, ...], test: [FILE, ...]}}"
     if not isinstance(data_prefix, Mapping):
-        raise DataError(f"{expected}, not {data_prefix!r}")
+        given = "it is not set; --data FILE does so, too" if data_prefix is None else f"not {data_prefix!r}"
+        raise DataError(f"{expected}, {given}")
     unknown = [key for key in data_prefix if key not in ("train", "validation", "test")]
     if unknown:
         raise DataError(f"{expected}; it has the unknown split {unknown[0]!r}")

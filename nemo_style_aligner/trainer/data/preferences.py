@@ -21,6 +21,7 @@ from nemo_style_aligner.engine.text.chat_rendering import ChatRenderer
 from nemo_style_aligner.engine.text.chats import (
     Conversation,
     Turn,
+    meant_for,
     read_messages,
     read_tools,
     read_turn,
@@ -225,7 +226,7 @@ def _read_judged(record: Record, chats: ChatRenderer) -> tuple[ScoredText, bool]
     if not isinstance(is_good, bool):
         record.fail(
             "a line should be {'prompt', 'response', 'preference': 'chosen' or 'rejected'} or {'prompt', 'completion', "
-            f"'label': true or false}}; {verdict!r} is {said!r}"
+            f"'label': true or false}}; {verdict!r} is {said!r}{meant_for(record)}"
         )
     given = _read(record, key)
     text = _as_text(record, key, given, chats)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_style_aligner.engine.text.chat_rendering import Segment
-from nemo_style_aligner.engine.text.chats import is_conversation, is_instruction, read_conversation
+from nemo_style_aligner.engine.text.chats import is_conversation, is_instruction, meant_for, read_conversation
 from nemo_style_aligner.engine.text.encoding import Lines, Ragged, Samples
 from nemo_style_aligner.engine.text.jsonl import Counts, DataError, Record
 from nemo_style_aligner.engine.text.text_format import ChatPromptTokens
@@ -218,6 +218,7 @@ class SFTEncoder(TextEncoder):
                 f"present are: {', '.join(map(repr, record.fields)) or 'none'}. If prompt and response have other "
                 "names, give these: 'model.data.train_ds.prompt_template={prompt} {completion}' "
                 "model.data.train_ds.label_key=completion model.data.train_ds.truncation_field=prompt"
+                f"{meant_for(record)}"
             )
         fields = self._fields(record)
         self.chats.counts["blank"] += not fields[options.label_key].strip()

@@ -144,6 +144,9 @@ def _importance(view: JobView) -> Iterator[str]:
         bounds = view.get(key)
         if bounds is not None and (len(bounds) != 2 or not 0 <= bounds[0] < bounds[1]):
             yield f"{key}={bounds}: give two numbers, a lower bound of at least 0 and an upper bound above it"
+    region, cap = "trainer.ppo.trust_region", "trainer.ppo.importance_weight_cap"
+    if view.get(region) == "sampling" and view.get(cap) is not None:
+        yield f"{view.show(region, cap)}: its ratios are those to the engine already; set {cap}=null"
 
 
 def _policy_logprobs(view: JobView) -> Iterator[str]:

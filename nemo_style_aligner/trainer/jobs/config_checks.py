@@ -179,7 +179,8 @@ def _trackers(view: JobView) -> Iterator[str]:
     for package in ("wandb", "mlflow"):
         key = f"exp_manager.create_{package}_logger"
         if view.get(key) and package not in sys.modules and importlib.util.find_spec(package) is None:
-            yield f"{view.show(key)}: {package} is not installed; pip install -e '.[{package}]', or set {key}=False"
+            install = f"pip install 'nemo_style_aligner[{package}]'"
+            yield f"{view.show(key)}: {package} is not installed; {install}, or set {key}=False"
 
 
 def _profile(view: JobView) -> Iterator[str]:

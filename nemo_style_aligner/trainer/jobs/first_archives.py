@@ -25,7 +25,7 @@ from nemo_style_aligner.trainer.config.job_config import JobConfig
 from nemo_style_aligner.trainer.config.loading import archive_key, log_directory
 from nemo_style_aligner.trainer.jobs.datasets import read_data
 from nemo_style_aligner.trainer.jobs.job_view import TEACHER_ARCHIVE
-from nemo_style_aligner.trainer.jobs.log_lock import make_log_directory
+from nemo_style_aligner.trainer.jobs.log_lock import make_log_directory, writing_to
 from nemo_style_aligner.trainer.jobs.placement import CRITIC_ARCHIVE
 from nemo_style_aligner.trainer.launch import roles
 from nemo_style_aligner.trainer.launch.supervisor import rank_environment
@@ -62,8 +62,9 @@ def _archive_of(source: Path, key: str, name: str, config: JobConfig) -> Path:
     folder = log_directory(config.exp_manager).absolute() / FOLDER
     stem = source.name if source.is_dir() else source.stem
     target = folder / f"{stem}-{precision}-{state_of(source)[:8]}.nemo"
-    make_log_directory(folder.parent)
-    make_log_directory(folder)
+    with writing_to(folder.parent):
+        make_log_directory(folder.parent)
+        make_log_directory(folder)
     with _alone_in(folder):  # ranks set apart may begin with the same model
         if target.exists():
             logger.info("%s=%s: using %s, which an earlier start has made of it", key, source, target)

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_style_aligner.errors import NO_ROOM, NotWrittenError
@@ -42,14 +43,9 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
         NotWrittenError: there is no room.
     """
     path = log_dir / LOCK_FILE
-    try:
+    with writing_to(log_dir):
         make_log_directory(log_dir)
         descriptor = _open_lock(path)  # stays open; Python's descriptors close on exec
-    except OSError as error:
-        problem = f"the log directory {log_dir} cannot be written to ({error.filename}: {error.strerror})"
-        if error.errno in NO_ROOM:
-            raise NotWrittenError(f"{problem}: make room and start the job again") from error
-        raise ConfigError(f"{problem}: set exp_manager.explicit_log_dir to a folder that you may write to") from error
     deadline = time.monotonic() + wait_seconds
     while not _is_taken(descriptor, path):
         if time.monotonic() >= deadline:
@@ -67,6 +63,18 @@ def hold_log_directory(log_dir: Path, name: str, wait_seconds: float = _WAIT_SEC
         os.write(descriptor, f"{name} on host {socket.gethostname()}, process {os.getpid()}\n".encode())
     except OSError as error:  # a full disk: the lock counts all the same
         logger.warning("could not write to %s which job holds the lock: %s", path, error)
+
+
+@contextlib.contextmanager
+def writing_to(log_dir: Path) -> Iterator[None]:
+    """Turn an OSError of the body into a ConfigError or a NotWrittenError that says that the directory is at fault."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"the log directory {log_dir} cannot be written to ({error.filename}: {error.strerror})"
+        if error.errno in NO_ROOM:
+            raise NotWrittenError(f"{problem}: make room and start the job again") from error
+        raise ConfigError(f"{problem}: set exp_manager.explicit_log_dir to a folder that you may write to") from error
 
 
 def make_log_directory(log_dir: Path) -> None:

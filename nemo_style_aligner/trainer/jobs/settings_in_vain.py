@@ -72,6 +72,7 @@ _SWITCHES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         tuple(f"model.ppo.sampling_params.{k}" for k in ("temperature", "top_*")),
     ),
     (f"{_PPO}.val_check_interval", _OFF, ("model.ppo.num_val_samples",)),
+    (f"{_PPO}.staleness", _OFF, (f"{_PPO}.in_flight",)),
     (f"{_PPO}.dynamic_sampling.enable", _OFF, (f"{_PPO}.dynamic_sampling.*",)),
     (TEACHER_ARCHIVE, _OFF, (f"{TEACHER}.weight",)),
     (f"{_PPO}.overlong.buffer_tokens", _OFF, (f"{_PPO}.overlong.penalty",)),

@@ -42,7 +42,7 @@ def place_to_meet(rank: int, port: int | None, timeout: float) -> tuple[str, int
     except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
         raise LaunchError(
             "mpirun has started ranks on several machines, which cannot ask it where rank 0 is "
-            f"({error}): install mpi4py (pip install -e '.[mpi]'), or {_BY_HAND}"
+            f"({error}): install mpi4py (pip install 'nemo_style_aligner[mpi]'), or {_BY_HAND}"
         ) from error
     MPI.Init()
     deadline = time.monotonic() + timeout

@@ -301,7 +301,7 @@ def _row_experts(asked: _Asked, packed: PackedRow) -> RowExperts:
     layout = asked.model.layout
     return RowExperts(
         weights=torch.bincount(packed.outputs, minlength=packed.tokens.shape[1]).float(),
-        given=packed.routes,
+        given=packed.routes if asked.scoring is not None else None,  # a critic has other experts than the policy
         are_known=packed.are_known,
         replays=asked.scoring is not None and asked.scoring.replays,
         part=(layout.tp_rank, layout.tp_size) if asked.model.config.sequence_parallel else (0, 1),

@@ -56,7 +56,8 @@ class OtherSecretError(UnfitServiceError):
 
 _STARTED_BY = {
     "remote_critic_rm.critic.port": "serve_ppo_critic.py",
-    "remote_critic_rm.reward_model.port": "serve_reward_model.py or serve_reward_function.py",
+    "remote_critic_rm.reward_model.port": "serve_reward_model.py or serve_reward_function.py, name other sources in "
+    "trainer.ppo.rewards",
 }
 
 

@@ -225,6 +225,7 @@ METRICS = (
     Metric("timers/*critic_train_wait", "Waiting for the critic", "s", "After the policy's updates.", TIME),
     Metric("timers/*train_time", "Training", "s", "The updates; in a critic job, those of one request.", TIME),
     Metric("timers/infer_time", "Scoring requests", "s", "Of a critic job.", TIME),
+    Metric("*/prepare_time", "Reference", "s", "The initial policy's log-probs of a batch, in DPO and KTO.", TIME),
     Metric("*validation_time", "Validation", "s", "All of one validation.", TIME),
     Metric("*save_time", "Saving", "s", "What a checkpoint or archive holds up.", TIME),
     Metric("*save_background_time", "Saving, beside training", "s", "Writing that holds nothing up.", TIME),
