@@ -31,7 +31,7 @@ from common import (
     work_folder,
     write_json,
 )
-from ppo_contenders import Step, own_steps, typical_phases
+from ppo_contenders import OwnJobs, Step, own_steps, typical_phases
 from ppo_models import Models, Workload, cut_prompts, make_models
 
 from nemo_style_aligner.arguments import HelpFormatter, output_folder_argument
@@ -50,6 +50,12 @@ ARRANGEMENTS = {
 }
 # Waiting for responses is `generate` if the step itself starts their generation, `rollout_wait` if an earlier one did.
 PHASES = ("generate", "rollout_wait", "logprobs", "init_logprobs", "train_policy")
+
+
+class InFlight(OwnJobs):
+    """Ours, whose steps take the responses that finish first, of this step's and of the next one's."""
+
+    takes_all = False
 
 
 def main() -> None:
@@ -71,7 +77,7 @@ def main() -> None:
                 seconds = in_seconds([step.seconds for step in made[-args.rounds :]])
                 print(f"{arrangement}, run {repeat + 1} of {args.repeats}: {seconds}", file=sys.stderr, flush=True)
     first = steps[args.arrangements[0]]
-    report = {arrangement: figures(workload, made, first) for arrangement, made in steps.items()}
+    report = {arrangement: figures(made, first) for arrangement, made in steps.items()}
     print_report(report, workload, args)
     write_json(args.json, {"settings": {k: str(v) for k, v in vars(args).items()}, "arrangements": report})
 
@@ -125,20 +131,26 @@ def run(workload: Workload, models: Models, args: argparse.Namespace, arrangemen
         micro_batch=args.micro_batch,
         warm_up=args.warm_up,
         rounds=args.rounds,
+        kind=InFlight if arrangement.startswith("in-flight") else OwnJobs,
     )
 
 
-def figures(workload: Workload, steps: list[Step], first: list[Step]) -> dict[str, Any]:
+def figures(steps: list[Step], first: list[Step]) -> dict[str, Any]:
     """One line of the report; ``first``: the arrangement's that the others are compared with."""
     seconds = spread([step.seconds for step in steps])
     return {
         "seconds": seconds,
-        "tokens_per_second": (workload.prompt_tokens + workload.new_tokens) / seconds["median"],
-        "times_faster": spread([step.seconds for step in first])["median"] / seconds["median"],
+        "tokens_per_second": _rate(steps),
+        "times_faster": _rate(steps) / _rate(first),
         "phases": typical_phases(steps),
         "staleness": statistics.fmean(step.metrics["staleness_mean"] for step in steps),
         "oldest": max(step.metrics["staleness_max"] for step in steps),
     }
+
+
+def _rate(steps: list[Step]) -> float:
+    """Tokens per second over all steps: single ones differ where responses are in flight."""
+    return sum(step.prompt_tokens + step.new_tokens for step in steps) / sum(step.seconds for step in steps)
 
 
 def print_report(report: dict[str, dict[str, Any]], workload: Workload, args: argparse.Namespace) -> None:

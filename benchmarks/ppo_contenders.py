@@ -255,11 +255,13 @@ class OwnJobs:
     Attributes:
         name: in the report.
         has_critic: otherwise there is only the actor job.
+        takes_all: each step has all of the workload's responses; else some are other steps'.
         options: overrides of the actor job that make it this contender.
     """
 
     name = "ours"
     has_critic = True
+    takes_all = True
     options: tuple[str, ...] = ("trainer.ppo.kl_estimator=k1",)
 
     def __init__(self, workload: Workload, setting: Setting, folder: Path) -> None:
@@ -453,7 +455,7 @@ def own_steps(
     try:
         jobs.wait_until_ready()
         steps = [jobs.step() for _ in range(warm_up + rounds)][warm_up:]
-        for step in steps:
+        for step in steps if kind.takes_all else ():
             step.check_counts(jobs.name, workload)
     except ContenderFailed as error:
         raise SystemExit(str(error)) from None

@@ -38,6 +38,7 @@ from nemo_style_aligner.trainer.rl.rollouts.disaggregated import (
     unpack_request,
     unpack_results,
 )
+from nemo_style_aligner.trainer.rl.rollouts.in_flight import Carried, EngineShare
 from nemo_style_aligner.trainer.rl.sample import Prompt
 from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 from nemo_style_aligner.trainer.telemetry.timers import ScopedTimer
@@ -292,6 +293,42 @@ def _schedule(staleness: int, collector: Any = None) -> GenerationSchedule:
     nothing: Any = None
     ppo = PPOActor.read(cfg).trainer.ppo
     return GenerationSchedule(collector, nothing, ScopedTimer(), 7, ppo, last_step=lambda: 9)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_what_is_under_way_is_dealt_to_any_number_of_engines(count: int) -> None:
+    """As it was dealt if there are as many; else each has what its part of the steps to come takes, in whole groups."""
+    nothing: Any = None
+    groups = [1, 4, 6, 7, 9, 10]  # of two samples each; the steps to come are those of groups 8 to 13
+    samples = [Carried(2 * group + sample, [5], 0) for group in groups for sample in (0, 1)]
+    dealt = []
+    for index in range(count):
+        (share := EngineShare(nothing, nothing, index, count)).restore(samples, 2, [(16, 12)])
+        dealt.append(sorted({number // 2 for number in share.carried}))
+        assert len(share.carried) == 2 * len(dealt[-1]) == 2 * len([g for g in range(8, 14) if g % count == index])
+    assert sorted(group for part in dealt for group in part) == groups
+    if count == 2:  # they are as even as those to come: nothing moves
+        assert dealt == [[4, 6, 10], [1, 7, 9]]
+
+
+def test_kept_groups_are_those_of_the_settings() -> None:
+    facts = {"prompt_token_ids": [9], "token_ids": [4], "logprobs": [-1.0], "finish_reason": "stop"}
+    results = [GenerationResult(request_id=number, weight_version=3, **facts) for number in range(4)]
+    with single_process():
+        (old := _schedule(1, SimpleNamespace(generator=None)))._rounds[5] = KeptRound(
+            [Prompt(number // 2, [number // 2]) for number in range(4)], results
+        )
+        old._versions[5] = 3
+        state = json.loads(json.dumps(old.state_dict(version=4)))
+        for prompts, group, kept in ((2, 2, 1), (1, 4, 0), (4, 1, 1), (3, 2, 0)):
+            source: Any = SimpleNamespace(
+                batch_size=prompts,
+                samples_per_prompt=group,
+                prompt=lambda i: Prompt(i, [i]),
+                known=lambda ids: [Prompt(i, [i]) for i in ids],
+            )
+            (new := _schedule(1, SimpleNamespace(generator=None))).load_state_dict(state, source)
+            assert len(new._rounds) == kept, (prompts, group)
 
 
 def test_kept_episodes_are_those_of_their_prompts_whatever_was_asked_first() -> None:

@@ -727,9 +727,16 @@ class GenerationSchedule:
     def _why_discarded(self, rounds: Sequence[dict[str, Any]], prompts: PromptSource) -> str | None:
         if not self._staleness:
             return "with trainer.ppo.staleness=0 new ones are generated"
-        per_step = prompts.batch_size * prompts.samples_per_prompt
+        group = prompts.samples_per_prompt
+        per_step = prompts.batch_size * group
         if any(len(kept["prompt_ids"]) != per_step for kept in rounds):
             return f"they are not {per_step} for each step, as it takes now"
+        if any(
+            len({*kept["prompt_ids"][start : start + group]}) > 1
+            for kept in rounds
+            for start in range(0, per_step, group)
+        ):
+            return f"they are not in groups of {group}, as they are now"
         if any(kept["prompts"] != _digest(prompts.known(kept["prompt_ids"])) for kept in rounds):
             return "they answer other prompts"
         return None
@@ -746,7 +753,7 @@ class GenerationSchedule:
             )
             return
         self._admissions.load_state_dict(state["admissions"], prompts.prompt)
-        generator.restore(samples, self._admissions.group_size)
+        generator.restore(samples, self._admissions.group_size, self._admissions.due)
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:

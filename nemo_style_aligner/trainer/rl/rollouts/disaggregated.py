@@ -152,12 +152,12 @@ class RemoteGenerator:
         known: list[Carried] = broadcast_object(samples)
         return known
 
-    def restore(self, samples: Sequence[Carried], group_size: int) -> None:
-        """Give the rollout ranks what another run had under way."""
+    def restore(self, samples: Sequence[Carried], group_size: int, steps: Sequence[tuple[int, int]]) -> None:
+        """Give the rollout ranks what another run had under way; see `EngineShare.restore`."""
         if self._channel.rank == 0:
             name = "restored"
             self._channel.put(name, pack_carried(samples))
-            self._channel.post({"kind": "restore", "name": name, "group_size": group_size})
+            self._channel.post({"kind": "restore", "name": name, "group_size": group_size, "steps": steps})
 
 
 class WeightSender:
@@ -428,7 +428,7 @@ class RolloutRank:
             own = self._share.carried.values() if self._generator.group.is_leader else ()
             self._channel.put(f"{command['name']}/{dist.get_rank()}", pack_carried(own))
         elif command["kind"] == "restore":
-            self._restore(self._share, command["name"], int(command["group_size"]))
+            self._restore(self._share, command)
         elif command["kind"] == "refit":
             if command["ready"]:
                 self._channel.add(command["ready"], 1)
@@ -438,8 +438,9 @@ class RolloutRank:
         else:
             self._generate(self._generator, self._share, command)
 
-    def _restore(self, share: EngineShare, name: str, group_size: int) -> None:
-        share.restore(unpack_carried(self._channel.read(name)), group_size)
+    def _restore(self, share: EngineShare, command: dict[str, Any]) -> None:
+        name = command["name"]
+        share.restore(unpack_carried(self._channel.read(name)), command["group_size"], command["steps"])
         if self._channel.add(f"{name}/taken", 1) == self._channel.num_rollout_ranks:
             self._channel.drop(name)
             self._channel.store.delete_key(f"{name}/taken")

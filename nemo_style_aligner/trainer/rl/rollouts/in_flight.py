@@ -10,6 +10,7 @@ The ranks that train say what is admitted (`Admissions`), rollout ranks carry it
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -157,9 +158,22 @@ class EngineShare:
         self._count = count
         self._num_done = self._quota = 0
 
-    def restore(self, samples: Iterable[Carried], group_size: int) -> None:
-        """Take this engine's share of what another run's engines had under way."""
-        self.carried = {each.number: each for each in samples if self._has(each.number // group_size)}
+    def restore(self, samples: Sequence[Carried], group_size: int, steps: Iterable[tuple[int, int]]) -> None:
+        """Take this engine's share of what another run's engines had under way; there may have been more or fewer.
+
+        Args:
+            samples: all that were, in whole groups.
+            steps: first number and count of the steps whose rounds are to come: for these an engine has as many groups.
+        """
+        due = [first // group_size + group for first, count in steps for group in range(count // group_size)]
+        wanted = collections.Counter(group % self._count for group in due)
+        owners = {group: group % self._count for group in sorted({each.number // group_size for each in samples})}
+        have = collections.Counter(owners.values())
+        for group, owner in owners.items():
+            if have[owner] > wanted[owner]:
+                owners[group] = next(other for other in range(self._count) if have[other] < wanted[other])
+                have[owner], have[owners[group]] = have[owner] - 1, have[owners[group]] + 1
+        self.carried = {each.number: each for each in samples if owners[each.number // group_size] == self._index}
 
     def progress(self) -> tuple[int, int]:
         """How many groups of this round have finished, and of how many; for any thread."""
@@ -231,10 +245,9 @@ class EngineShare:
 
     def _finished(self, group_size: int) -> list[int]:
         """The groups that are finished and not handed over, in their order."""
-        done = dict[int, int]()
-        for sample in self.carried.values():
-            group = sample.number // group_size
-            done[group] = done.get(group, 0) + (sample.finish_reason is not None)
+        done = collections.Counter(
+            sample.number // group_size for sample in self.carried.values() if sample.finish_reason is not None
+        )
         return sorted(group for group, count in done.items() if count == group_size)
 
     def _hand_over(self, group: int, place: int, group_size: int, hand: Hand) -> None:
@@ -276,6 +289,11 @@ class Admissions:
                 self.prompts.update(enumerate(prompts, self._next))
                 self._next += len(prompts)
         return Order(admissions, *self._steps.pop(step), self.group_size, self._restarts)
+
+    @property
+    def due(self) -> list[tuple[int, int]]:
+        """First number and count of the steps that are admitted and whose rounds have not begun."""
+        return [*self._steps.values()]
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the samples themselves."""
