@@ -403,8 +403,11 @@ def generation_floor(
     new_lengths: Sequence[int],
     rates: MachineRates,
     dtype: str = "bfloat16",
+    computed: Sequence[int] | None = None,
 ) -> Floor:
     """The floor of generating all of these responses at the same time with weights and KV cache in ``dtype``.
+
+    ``computed``: lengths of those prompts that are computed, where several responses share one; default: all.
 
     Each pass takes the time to read the weights (of experts those that tokens have, if all are equally likely) and the
     KV cache of the responses under way, or the time of its arithmetic at the rate of square matrix products, whichever
@@ -420,8 +423,9 @@ def generation_floor(
         num_bytes = itemsize * (a.layer_parameters_read(num_tokens) + head + kv_numbers * kv_tokens)
         return max(num_bytes / rates.memory, operations / rates.gemm_of(dtype)), num_bytes
 
-    pairs = sum(n * (n + 1) / 2 for n in prompt_lengths)
-    prefill, _ = pass_cost(sum(prompt_lengths), len(prompt_lengths), pairs, 0)  # gives the first token of each
+    computed = prompt_lengths if computed is None else computed
+    pairs = sum(n * (n + 1) / 2 for n in computed)
+    prefill, _ = pass_cost(sum(computed), len(computed), pairs, 0)  # gives the first token of each
     decode_seconds = decode_bytes = 0.0
     for step in range(1, max(new_lengths)):
         active = [p + step for p, n in zip(prompt_lengths, new_lengths, strict=True) if n > step]

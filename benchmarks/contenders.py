@@ -174,6 +174,7 @@ class Embedded(OwnEngine):
             self.files.architecture,
             dtype=self.dtype,
             device=self.device,
+            lookup_decoding=False,  # every round has the same prompts, and greedily the same responses
             **options,  # type: ignore[arg-type]
         )
 

@@ -33,28 +33,31 @@ _ADAM_NUMBERS = 7  # per parameter, 4 bytes each: weight, gradient and two momen
 
 
 def phase_floors(
-    a: ModelArchitecture, prompt_lengths: list[int], new_lengths: list[int], rates: MachineRates, dtype: str
+    a: ModelArchitecture, prompts: list[list[int]], new_lengths: list[int], rates: MachineRates, dtype: str
 ) -> dict[str, float]:
     """Seconds per phase for these rollouts, policy, initial policy, critic and reward model of one shape.
 
     A phase takes the time of its floating-point operations at the measured rate of square matrix products in ``dtype``,
     or that of reading its weights, whichever is longer. Only what is needed counts: no padding, each sequence attends
-    to itself alone, the output layer serves the response's tokens only, a backward pass is twice a forward pass,
-    nothing is computed again: training's forward passes are those for log-probs and for values (in ``score``).
-    Generation's floor is `generation_floor`.
+    to itself alone, a prompt of several rollouts is computed once, the output layer serves the response's tokens only,
+    a backward pass is twice a forward pass, nothing is computed again: training's forward passes are those for
+    log-probs and for values (in ``score``). Generation's floor is `generation_floor`.
     """
     num_bytes = (2 if dtype == "bfloat16" else 4) * a.num_parameters
+    prompt_lengths = list(map(len, prompts))
     lengths = [p + n for p, n in zip(prompt_lengths, new_lengths, strict=True)]
+    distinct = list(map(len, set(map(tuple, prompts))))
+    again = sum(a.forward_operations(n, 0) for n in prompt_lengths) - sum(a.forward_operations(n, 0) for n in distinct)
 
     def forward(num_outputs: list[int]) -> float:
-        operations = sum(a.forward_operations(*row) for row in zip(lengths, num_outputs, strict=True))
+        operations = sum(a.forward_operations(*row) for row in zip(lengths, num_outputs, strict=True)) - again
         return max(operations / rates.gemm_of(dtype), num_bytes / rates.memory)
 
     update = 4 * _ADAM_NUMBERS * a.num_parameters / rates.memory
     logprobs, values = forward(new_lengths), forward([0] * len(lengths))
     return {
         "refit": 2 * num_bytes / rates.memory,
-        "generate": generation_floor(a, prompt_lengths, new_lengths, rates, dtype).seconds,
+        "generate": generation_floor(a, prompt_lengths, new_lengths, rates, dtype, distinct).seconds,
         "score": 2 * values,
         "logprobs": logprobs,
         "init_logprobs": logprobs,

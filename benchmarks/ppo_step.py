@@ -144,8 +144,7 @@ def measure_workload(
     if args.trl_tune and trl is not None:
         setting, tried = tune(trl, workload, setting, folder / "tuning")
     sides = measure(kinds, workload, setting, args, folder)
-    lengths = list(map(len, workload.prompts))
-    floors = needed(phase_floors(setting.models.architecture, lengths, workload.lengths, rates, args.dtype))
+    floors = needed(phase_floors(setting.models.architecture, workload.prompts, workload.lengths, rates, args.dtype))
     result = summarise(workload, {side.name: side.figures for side in sides}, floors)
     result["failed"] = {side.name: side.failure for side in sides if side.failure is not None}
     if tried is not None:

@@ -63,6 +63,11 @@ ARGUMENTS = {
         *("--sequences", "8", "--precision", "32", "--threads", "1"),
         *("--cases", "packed", "selective", "full", "padded"),
     ],
+    "context_parallel.py": ["--sizes", "1", "2", "--lengths", "256", "2048"],
+    "lookup.py": [
+        *("--model", "tiny", "--groups", "2", "--group", "2", "--slots", "8", "--new-tokens", "24", "--rounds", "2"),
+        *("--dtype", "float32", "--temperature", "0.01"),
+    ],
     "scaling.py": ["--parts", "queue"],
     "episodes.py": ["--model", "tiny", "--episodes", "8", "--slots", "2", "--seconds", "0.05", "--rounds", "1"],
     "work_queue.py": ["--workers", "8", "--ids", "64", "--batches", "1", "4", "--rounds", "1"],
@@ -190,6 +195,21 @@ def test_refit(reports: dict[str, Report]) -> None:
         refit, copy = result["refit_seconds"]["median"], result["copy_seconds"]["median"]
         assert result["ratio_to_copy"] == pytest.approx(refit / copy) and result["peak_extra_bytes"] >= 0
     assert report["results"][0]["bytes"] == 2 * report["results"][1]["bytes"] == 2 * report["results"][0]["parameters"]
+
+
+def test_lookup(reports: dict[str, Report]) -> None:
+    _, report = reports["lookup.py"]
+    for made in report["rounds"]:
+        assert made["plain"]["tokens"] == made["lookup"]["tokens"] and made["plain"]["guessed"] == 0
+    last = report["rounds"][-1]
+    assert 0 < last["lookup"]["held"] <= last["lookup"]["guessed"]
+    assert last["lookup"]["passes"] < last["plain"]["passes"]
+
+
+def test_context_parallel(reports: dict[str, Report]) -> None:
+    _, report = reports["context_parallel.py"]
+    grown = {size: of["2048"]["peak_gib"] - of["256"]["peak_gib"] for size, of in report["steps"].items()}
+    assert 0 < grown["2"] < 0.8 * grown["1"]
 
 
 def test_balance(reports: dict[str, Report]) -> None:
@@ -667,12 +687,17 @@ def test_floors_and_ratios_are_those_of_the_documentation(benchmark_module: Call
     floor = common.generation_floor(a, prompts, responses, slow_products)
     assert floor.prefill_seconds == 2 * body * 5 + 2 * 80 * 2 + pair * (6 + 3)
     assert floor.decode_seconds == 2 * (2 * body + 2 * 80) + pair * (3 + 4)
-    phases = report.phase_floors(a, prompts, responses, slow_products, "bfloat16")
+    phases = report.phase_floors(a, [[1, 2, 3], [4, 5]], responses, slow_products, "bfloat16")
     values = 2 * body * 9 + pair * (10 + 15)  # sequences of 4 and 5 tokens
     logprobs = values + 2 * 80 * 4
     expected = {"score": 2 * values, "logprobs": logprobs, "init_logprobs": logprobs, "train_policy": 2 * logprobs,
                 "train_critic": 2 * values}  # fmt: skip
     assert {phase: phases[phase] for phase in expected} == pytest.approx(expected)
+    together = report.phase_floors(a, [[4, 5]] * 2, responses, slow_products, "bfloat16")
+    apart = report.phase_floors(a, [[4, 5], [6, 7]], responses, slow_products, "bfloat16")
+    prompt = 2 * body * 2 + pair * 3
+    assert apart["logprobs"] - together["logprobs"] == pytest.approx(prompt)
+    assert apart["generate"] - together["generate"] == pytest.approx(prompt + 2 * 80)
 
     def steps(*seconds: float) -> dict[int, Any]:
         return {number: SimpleNamespace(seconds=one) for number, one in enumerate(seconds)}

@@ -128,6 +128,13 @@ def test_options_stand_for_keys() -> None:
     assert cfg["pretrained_checkpoint"]["restore_from_path"] == "m" and "model.ppo.num_rollout_samples" in chosen
     cfg, _ = composed("inference_rm", "--model", "m")
     assert cfg["rm_model_file"] == "m"
+    for arguments, folder in (
+        (("--model", "m"), None),
+        (("--model", "m", "--output", "o"), "o"),
+        (("--model", "m", "exp_manager.explicit_log_dir=here"), "here"),
+        ((), "/results"),  # NeMo-Aligner's
+    ):
+        assert composed("gpt_dpo", *arguments)[0]["exp_manager"]["explicit_log_dir"] == folder
     for arguments, said in (
         (("gpt_sft", "--model", "m", "model.restore_from_path=n"), "model.restore_from_path=n: an option gives"),
         (("gpt_dpo", "--data", "d", "model.data.data_prefix={train: [e]}"), "model.data.data_prefix={train: .e.}: an"),

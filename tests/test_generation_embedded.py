@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -79,6 +81,40 @@ def test_same_response_whatever_the_batch(family: str) -> None:
             torch.tensor(result.logprobs), torch.tensor(apart[index].logprobs), atol=2e-5, rtol=0
         )
     assert alone.token_ids == together[5].token_ids
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sinks"])
+def test_guesses_change_no_bit(family: str, request: pytest.FixtureRequest) -> None:
+    """A group's later rounds are guessed by its earlier ones, and checked: the native step's numbers are equal to the
+    last bit. A stop string, a minimum length and windows stay what they are; scores of all tokens come with them."""
+    model = hf_model(family)
+    prompts = [[5, 6, 7] * 9, [11, 12], [13] * 20]
+    requests = [GenerationRequest(i, prompts[i % 3], seed=i // 2) for i in range(6)]
+    limits = [40, 23, 1, 40, 2, 37]
+    requests = [dataclasses.replace(r, max_new_tokens=n) for r, n in zip(requests, limits, strict=True)]
+    params = SamplingParams(max_new_tokens=40, min_new_tokens=1, temperature=0.9, top_k=30, seed=3)
+    engines = [engine_for(family, model, num_slots=12, lookup_decoding=guesses) for guesses in (False, True)]
+    passes, held = [], 0
+    for _ in range(2):
+        plain, guessed = ({r.request_id: r for r in engine.generate(requests, params)} for engine in engines)
+        passes.append([engine.statistics.steps for engine in engines])
+        held += engines[1].statistics.guesses_held
+        assert engines[0].statistics.guessed_tokens == 0
+        for index, expected in plain.items():
+            result = guessed[index]
+            assert (result.token_ids, result.finish_reason) == (expected.token_ids, expected.finish_reason)
+            if request.node.callspec.params["_step"] == "auto":
+                assert result.logprobs == expected.logprobs
+            torch.testing.assert_close(result.logprobs, expected.logprobs, atol=2e-5, rtol=0)
+    assert held > 20 and passes[1][1] < 0.8 * passes[1][0], passes
+    scored = []
+    for engine in engines:
+        *_, last = engine.serve(functools.partial(next, iter([engine.task(requests[0], params, num_top=2)]), None))
+        scored.append(last[0])
+    assert len(scored[1].scores) == len(scored[1].token_ids) and scored[0].token_ids == scored[1].token_ids
+    for score, other in zip(scored[0].scores, scored[1].scores, strict=True):
+        assert [token for token, _ in score.top] == [token for token, _ in other.top]
+        torch.testing.assert_close([p for _, p in score.top], [p for _, p in other.top], atol=2e-5, rtol=0)
 
 
 def test_seeds_change_samples() -> None:

@@ -138,8 +138,8 @@ def planned(plan: StepPlan) -> tuple[list[int], list[tuple[int, int, int]]]:
 
 def advance(of: Scheduler) -> StepPlan:
     plan = of.plan()
-    sequences, slots = plan.sampled()
-    of.record(sequences, slots, [70 + sequence.number for sequence in sequences], [-0.5] * len(sequences))
+    sequences, _ = plan.sampled()
+    of.record(plan, [70 + sequence.number for sequence in sequences], [-0.5] * len(sequences))
     return plan
 
 
@@ -292,18 +292,21 @@ def test_no_schedule_shows_in_the_responses(remembering: Any, seed: int) -> None
         num_slots=generator.choice((1, 3, 8)),
         kv_cache_tokens=generator.choice((160, 176, 320, None)),
         prefill_chunk_tokens=generator.choice((1, 5, 16, 33, 500)),
+        lookup_decoding=(looks_up := seed % 4 < 2),
     )
     params = SamplingParams(max_new_tokens=40, seed=seed)
     requests = related_requests(14, seed)
     reach = step.shape.architecture.reach
     expected = [expected_tokens(request, params, reach) for request in requests]
-    for _ in range(2):  # the second time finds prompts in memory
+    for turn in range(2):  # the second time finds prompts in memory, and what responses were
         results = list(engine.generate(iter(requests), params))
         assert sorted(result.request_id for result in results) == list(range(14))
         for result in results:
             assert result.token_ids == expected[result.request_id]
         statistics = engine.statistics
         assert engine._blocks.in_use == 0
+        may_guess = looks_up and turn == 1 and step.shape.num_slots > 1
+        assert (statistics.guesses_held > 0) == may_guess, "random tokens are not guessed but by what they were"
         assert 0 < statistics.peak_pages <= statistics.num_pages == step.shape.num_pages
         prompts = sum(len(request.prompt_token_ids) for request in requests)
         computed = statistics.prefill_tokens + statistics.shared_prefix_tokens

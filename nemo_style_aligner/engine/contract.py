@@ -111,6 +111,11 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @functools.cached_property
+    def chooses_alone(self) -> bool:
+        """Whether the choice of a token depends on its logits and its position alone, not on the tokens before it."""
+        return not self.counts_tokens and self.repetition_penalty == 1.0 and self.grammar is None
+
+    @functools.cached_property
     def filters(self) -> tuple[tuple[str, object], ...]:
         """What acts on the choice of tokens beside temperature and minimum length, by name, and how."""
         names = [*_PENALTIES, *(() if self.use_greedy else _FILTERS)]
@@ -217,6 +222,8 @@ class GenerationStatistics:
     longest_running: int = 0  # sampled tokens of the response that has been in a slot longest
     steps: int = 0  # forward passes
     active_slot_steps: int = 0  # occupied slots, summed over steps
+    guessed_tokens: int = 0  # computed on a guess, behind the newest token of a response
+    guesses_held: int = 0  # of these, the ones that the response had
     preemptions: int = 0  # sequences that lost their KV memory and were computed again
     peak_pages: int = 0  # the most pages of KV memory that sequences held at once
     num_pages: int = 0  # pages of KV memory in total

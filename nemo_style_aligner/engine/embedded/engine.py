@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
@@ -25,6 +26,7 @@ from nemo_style_aligner.engine.contract import (
     WeightStream,
 )
 from nemo_style_aligner.engine.embedded.block_table import BlockTable
+from nemo_style_aligner.engine.embedded.lookup import Lookup
 from nemo_style_aligner.engine.embedded.native.native_step import NativeStep
 from nemo_style_aligner.engine.embedded.route_memory import RouteMemory
 from nemo_style_aligner.engine.embedded.scheduler import (
@@ -51,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 # Prompt tokens in a pass that also decodes. Such a pass runs without a graph: on a GPU a few large ones cost less.
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
+_ROW_COST = 0.12  # of a token more in a pass over one: benchmarks/generation.py, passes of 1 and of 8 rows on a CPU
 _IDLE_CHUNKS = 4  # a pass that decodes nothing may prefill this many chunks' worth of prompt tokens
 
 
@@ -72,6 +75,7 @@ class EmbeddedEngine(GenerationEngine):
         prefill_chunk_tokens: int | None = None,
         tensor_parallel: TensorParallel | None = None,
         step: StepChoice = "auto",
+        lookup_decoding: bool | None = None,
         trainer_weights: Offer | None = None,
         is_watched: bool = True,
         records_routes: bool = False,
@@ -89,6 +93,8 @@ class EmbeddedEngine(GenerationEngine):
                 on a GPU, which passes of fewer tokens do not fill.
             tensor_parallel: the ranks that share the model; None: this one alone.
             step: what computes: "native", "torch", or "auto": the fastest that runs here.
+            lookup_decoding: where slots are free, guess tokens and have passes check them; see `lookup`. None: where it
+                was seen to pay, by the native step.
             trainer_weights: returns live parameters that may be read in place; `viewed_weights` names those that are.
             is_watched: passes are signs of life of this process, for its watchdog.
             records_routes: responses come with their ``routes``, if the model has experts.
@@ -116,6 +122,8 @@ class EmbeddedEngine(GenerationEngine):
         )
         self._shape.shard  # noqa: B018  raises where the model cannot be divided
         self._step_choice: StepChoice = step
+        self._looks_up = lookup_decoding
+        self._lookup: Lookup | None = None  # `_build` knows
         self._is_watched = is_watched
         records = records_routes and architecture.experts is not None
         self._routes = RouteMemory(self._shape) if records else None
@@ -128,6 +136,8 @@ class EmbeddedEngine(GenerationEngine):
     def _build(self) -> None:
         self._step = choose_step(self._step_choice, self._shape, self._device, self._trainer)
         self._num_compilations = self._step.num_compilations
+        if isinstance(self._step, NativeStep) if self._looks_up is None else self._looks_up:
+            self._lookup = Lookup(self._num_slots, _row_cost(self._shape.architecture))
         logger.info("embedded engine: %s", self._step.description)
 
     @torch.no_grad()
@@ -237,7 +247,10 @@ class EmbeddedEngine(GenerationEngine):
             max_step_tokens=self._shape.max_step_tokens,
             # Pages that no token sees any more still have their tokens' routes.
             reach=self._shape.architecture.reach if self._routes is None else None,
+            guess=None if self._lookup is None else self._lookup.guess,
         )
+        if self._lookup is not None:
+            self._lookup.begin()
         statistics = self._statistics
         statistics.num_pages = self._shape.num_pages
         try:
@@ -247,11 +260,14 @@ class EmbeddedEngine(GenerationEngine):
                 if not scheduler.num_active:
                     return
                 plan = scheduler.plan()
-                advanced = self._advance(plan, scheduler, sampler)
-                self._count(statistics, plan, scheduler, len(advanced))
+                added = self._advance(plan, scheduler, sampler)
+                self._count(statistics, plan, scheduler, len(added))
+                # Of several rows of a sequence, which follow each other, once.
+                advanced = [next(rows) for _, rows in itertools.groupby(added, key=lambda sequence: sequence.number)]
                 for sequence in advanced:
-                    sequence.finish_reason = sequence.task.stop.check(sequence.token_ids, sequence.task.limit)
                     if sequence.finish_reason is not None or sequence.task.is_abandoned:
+                        if self._lookup is not None:
+                            self._lookup.finished(sequence)
                         if self._routes is not None:
                             sequence.routes = self._routes.of(self._blocks.table[sequence.slot], len(sequence.computed))
                         scheduler.leave(sequence)
@@ -262,7 +278,7 @@ class EmbeddedEngine(GenerationEngine):
                 self._step.clear_pages()  # 0 times NaN is NaN, so masking would not hide it
 
     def _advance(self, plan: StepPlan, scheduler: Scheduler, sampler: SlotSampler) -> list[ScheduledSequence]:
-        """Run one forward pass; returns the sequences that got a token from it."""
+        """Run one forward pass; returns the sequences that got tokens from it, each as often as it got one."""
         step = scheduler.arrays(plan)
         if self._routes is not None:
             step = self._routes.wanting(step)
@@ -285,18 +301,21 @@ class EmbeddedEngine(GenerationEngine):
             return sequences
         if len(sequences) != len(logits):
             logits = logits[plan.sampled_rows()]
-        tokens, logprobs = sampler.sample(logits, slots)
+        tokens, logprobs = sampler.sample(logits, slots, plan.sampled_ahead())
         if not all(map(math.isfinite, logprobs)):
             first = next(row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob))
             raise self._diverged(sequences[first].request, len(sequences[first].token_ids))
-        scheduler.record(sequences, slots, tokens, logprobs)
-        if scored := [row for row, sequence in enumerate(sequences) if sequence.task.num_top is not None]:
+        added = scheduler.record(plan, tokens, logprobs)
+        sampler.take(slots[added], [tokens[row] for row in added])
+        if self._lookup is not None:
+            self._lookup.learn(collections.Counter(sequences[row].number for row in added))
+        if scored := [row for row in added if sequences[row].task.num_top is not None]:
             wanted = [sequences[row] for row in scored]
             num_top = max(sequence.task.num_top or 0 for sequence in wanted)
             scores = token_scores(logits[scored], [tokens[row] for row in scored], num_top, self._vocab_limit)
             for sequence, score in zip(wanted, scores, strict=True):
                 sequence.scores.append(score)
-        return sequences
+        return [sequences[row] for row in added]
 
     def _score_prompt(self, chunk: PrefillChunk, logits: torch.Tensor) -> None:
         """Score the tokens that follow those of ``chunk`` whose logits were wanted."""
@@ -317,6 +336,8 @@ class EmbeddedEngine(GenerationEngine):
         statistics.longest_running = scheduler.longest_running
         statistics.shared_prefix_tokens = scheduler.num_shared_tokens
         statistics.preemptions = scheduler.num_preemptions
+        if self._lookup is not None:
+            statistics.guessed_tokens, statistics.guesses_held = self._lookup.num_guessed, self._lookup.num_held
         statistics.peak_pages = max(statistics.peak_pages, self._blocks.in_use)
 
 
@@ -331,6 +352,12 @@ def num_pages(kv_cache_tokens: int | None, num_slots: int, max_sequence_length: 
             f"{per_sequence * PAGE_TOKENS} or more"
         )
     return kv_cache_tokens // PAGE_TOKENS
+
+
+def _row_cost(architecture: ModelArchitecture) -> float:
+    """What one token more costs a pass over one, as a share of it: measured, or the experts that it brings with it."""
+    one, two = (architecture.layer_parameters_read(n) for n in (1, 2))
+    return max(_ROW_COST, (two - one) / one)
 
 
 @torch.inference_mode()
@@ -409,45 +436,54 @@ class SlotSampler:
         return self._numbers[key]
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[list[int], list[float]]:
-        """A token and its log-prob for each of ``slots``, from ``logits`` [len(slots), vocab]. Collective."""
+    def sample(self, logits: torch.Tensor, slots: np.ndarray, ahead: np.ndarray) -> tuple[list[int], list[float]]:
+        """A token and its log-prob for each of ``slots``, from ``logits`` [len(slots), vocab]. Collective.
+
+        ``ahead``: how many tokens further than the slot's next one that is. `take` says which of them the slots got.
+        """
         if self._tensor_parallel.size == 1:
-            tokens, logprobs = self._sample(logits, slots)
+            tokens, logprobs = self._sample(logits, slots, ahead)
         else:
             # One message; float64 holds every token id exactly.
             message = torch.empty(2, len(slots), dtype=torch.float64, device=self._device)
             if self._tensor_parallel.rank == 0:
-                torch.stack([part.double() for part in self._sample(logits, slots)], out=message)
+                torch.stack([part.double() for part in self._sample(logits, slots, ahead)], out=message)
             self._tensor_parallel.broadcast(message)
             tokens, logprobs = message[0].long(), message[1]
-        self._lengths[slots] += 1
-        if self._seen is not None:
-            self._seen[moved(torch.from_numpy(slots), self._device), tokens] = True
-        if self._counts is not None:
-            self._counts[moved(torch.from_numpy(slots), self._device), tokens] += 1
         if self._device.type == "cuda":  # one copy back, one wait; float64 holds every token id exactly
             tokens, logprobs = torch.stack((tokens.double(), logprobs.double())).cpu()
-        chosen = tokens.long().tolist()
-        for slot, token in zip(slots.tolist(), chosen, strict=True) if self._held else ():
+        return tokens.long().tolist(), logprobs.tolist()
+
+    def take(self, slots: np.ndarray, tokens: list[int]) -> None:
+        """The responses of ``slots`` go on with ``tokens``; a slot may be there several times."""
+        np.add.at(self._lengths, slots, 1)
+        if self._seen is not None or self._counts is not None:
+            where, ids = moved(torch.from_numpy(slots), self._device), torch.tensor(tokens, device=self._device)
+            if self._seen is not None:
+                self._seen[where, ids] = True
+            if self._counts is not None:
+                self._counts.index_put_((where, ids), torch.ones(()).to(self._counts), accumulate=True)
+        for slot, token in zip(slots.tolist(), tokens, strict=True) if self._held else ():
             if slot in self._held:
                 self._held[slot][1].take([token])
-        return chosen, logprobs.tolist()
 
-    def _sample(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample(self, logits: torch.Tensor, slots: np.ndarray, ahead: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         if len(self._params) == 1 or (self._ways[slots] == self._ways[slots[0]]).all():
-            return self._sample_alike(logits, slots)
+            return self._sample_alike(logits, slots, ahead)
         ways = self._ways[slots]
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         logprobs = torch.empty(len(slots), device=self._device)
         for way in np.unique(ways):
             (rows,) = np.nonzero(ways == way)
             where = moved(torch.from_numpy(rows), self._device)
-            tokens[where], logprobs[where] = self._sample_alike(logits[where], slots[rows])
+            tokens[where], logprobs[where] = self._sample_alike(logits[where], slots[rows], ahead[rows])
         return tokens, logprobs
 
-    def _sample_alike(self, logits: torch.Tensor, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sample_alike(
+        self, logits: torch.Tensor, slots: np.ndarray, ahead: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         params, stop_ids = self._params[self._ways[slots[0]]]
-        lengths = self._lengths[slots]
+        lengths = self._lengths[slots] + ahead
         suppress = lengths < self._min_lengths[slots]
         seen = self._seen if params.repetition_penalty != 1.0 else None
         counts = self._counts if params.counts_tokens else None

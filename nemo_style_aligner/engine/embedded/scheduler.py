@@ -127,11 +127,16 @@ class PrefillChunk:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One forward pass: a token of each sequence in ``decode``, then the chunks in ``prefill``."""
+    """One forward pass: tokens that decode, a row each, then the chunks in ``prefill``.
 
-    decode: list[ScheduledSequence]
+    A sequence has one row, of its newest token, and may have further ones, of guesses of those that follow.
+    """
+
+    decode: list[ScheduledSequence]  # of each row
     decode_slots: np.ndarray  # int32, of the sequences in ``decode``, ascending
     prefill: list[PrefillChunk]
+    ahead: np.ndarray  # int32, of each row: how far behind the newest token its guess is; 0: that token itself
+    guesses: np.ndarray  # int32, of each row: the token guessed; undefined where ``ahead`` is 0
 
     def sampled(self) -> tuple[list[ScheduledSequence], np.ndarray]:
         """The sequences that get a token from this pass, in the order of the logits' rows, and their slots."""
@@ -140,6 +145,11 @@ class StepPlan:
             return self.decode, self.decode_slots
         slots = np.array([sequence.slot for sequence in completed], dtype=np.int32)
         return self.decode + completed, np.concatenate((self.decode_slots, slots))
+
+    def sampled_ahead(self) -> np.ndarray:
+        """How many tokens further each of `sampled` is than the next one of its sequence."""
+        num_completed = sum(chunk.completes_prompt for chunk in self.prefill)
+        return np.concatenate((self.ahead, np.zeros(num_completed, dtype=np.int32)))
 
     def sampled_rows(self) -> list[int]:
         """Rows of logits from which `sampled` get their tokens."""
@@ -167,6 +177,7 @@ class Scheduler:
         prefill_chunk_tokens: int,
         max_step_tokens: int,
         reach: int | None = None,
+        guess: Callable[[list[ScheduledSequence], list[int]], list[list[int]]] | None = None,
     ) -> None:
         """Begin with empty slots.
 
@@ -176,6 +187,8 @@ class Scheduler:
             prefill_chunk_tokens: the most prompt tokens of a pass that also decodes.
             max_step_tokens: the most tokens of a pass that only prefills.
             reach: positions that a token sees, its own included: pages before them are given back; None: all.
+            guess: given the sequences of a pass that only decodes, and for how many tokens more each has room, the next
+                tokens of each as far as there are guesses; None: nobody guesses. See `lookup`.
         """
         num_slots = len(blocks.table)
         self.newest = np.zeros(num_slots, dtype=np.int32)
@@ -187,6 +200,7 @@ class Scheduler:
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._max_step_tokens = max_step_tokens
         self._reach = reach
+        self._guess = guess
         self._free_slots = list(range(num_slots))  # a heap: low slots first
         self._active: dict[int, ScheduledSequence] = {}  # by slot
         self._waiting: collections.deque[ScheduledSequence] = collections.deque()  # for memory; the oldest first
@@ -195,6 +209,7 @@ class Scheduler:
         self._growing: set[int] = set()  # slots whose sequences may need another page
         self._num_pulled = 0
         self._rows = np.arange(num_slots, dtype=np.int32)
+        self._none = np.zeros(num_slots, dtype=np.int32)
         self._single = np.stack((self._rows, np.ones_like(self._rows)), axis=1)  # segments of one token
 
     @property
@@ -235,12 +250,17 @@ class Scheduler:
         """Plan the next pass: take the pages that it needs and mark its chunks as prefilled."""
         self._grow()
         decode, slots = self._decode_rows()
-        return StepPlan(decode, slots, self._plan_prefill(len(decode)))
+        prefill = self._plan_prefill(len(decode))
+        if self._guess is not None and decode and not prefill and len(decode) < len(self._rows):
+            return self._with_guesses(decode, self._guess(decode, [self._room(sequence) for sequence in decode]))
+        none = self._none[: len(decode)]
+        return StepPlan(decode, slots, prefill, none, none)
 
     def arrays(self, plan: StepPlan) -> StepInput:
         """What ``plan`` computes, decode tokens first."""
         slots, num_decode = plan.decode_slots, len(plan.decode)
-        token_ids, positions = [self.newest[slots]], [self.positions[slots]]
+        token_ids = [np.where(plan.ahead == 0, self.newest[slots], plan.guesses)]
+        positions = [self.positions[slots] + plan.ahead]
         all_slots, segments, output_rows = [slots], [self._single[:num_decode]], [self._rows[:num_decode]]
         first = num_decode
         for chunk in plan.prefill:
@@ -262,15 +282,32 @@ class Scheduler:
             block_table=self._blocks.table,
         )
 
-    def record(
-        self, sequences: list[ScheduledSequence], slots: np.ndarray, tokens: list[int], logprobs: list[float]
-    ) -> None:
-        """Add the sampled token to each of ``sequences``, which sit in ``slots``."""
-        self.newest[slots] = tokens
-        self.positions[slots] += 1
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+    def record(self, plan: StepPlan, tokens: list[int], logprobs: list[float]) -> list[int]:
+        """Add to each sequence the tokens sampled for it, as far as guesses held and the response goes on.
+
+        Args:
+            plan: of the pass.
+            tokens, logprobs: one for each of `StepPlan.sampled`.
+
+        Returns:
+            Those of them that were added, ascending.
+        """
+        sequences, slots = plan.sampled()
+        added: list[int] = []
+        for row, (sequence, token, logprob, ahead) in enumerate(
+            zip(sequences, tokens, logprobs, plan.sampled_ahead().tolist(), strict=True)
+        ):
+            if ahead:
+                was_added = bool(added) and added[-1] == row - 1
+                if not was_added or sequence.finish_reason is not None or tokens[row - 1] != plan.guesses[row]:
+                    continue
+            added.append(row)
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
+            sequence.finish_reason = sequence.task.stop.check(sequence.token_ids, sequence.task.limit)
+        self.newest[slots[added]] = [tokens[row] for row in added]  # of several of a slot the last one stays
+        np.add.at(self.positions, slots[added], 1)
+        return added
 
     def _pull(self) -> bool:
         """Append the next request to those that wait; False if there is none."""
@@ -322,6 +359,21 @@ class Scheduler:
         sequence.slot = _WAITING
         self._decoding = None
 
+    def _room(self, sequence: ScheduledSequence) -> int:
+        """How many tokens behind the newest one could be computed in this pass: there is memory, and they may count."""
+        task = sequence.task
+        if not task.sampling.chooses_alone:
+            return 0
+        in_memory = self._blocks.held(sequence.slot) * PAGE_TOKENS - 1 - int(self.positions[sequence.slot])
+        return min(in_memory, task.limit - len(sequence.token_ids) - 1)
+
+    def _with_guesses(self, decode: list[ScheduledSequence], guesses: list[list[int]]) -> StepPlan:
+        """A pass that decodes, with a row for each guess behind that of its sequence."""
+        rows = [(sequence, *row) for sequence, own in zip(decode, guesses, strict=True) for row in enumerate([0, *own])]
+        sequences, ahead, tokens = ([*column] for column in zip(*rows, strict=True))
+        slots = [sequence.slot for sequence in sequences]
+        return StepPlan(sequences, _int32(slots), [], _int32(ahead), _int32(tokens))
+
     def _decode_rows(self) -> tuple[list[ScheduledSequence], np.ndarray]:
         """The decoding sequences and their slots, ascending."""
         if self._decoding is None:
@@ -354,6 +406,10 @@ class Scheduler:
                 self.positions[sequence.slot] = sequence.prefilled - 1
                 self._decoding = None
         return chunks
+
+
+def _int32(numbers: list[int]) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -283,9 +283,9 @@ class Generation:
 
     def _publish(self, advanced: Sequence[ScheduledSequence]) -> None:
         """Show the requests' threads what a pass has brought."""
-        self._metrics.tokens.inc(len(advanced))
         for sequence in advanced:
             choice = self._running[sequence.request.request_id]
+            self._metrics.tokens.inc(len(sequence.token_ids) - choice.ready[0])
             ticket = choice.ticket
             if choice.sequence is None:
                 self._metrics.first_token_seconds.observe(time.monotonic() - ticket.arrived)

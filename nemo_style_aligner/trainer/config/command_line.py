@@ -49,9 +49,13 @@ _TEMPLATES = ("prompt_template", "filename")  # last parts of the keys whose val
 
 
 _SHORT = """"--model PATH" stands for {model}: a .nemo archive; or a Hugging Face folder or a GGUF file,
-of which the job makes an archive in its log directory. "--output FOLDER" is that, exp_manager.explicit_log_dir."""
+of which the job makes an archive in its log directory. "--output FOLDER" is that, exp_manager.explicit_log_dir; with
+--model or --data, but neither, it is nemo_experiments/NAME."""
 _SHORT_DATA = """
 "--data FILE" and "--validation FILE", each as often as there are files, stand for {data}."""
+
+
+_LOG_DIR = "exp_manager.explicit_log_dir"
 
 
 class Composed(NamedTuple):
@@ -110,6 +114,8 @@ def compose(name: str, description: str = "", arguments: Sequence[str] | None = 
         if given := [argument for argument in overrides if _sets(argument, key)]:
             raise ConfigError(f"{given[0]}: an option gives {key} as well ({value}): leave one of them out")
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    if (options.model or options.data) and not is_own and not any(_sets(given, _LOG_DIR) for given in overrides):
+        OmegaConf.update(cfg, _LOG_DIR, options.output)  # NeMo-Aligner's /results is no folder of most users
     if options.cfg:
         print(OmegaConf.to_yaml(cfg))
         return None
@@ -119,7 +125,7 @@ def compose(name: str, description: str = "", arguments: Sequence[str] | None = 
 
 def _short_options(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The keys that ``--model``, ``--data`` and the like stand for, with their values."""
-    keys = {archive_key(name): options.model, "exp_manager.explicit_log_dir": options.output}
+    keys = {archive_key(name): options.model, _LOG_DIR: options.output}
     key, parts = data_key(name), {"train": options.data, "validation": options.validation}
     if any(parts.values()) and key is None:
         raise ConfigError("--data, --validation: this job reads no data; leave them out")

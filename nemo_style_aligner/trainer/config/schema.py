@@ -764,6 +764,9 @@ class Generation(Section):
     prefill_chunk_tokens: Count | None = None
     # Implementation of the forward pass: native (C++, CPUs), torch (its functions alone) or auto (the fastest here).
     step: StepChoice = "auto"
+    # Where slots are free, guess the next tokens from other responses to the same prompt, and have each pass check
+    # several: the same responses in fewer passes. null: with the native step.
+    lookup_decoding: bool | None = None
 
 
 class SidecarTimeouts(Section):

@@ -44,6 +44,7 @@ from nemo_style_aligner.trainer.rl.experience import kl_estimator
 from nemo_style_aligner.trainer.rl.math_verifier import MathVerifier
 from nemo_style_aligner.trainer.rl.reward_config import LAYOUT, REWARDS, kind_of, reward_problems, reward_specs
 from nemo_style_aligner.trainer.rl.reward_functions import load_reward_function
+from nemo_style_aligner.trainer.rl.rollouts.in_flight import in_flight
 from nemo_style_aligner.trainer.rl.rollouts.setup import engine_size
 from nemo_style_aligner.trainer.rl.rollouts.trtllm import TensorRTLLMMismatch, TensorRTLLMUnavailable, find_trtllm
 
@@ -126,6 +127,12 @@ def _rollout_ranks(view: JobView) -> Iterator[str]:
             f"embedded engine; set {engine}=embedded and {trt_llm}=False, or {ROLLOUT_RANKS}=0"
         )
     kept, environment = "trainer.ppo.in_flight", "trainer.ppo.environment"
+    guesses = "trainer.ppo.generation.lookup_decoding"
+    if view.get(staleness) and in_flight(view.actor.trainer.ppo) != "wait" and view.get(guesses):
+        yield (
+            f"{view.show(guesses, staleness, kept)}: where responses outlive a round, it ends by counted passes, which "
+            f"guesses would change; leave {guesses} out, or choose {kept}=wait"
+        )
     if view.get(staleness) and view.get(kept) in ("keep", "restart") and view.get(environment) is not None:
         yield f"{view.show(kept, environment)}: an episode ends with the weights that it began with; set {kept}=wait"
     if view.get(unload):
@@ -241,8 +248,7 @@ def _replayed_routes(view: JobView) -> Iterator[str]:
     if view.architecture is not None and view.architecture.experts is None:
         yield f"{view.show(key)}: the model has no experts; leave it out"
     flight, staleness = "trainer.ppo.in_flight", "trainer.ppo.staleness"
-    keeps = view.get(flight) or ("wait" if view.get("trainer.ppo.environment") else "keep")
-    if view.get(staleness) and keeps == "keep":
+    if view.get(staleness) and in_flight(view.actor.trainer.ppo) == "keep":
         yield (
             f"{view.show(key, staleness, flight)}: a response that goes on with new weights has been computed with the "
             f"experts of both; choose {flight}=restart or wait"

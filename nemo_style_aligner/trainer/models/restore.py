@@ -105,7 +105,7 @@ def read_base_config(path: str | None, key: str) -> tuple[Path, dict[str, Any]]:
         FileNotFoundError: there is nothing at ``path``.
     """
     if not path:
-        raise ValueError(f"{key} is not set: pass {key}=/path/to/model.nemo, or of a job's own model --model PATH")
+        raise ValueError(f"{key} is not set: pass {key}=/path/to/model.nemo")
     location = Path(str(path)).expanduser()  # YAML reads some names as numbers
     if not location.exists():
         raise FileNotFoundError(f"{key}={path} does not exist{download_hint(str(path))}")

@@ -240,6 +240,10 @@ METRICS = (
     Metric("*generation/preemptions", "Preemptions", "responses", "Responses computed again for want of KV memory: a "
            "larger generation.kv_cache_tokens, or fewer slots, avoids them.", TIME, goal="down"),
     Metric("*generation/passes", "Forward passes", "", "Of all engines in a step.", TIME),
+    Metric("*generation/guessed_tokens", "Guessed tokens", "tokens", "Computed on a guess, see "
+           "generation.lookup_decoding.", TIME),
+    Metric("*generation/guesses_held", "Guesses that held", "tokens", "Of these, the ones that responses had: so many "
+           "passes of a response were saved.", TIME, goal="up"),
     Metric("*generation/seconds", "Round of generation", "s", "On ranks that only generate.", TIME, goal="down"),
     Metric("*generation/idle_seconds", "Wait for a round", "s", "Of ranks that only generate.", TIME, goal="down"),
     Metric("generation/buffered_steps", "Steps in the buffer", "", "Further steps whose rollouts are complete when one "

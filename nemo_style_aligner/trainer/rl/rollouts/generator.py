@@ -233,7 +233,10 @@ def _episode_metrics(own: dict[str, float] | None, num_episodes: int) -> dict[st
     return {name: total / num_episodes for name, total in sums.items()}
 
 
-_SUMMED = ("generated_tokens", "prefill_tokens", "shared_prefix_tokens", "steps", "active_slot_steps", "preemptions")
+_SUMMED = (
+    *("generated_tokens", "prefill_tokens", "shared_prefix_tokens", "steps", "active_slot_steps", "preemptions"),
+    *("guessed_tokens", "guesses_held"),
+)
 
 
 def generation_metrics(engine: GenerationEngine, seconds: float, is_leader: bool) -> dict[str, float]:
@@ -264,6 +267,8 @@ def generation_metrics(engine: GenerationEngine, seconds: float, is_leader: bool
         "passes": sums["steps"],
         "active_slots": sums["active_slot_steps"] / max(sums["steps"], 1.0),
         "preemptions": sums["preemptions"],
+        "guessed_tokens": sums["guessed_tokens"],
+        "guesses_held": sums["guesses_held"],
         "peak_kv_share": sums["peak_kv_share"] / sums["engines"],
         "balance": sums["seconds"] / (sums["engines"] * longest),
         "compilations": sums["compilations"],

@@ -37,6 +37,7 @@ from nemo_style_aligner.trainer.rl.episodes.runner import build_environment
 from nemo_style_aligner.trainer.rl.rollouts.collector import Generator
 from nemo_style_aligner.trainer.rl.rollouts.disaggregated import RemoteGenerator, RolloutRank
 from nemo_style_aligner.trainer.rl.rollouts.generator import LocalGenerator
+from nemo_style_aligner.trainer.rl.rollouts.in_flight import in_flight
 from nemo_style_aligner.trainer.rl.rollouts.trtllm import TensorRTLLMUnavailable, find_trtllm, trtllm_engine
 from nemo_style_aligner.trainer.rl.rollouts.work_queue import (
     StaticPartition,
@@ -163,6 +164,8 @@ def build_embedded_engine(
     group = _generation_ranks(config)
     ranks = group.tensor_parallel
     section = config.trainer.ppo.generation
+    # Where a round ends by counted passes, these must not depend on what an engine remembers of earlier rounds.
+    counts_passes = bool(config.trainer.ppo.staleness) and in_flight(config.trainer.ppo) != "wait"
     engine = EmbeddedEngine(
         architecture,
         dtype=dtype,
@@ -171,6 +174,7 @@ def build_embedded_engine(
         prefill_chunk_tokens=section.prefill_chunk_tokens,
         tensor_parallel=ranks,
         step=section.step,
+        lookup_decoding=False if counts_passes else section.lookup_decoding,
         records_routes=True,
         trainer_weights=None if lender is None else functools.partial(lendable_weights, lender, ranks.rank, ranks.size),
         **_engine_options(config, architecture, tokenizer, max_sequence_length),
