@@ -1,5 +1,6 @@
-# Images for the jobs. tests/test_dockerfile.py executes the steps of `cpu` as they stand, on Debian without Docker; no
-# image has been built so far, and nothing of `gpu` and `trtllm` has been tried on a GPU.
+# Images for the jobs. tests/test_dockerfile.py executes the steps of `cpu` as they stand, on Debian without Docker; buildah
+# has built `cpu` on a stand-in for PYTHON_IMAGE (debootstrap's bookworm with Python 3.11), in which `nsa doctor` ran. `gpu`
+# and `trtllm` have not been built, and nothing of them has been tried on a GPU.
 #
 #   docker build --target cpu -t nemo_style_aligner:cpu .
 #   docker build --target gpu -t nemo_style_aligner:gpu .              # torch's CUDA, this project's own layers and kernels

@@ -185,7 +185,7 @@ def engine_of(kind: str, **options: Any) -> EmbeddedEngine:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_routes_of_engines_are_the_trainers_however_tokens_come_to_be_computed(one_rank: None, kind: str) -> None:
-    """In chunks, from pages of others, again after preemptions; in C++ and in torch."""
+    """In chunks, from pages of others, again after preemptions, guessed; in C++ and in torch."""
     prompt = [(3 * j) % 50 for j in range(40)]
     requests = [GenerationRequest(i, prompt[: 20 + 4 * i] + [i], i) for i in range(4)]
     params = SamplingParams(max_new_tokens=30, min_new_tokens=30, seed=5)
@@ -196,6 +196,12 @@ def test_routes_of_engines_are_the_trainers_however_tokens_come_to_be_computed(o
         preempted.append(engine.statistics.preemptions)
     assert preempted[0] == 0 and preempted[1] and engine.statistics.shared_prefix_tokens
     assert found[0] == found[1] and [r.routes for r in found[0]] == [r.routes for r in found[2]]
+    guessing = engine_of(kind, step="native", num_slots=3, lookup_decoding=True)
+    greedy = SamplingParams(max_new_tokens=30, min_new_tokens=30, use_greedy=True)
+    plain = sorted(engine.generate(requests, greedy), key=lambda result: result.request_id)
+    guessed = sorted(guessing.generate(requests, greedy), key=lambda result: result.request_id)
+    assert guessing.statistics.guesses_held
+    assert [r.routes for r in guessed] == [r.routes for r in plain]
     assert disagreement_of(kind, found[0]) == {"routing_disagreement": 0.0}
     assert disagreement_of(kind, found[0], first=0)["routing_disagreement"] > 0.1
 
