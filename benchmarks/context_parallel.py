@@ -26,7 +26,7 @@ from nemo_style_aligner.engine.text.tokenizer_training import train_bpe_tokenize
 from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "nlp" / "gpt"
-SHAPE = {"num-layers": 8, "hidden-size": 384, "num-heads": 6}
+SHAPE = {"num-layers": 8, "hidden-size": 384, "num-heads": 6, "num-query-groups": 2}
 STEPS = 3  # the first is not counted: it makes Adam's moments
 
 

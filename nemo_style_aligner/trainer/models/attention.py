@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -266,11 +267,12 @@ class CausalAttention(MegatronModule):
         """[b, heads, n, d], of [b, groups, m, d]. Scores that are stored are computed again in the backward pass,
         unless some are dropped out.
         """
-        mask = _visible(query, key, self.window)
         if not self._stores_scores:
+            hidden = _hidden(query, key, self.window)
             return F.scaled_dot_product_attention(
-                query, key, value, mask, dropout_p=dropout, scale=self.scale, enable_gqa=has_groups
+                query, key, value, hidden, dropout_p=dropout, scale=self.scale, enable_gqa=has_groups
             )
+        mask = _visible(query.shape[2], key.shape[2], self.window, query.device)
         sinks = None if self.softmax_offset is None else self.softmax_offset[:, None, None]
         arguments = query, key, value, mask, self.scale or query.shape[-1] ** -0.5, self.softcap, sinks
         if dropout or not torch.is_grad_enabled():
@@ -292,11 +294,28 @@ def _blocks(
         yield query[:, :, begin:end], key[:, :, first : before + end], value[:, :, first : before + end]
 
 
-def _visible(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which keys [b, groups, m, d] each query [b, heads, n, d] sees, the last one the last ones: bool [n, m]."""
-    n, m = query.shape[2], key.shape[2]
-    mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril_(m - n)
+def _visible(n: int, m: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which of m keys each of n queries sees, the last one the last ones: bool [n, m]."""
+    mask = torch.ones(n, m, dtype=torch.bool, device=device).tril_(m - n)
     return mask if window is None else mask.triu_(m - n - window + 1)
+
+
+def _hidden(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
+    """What is added to scores so that each query [b, heads, n, d] sees its keys [b, groups, m, d] alone: [n, m].
+
+    A view: masks of shorter blocks are the last rows and columns of those of longer ones, and what every block and
+    layer keeps for its backward pass are the same numbers.
+    """
+    n, m = query.shape[2], key.shape[2]
+    columns = 1 << (m - 1).bit_length()
+    return _all_hidden(columns, window, query.dtype, query.device)[_BLOCK - n :, columns - m :]
+
+
+@functools.lru_cache(maxsize=2)  # a model has one window, or one and none
+def _all_hidden(columns: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # passes with and without gradients have the same
+        seen = _visible(_BLOCK, columns, window, device)
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
 def rotary_of(
