@@ -417,10 +417,8 @@ class RolloutRank:
     def _obey(self, command: dict[str, Any]) -> None:
         if command["kind"] == "build":
             self._generator = generator = self._build(int(command["max_sequence_length"]))
-            engine, group = (
-                cast(EmbeddedEngine, generator.engine),
-                generator.group,
-            )  # the config's checks have seen to it
+            engine = cast(EmbeddedEngine, generator.engine)  # the config's checks have seen to it
+            group = generator.group
             self._share = EngineShare(engine, generator.sampling, group.index, group.count)
             return
         assert self._generator is not None and self._share is not None, "the first command builds it"
