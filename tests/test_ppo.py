@@ -75,6 +75,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.ppo.advantage_whitening_unbiased": (True, {"advantages.advantage_whitening_unbiased": True}),
     "trainer.ppo.mask_truncated": (False, {"advantages.mask_truncated": False}),
     "trainer.ppo.policy_logprobs": ("engine", {}),
+    "trainer.ppo.replay_routes": (True, {"actor.replays_routes": True}),
     "trainer.ppo.importance_weight_cap": (2.5, {"advantages.importance_weight_cap": 2.5}),
     "trainer.ppo.importance_sequence_bounds": ([0.5, 1.5], {"advantages.importance_sequence_bounds": [0.5, 1.5]}),
     "trainer.ppo.importance_token_bounds": ([0.5, 1.5], {"advantages.importance_token_bounds": [0.5, 1.5]}),
@@ -206,6 +207,7 @@ def settings_of(config: PPOActor, model: MegatronModel) -> dict[str, Any]:
             "temperature": actor.temperature,
             "has_both_policies": actor.reference is not None and actor.reference._second is not None,
             "keeps_passes": actor.model.kept_passes is not None,
+            "replays_routes": actor.replays_routes,
         },
         "loss": dataclasses.asdict(actor.loss),
         "optimizer": {name: {group[name] for group in groups} for name in ("weight_decay", "betas", "eps")}
@@ -416,7 +418,8 @@ def trainer(metrics: Any = None, **ppo: Any) -> RLTrainer:
     missing: Any = None
     cfg = small_job()
     cfg.trainer.ppo.update(save_interval=0, **ppo)
-    actor: Any = SimpleNamespace(model=None, optimizer=SimpleNamespace(schedule=Schedule(lr=1.0, max_steps=9)))
+    optimizer = SimpleNamespace(schedule=Schedule(lr=1.0, max_steps=9))
+    actor: Any = SimpleNamespace(model=None, optimizer=optimizer, routing={})
     prompts = PromptSource([PromptItem([i], {}) for i in range(100)], 40, 7, True)
     collector: Any = SimpleNamespace(sample_table=lambda *_: [], scorer=SimpleNamespace(values=None, columns=[]))
     nothing: Any = SimpleNamespace(
