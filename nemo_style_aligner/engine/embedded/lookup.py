@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import array
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nemo_style_aligner.engine.embedded.scheduler import ScheduledSequence
 
@@ -92,17 +92,17 @@ class Lookup:
         self._rates = dict.fromkeys(_CONTEXTS, _PRIOR)
         self.num_guessed = self.num_held = 0
 
-    def guess(self, sequences: list[ScheduledSequence], room: list[int]) -> list[list[int]]:
-        """Guesses for each of the decoding ``sequences``: no more than it has ``room`` for."""
+    def guess(self, sequences: list[ScheduledSequence], room: Callable[[ScheduledSequence], int]) -> list[list[int]]:
+        """Guesses for each of the decoding ``sequences``: no more than it has ``room`` for. Nothing where none pays."""
         most = {size: self._most(len(sequences), held / tried) for size, (held, tried) in self._rates.items()}
         if not any(most.values()):
-            return [[] for _ in sequences]
+            return []
         for sequence in sequences:
             self._texts_of(sequence).read(sequence.token_ids)
         guesses: list[list[int]] = []
-        for sequence, space in zip(sequences, room, strict=True):
+        for sequence in sequences:
             size, tokens = self._texts[sequence.number].after(sequence.token_ids, most)
-            guesses.append(tokens[: max(space, 0)])
+            guesses.append(tokens[: max(room(sequence), 0)])
             if guesses[-1]:
                 self._asked[sequence.number] = size, len(guesses[-1])
         return guesses

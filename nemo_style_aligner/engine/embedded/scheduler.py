@@ -157,6 +157,10 @@ class StepPlan:
         return [*range(len(self.decode)), *(chunk.first_output + chunk.num_outputs - 1 for chunk in completed)]
 
 
+Guess = Callable[[list[ScheduledSequence], Callable[[ScheduledSequence], int]], list[list[int]]]
+"""Given sequences, and what tells for how many tokens more one has room: guesses of the next ones of each; or none."""
+
+
 class Scheduler:
     """Fills slots with tasks, which it pulls whenever a slot is free, and plans passes.
 
@@ -177,7 +181,7 @@ class Scheduler:
         prefill_chunk_tokens: int,
         max_step_tokens: int,
         reach: int | None = None,
-        guess: Callable[[list[ScheduledSequence], list[int]], list[list[int]]] | None = None,
+        guess: Guess | None = None,
     ) -> None:
         """Begin with empty slots.
 
@@ -187,8 +191,7 @@ class Scheduler:
             prefill_chunk_tokens: the most prompt tokens of a pass that also decodes.
             max_step_tokens: the most tokens of a pass that only prefills.
             reach: positions that a token sees, its own included: pages before them are given back; None: all.
-            guess: given the sequences of a pass that only decodes, and for how many tokens more each has room, the next
-                tokens of each as far as there are guesses; None: nobody guesses. See `lookup`.
+            guess: guesses the next tokens in passes that only decode; None: nobody does. See `lookup`.
         """
         num_slots = len(blocks.table)
         self.newest = np.zeros(num_slots, dtype=np.int32)
@@ -251,8 +254,8 @@ class Scheduler:
         self._grow()
         decode, slots = self._decode_rows()
         prefill = self._plan_prefill(len(decode))
-        if self._guess is not None and decode and not prefill and len(decode) < len(self._rows):
-            return self._with_guesses(decode, self._guess(decode, [self._room(sequence) for sequence in decode]))
+        if self._guess is not None and not prefill and any(guesses := self._guess(decode, self._room)):
+            return self._with_guesses(decode, guesses)
         none = self._none[: len(decode)]
         return StepPlan(decode, slots, prefill, none, none)
 

@@ -150,6 +150,11 @@ def start_round(
         clock.start(_engine(clock, engines, this, take, slow, on_end))
         for take, slow in zip(engines.takers(len(samples), expected), slowness, strict=False)
     ]
+    return _until_all(clock, this, ends)
+
+
+def _until_all(clock: Clock, this: Round, ends: Sequence[Signal]) -> Round:
+    """The round, which is done when all of its engines are at their ``ends``."""
 
     def all_ended() -> Process:
         yield from ends
@@ -231,13 +236,7 @@ def go_on(
         clock.start(_going_on(clock, engines, this, share, quotas[index], slow, on_end))
         for index, (share, slow) in enumerate(zip(shares, slowness, strict=False))
     ]
-
-    def all_ended() -> Process:
-        yield from ends
-        clock.set(this.done)
-
-    clock.start(all_ended())
-    return this
+    return _until_all(clock, this, ends)
 
 
 def _going_on(

@@ -209,8 +209,7 @@ def _help(name: str, description: str) -> str:
         description=description.strip(),
         required="\n".join(f"    {key}" for key in required_keys(name)),
         path=path,
-        short=_SHORT.format(model=archive_key(name))
-        + (_SHORT_DATA.format(data=data) if (data := data_key(name)) else ""),
+        short=_SHORT.format(model=archive_key(name)) + (_SHORT_DATA.format(data=data) if data else ""),
         content=path.read_text(encoding="utf-8"),
     )
 
