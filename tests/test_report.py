@@ -350,7 +350,7 @@ def test_a_browser_shows_what_goes_on(
 
 def drawn_by(chromium: str, url: str, folder: Path) -> str:
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    command += ["--virtual-time-budget=10000", "--dump-dom", url]
+    command += ["--run-all-compositor-stages-before-draw", "--virtual-time-budget=10000", "--dump-dom", url]
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
