@@ -67,21 +67,27 @@ class Run:
     most: Sample | None = None
 
     def model(self, shape: ModelArchitecture, device: Device) -> Model:
-        """The bytes and seconds of one of its models."""
-        return Model(shape, self.itemsize, device=device, group=self.group)
+        """The bytes and seconds of one of its models, which remembers what it has computed."""
+        if (shape, device) not in self._models:
+            self._models[shape, device] = Model(shape, self.itemsize, device=device, group=self.group)
+        return self._models[shape, device]
+
+    @functools.cached_property
+    def _models(self) -> dict[tuple[ModelArchitecture, Device], Model]:
+        return {}
 
     @property
     def value_shape(self) -> ModelArchitecture:
         """Of critic and reward model, where there are any."""
         return self.critic or self.policy
 
-    @property
+    @functools.cached_property
     def longest(self) -> Sample:
         """The longest prompt and response."""
         drawn = [sample for step in self.steps for sample in step]
         return self.most or Sample(max(s.prompt for s in drawn), max(s.response for s in drawn))
 
-    @property
+    @functools.cached_property
     def held_tokens(self) -> float:
         """Tokens of the cache that a slot needs on average, with a reserve."""
         return _KV_RESERVE * statistics.fmean(map(mean_context, self.steps))
