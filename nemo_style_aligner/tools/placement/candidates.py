@@ -170,6 +170,11 @@ class Candidate:
         return self.critic_apart.layout.ranks if self.critic_apart else 0
 
     @property
+    def in_flight(self) -> str | None:
+        """With staleness, what becomes of responses under way when weights are replaced (``trainer.ppo.in_flight``)."""
+        return "keep" if self.staleness else None
+
+    @property
     def engines(self) -> int:
         """How many."""
         return (self.generating or self.actor.layout.ranks) // self.engine_tp
@@ -216,7 +221,7 @@ def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> SimulatedJob:
 
     batch = scored_together(plan.critic.layout) if plan.critic else 1
     service = score if plan.critic_apart else None
-    return SimulatedJob(engines, costs, service, batch, plan.staleness, keeps=True)
+    return SimulatedJob(engines, costs, service, batch, plan.staleness, keeps=plan.in_flight == "keep")
 
 
 def scored_together(layout: Layout) -> int:
