@@ -338,6 +338,7 @@ class SimulatedJob:
         staleness: k: a step's samples are generated on ranks of their own while the k steps before train.
         keeps: with staleness, responses outlive the rounds in which they began; else a round waits for its longest.
         foresight: the queue knows how long responses will be, as it learns over the epochs; else it goes in order.
+        ahead: where responses outlive rounds, prompts of so many steps are admitted beyond a round's own.
     """
 
     engines: Engines
@@ -347,6 +348,7 @@ class SimulatedJob:
     staleness: int = 0
     keeps: bool = False
     foresight: bool = False
+    ahead: int = 1
 
 
 def simulate(job: SimulatedJob, steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
@@ -398,7 +400,8 @@ class _Generating:
         if not (job.keeps and job.staleness):
             expected = [float(sample.response) for sample in samples] if job.foresight else None
             return start_round(self._clock, job.engines, samples, expected, lambda number: on_end(first + number))
-        new = range(self._firsts[step + 1] if step else 0, self._firsts[min(step + 2, len(self._steps))])
+        begin, end = (min(each + job.ahead, len(self._steps)) for each in (step, step + 1))
+        new = range(self._firsts[begin] if step else 0, self._firsts[end])
         own = range(first, self._firsts[step + 1])
         return go_on(self._clock, job.engines, self._shares, whole, new, own, on_end)
 
