@@ -23,7 +23,7 @@ from small_models import SHAPE, TensorSource
 from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel, neighbour_group
+from nemo_style_aligner.engine.parallel.groups import ParallelLayout, initialize_model_parallel, neighbour_group
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.engine.weights.stream import export_weights, import_weights, lendable_weights
@@ -123,6 +123,12 @@ def first_weights(a: ModelArchitecture) -> dict[str, torch.Tensor]:
     return {name: torch.randn(part.shape, generator=generator) * 0.2 for name, part in tensors.items()}
 
 
+def initialize(layout: Layout) -> ParallelLayout:
+    return initialize_model_parallel(
+        layout.tp, layout.pp, seed=1, ep_size=layout.ep, etp_size=layout.etp, cp_size=layout.cp
+    )
+
+
 def make(layout: Layout, kind: str) -> tuple[MegatronModel, Actor]:
     optim = ADAM if layout.distributed else ADAM.replaced(name="adam")
     config = {
@@ -179,7 +185,7 @@ def responses(model: MegatronModel, size: int) -> list[tuple[list[int], list[flo
 def run(folder: Path, layout: Layout, kind: str) -> None:
     from megatron.core import parallel_state
 
-    groups = initialize_model_parallel(layout.tp, layout.pp, seed=1, ep_size=layout.ep, etp_size=layout.etp, cp_size=layout.cp)
+    groups = initialize(layout)
     model, actor = make(layout, kind)
     given = first_weights(model.architecture)
     exported = list(export_weights(model, 2000))
@@ -241,7 +247,7 @@ def jobs(folder: Path, layout: Layout) -> None:
     """
     from megatron.core import parallel_state
 
-    initialize_model_parallel(layout.tp, layout.pp, seed=1, ep_size=layout.ep, etp_size=layout.etp, cp_size=layout.cp)
+    initialize(layout)
     results: dict[str, Any] = {}
     for method in BUILD:
         keys = ("model.global_batch_size=5", "model.max_tokens_per_micro_batch=24", "model.sequence_parallel=True")
