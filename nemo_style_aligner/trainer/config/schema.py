@@ -765,7 +765,7 @@ class Generation(Section):
     # Implementation of the forward pass: native (C++, CPUs), torch (its functions alone) or auto (the fastest here).
     step: StepChoice = "auto"
     # Where slots are free, guess the next tokens from other responses to the same prompt, and have each pass check
-    # several: the same responses in fewer passes. null: with the native step.
+    # several: the same responses in fewer passes, with the torch step up to rounding. null: with the native step alone.
     lookup_decoding: bool | None = None
 
 
