@@ -700,7 +700,8 @@ class Critic(JobConfig):
 
 class DynamicSampling(Section):
     # Leave out prompts whose responses all have the same reward, which teach nothing, and take more, up to
-    # num_rollout_samples that do. A run has as many steps as without, and so passes over the prompts more often.
+    # num_rollout_samples that do. A run has as many steps as without, and so passes over the prompts more often. With
+    # staleness these are of the rounds that were begun ahead.
     enable: bool = False
     max_rounds: Count = 4  # of generation in a step, at most; then it trains on what there is
 

@@ -584,8 +584,11 @@ class GenerationSchedule:
         self._staleness = ppo.staleness
         self._unload_engine = ppo.trt_llm.unload_engine_train
         self._last_step = last_step
-        self._rounds: dict[int, RemoteRound | KeptRound] = {}  # begun, by the step that trains on them
+        # Rounds ahead are numbered: each step takes the next one, and more of them where groups were dropped.
+        self._rounds: dict[int, RemoteRound | KeptRound] = {}  # begun
         self._versions: dict[int, int] = {}  # of the weights with which each of them was begun
+        self._redrawn = 0  # rounds that steps before this one have taken beside their first
+        self._draw = 0  # of this step's rounds, the newest; the first is 0
         self._admissions: Admissions | None = None  # where responses outlive rounds
         if ppo.staleness and in_flight(ppo) != "wait":
             self._admissions = Admissions(ppo.num_rollouts_per_prompt, restarts=in_flight(ppo) == "restart")
@@ -599,7 +602,8 @@ class GenerationSchedule:
             start: prompts to skip.
             version: of the policy's present weights.
             stream: of the step's random streams.
-            draw: rounds that were generated before for the same step.
+            draw: rounds that were generated before for the same step. Where rounds are begun ahead, the step takes the
+                one that follows: others begin in its place.
 
         Returns:
             The samples and, where they were generated now, metrics of the engines.
@@ -610,13 +614,14 @@ class GenerationSchedule:
         is_trained = stream != VALIDATION
         collect = functools.partial(self._collector.collect, step=step + is_trained, are_trained=is_trained)
         group_size = prompts.samples_per_prompt
-        if (stream, draw) == (TRAINING, 0) and self._staleness:
-            wait = self._timer("rollout_wait" if step in self._rounds else "generate")
-            self._begin_rounds(prompts, start, range(step, step + self._staleness), version)
-            ahead = self._rounds[step]
+        if stream == TRAINING and self._staleness:
+            self._draw, number = draw, step + self._redrawn + draw
+            wait = self._timer("rollout_wait" if number in self._rounds else "generate")
+            self._begin_rounds(prompts, start, range(number, number + self._staleness), version)
+            ahead = self._rounds[number]
             with wait:
                 collected, metrics = collect(ahead.prompts, group_size, ahead.run)
-            others = [round_.is_complete() for number, round_ in self._rounds.items() if number > step]
+            others = [round_.is_complete() for other, round_ in self._rounds.items() if other > number]
             return collected, metrics | {"buffered_steps": float(all_reduce_max(sum(others)))}
         self.refit(version)
         with self._timer("generate"):
@@ -637,25 +642,28 @@ class GenerationSchedule:
         Args:
             start: prompts to skip, for the step after this one.
         """
-        self._begin_rounds(prompts, start, range(step + 1, step + 1 + self._staleness), version)
+        number = step + self._redrawn + self._draw + 1
+        self._begin_rounds(prompts, start, range(number, number + self._staleness), version)
 
-    def _begin_rounds(self, prompts: PromptSource, start: int, steps: range, version: int) -> None:
-        """Begin the rounds of these steps that have not begun; ``start`` is of the first."""
-        for step in steps:
-            if step not in self._rounds and step <= self._last_step():
+    def _begin_rounds(self, prompts: PromptSource, start: int, numbers: range, version: int) -> None:
+        """Begin those of these rounds that have not begun, and that steps will take; ``start`` is of the first."""
+        last = self._last_step() + self._redrawn + self._draw  # each step takes one round at least
+        for number in numbers:
+            if number not in self._rounds and number <= last:
                 self.refit(version, is_ahead=True)
-                self._rounds[step], self._versions[step] = self._begin(prompts, start, step), version
+                self._rounds[number] = self._begin(prompts, start, number, is_last=number == last)
+                self._versions[number] = version
             start = prompts.after(start)
 
-    def _begin(self, prompts: PromptSource, start: int, step: int) -> RemoteRound:
+    def _begin(self, prompts: PromptSource, start: int, number: int, *, is_last: bool) -> RemoteRound:
         generator, seed = self._collector.generator, functools.partial(self._sampling_seed, stream=TRAINING)
         assert isinstance(generator, RemoteGenerator)  # the config's checks have seen to it
         if self._admissions is None:
-            return generator.start(prompts.batch(start), seed(step))
-        batches = [(seed(step), prompts.batch(start))]
-        if step < self._last_step():
-            batches.append((seed(step + 1), prompts.batch(prompts.after(start))))
-        return generator.go_on(self._admissions.order(step, batches), self._admissions.prompts)
+            return generator.start(prompts.batch(start), seed(number))
+        batches = [(seed(number), prompts.batch(start))]
+        if not is_last:
+            batches.append((seed(number + 1), prompts.batch(prompts.after(start))))
+        return generator.go_on(self._admissions.order(number, batches), self._admissions.prompts)
 
     def refit(self, version: int, *, is_ahead: bool = False) -> None:
         """Give the engine the policy's present weights, unless it has them already (after a validation, say).
@@ -676,8 +684,9 @@ class GenerationSchedule:
 
     def drop(self, step: int) -> None:
         """Forget the rollouts of a step that is complete."""
-        self._rounds.pop(step, None)
-        self._versions.pop(step, None)
+        self._redrawn, self._draw = self._redrawn + self._draw, 0
+        for number in [number for number in self._rounds if number <= step + self._redrawn]:
+            del self._rounds[number], self._versions[number]
 
     def _sampling_seed(self, step: int, stream: int, draw: int = 0) -> int:
         return derive_seed(self._seed, "rollouts", step, stream, *((draw,) if draw else ()))
@@ -691,26 +700,27 @@ class GenerationSchedule:
         this ``version``. Nothing depends on when this is asked for: a round ends by itself, and the next begins with
         weights of a later step.
         """
-        is_kept = {step: self._admissions is not None or of != version for step, of in self._versions.items()}
-        rounds = [self._kept(step, round_) for step, round_ in sorted(self._rounds.items()) if is_kept[step]]
-        state: dict[str, Any] = {"rounds": rounds, "under_way": None}
+        is_kept = {number: self._admissions is not None or of != version for number, of in self._versions.items()}
+        rounds = [self._kept(number, round_) for number, round_ in sorted(self._rounds.items()) if is_kept[number]]
+        state: dict[str, Any] = {"rounds": rounds, "redrawn": self._redrawn, "under_way": None}
         if rounds and self._admissions is not None:
             assert isinstance(self._collector.generator, RemoteGenerator)
             samples = [vars(sample) for sample in self._collector.generator.carried()]
             state["under_way"] = {"samples": samples, "admissions": self._admissions.state_dict()}
         return state
 
-    def _kept(self, step: int, round_: RemoteRound | KeptRound) -> dict[str, Any]:
+    def _kept(self, number: int, round_: RemoteRound | KeptRound) -> dict[str, Any]:
         with self._timer("rollout_wait"):
             own = pack_results(round_.wait()).decode()
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, own)
         prompt_ids = [prompt.prompt_id for prompt in round_.prompts]
-        facts = {"step": step, "version": self._versions[step], "prompts": _digest(round_.prompts)}
+        facts = {"step": number, "version": self._versions[number], "prompts": _digest(round_.prompts)}
         return facts | {"prompt_ids": prompt_ids, "rollouts": parts}
 
     def load_state_dict(self, state: dict[str, Any], prompts: PromptSource) -> None:
         """Continue where `state_dict` was taken, with any number of ranks."""
+        self._redrawn = int(state.get("redrawn", 0))
         if not (rounds := state.get("rounds")):
             return
         if (reason := self._why_discarded(rounds, prompts)) is not None:
