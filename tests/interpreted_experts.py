@@ -55,7 +55,7 @@ experts = TritonExperts(NUMBER, PER_TOKEN, "silu")
 assert [experts.rows(count) for count in (1, 40, 70)] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]
 for dtype, tolerance in TOLERANCES.items():
     matrices = matrices_of(dtype)
-    for count, is_one in ((1, False), (7, False), (19, True), (40, False), (70, False), (70, True)):
+    for count, is_one in ((1, False), (19, True), (40, False), (70, False)):
         draw = torch.Generator().manual_seed(count)
         x = torch.randn(count, HIDDEN, generator=draw).to(dtype)
         weights, chosen = torch.randn(count, NUMBER, generator=draw).softmax(-1).topk(PER_TOKEN, -1)

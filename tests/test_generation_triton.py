@@ -59,8 +59,8 @@ def architecture_of(hidden: int, heads: int, groups: int, channels: int, **featu
 LLAMA = architecture_of(4096, 32, 8, 128)
 BIASED = architecture_of(1152, 16, 1, 256, normalization="layernorm", activation="gelu", bias=True)
 NORMED_HEADS = architecture_of(2048, 16, 8, 64, qk_layernorm=True, rotary_percentage=0.5)
-GEMMA = architecture_of(2304, 8, 4, 256, normalization="rmsnorm1p", layer_norms="both", attn_logit_softcapping=50.0)
-MIXTURE = architecture_of(2048, 32, 4, 96, experts=Experts(number=8, per_token=2, ffn_hidden_size=768))
+GEMMA = architecture_of(2304, 8, 4, 192, normalization="rmsnorm1p", layer_norms="both", attn_logit_softcapping=50.0)
+MIXTURE = architecture_of(3072, 32, 4, 96, experts=Experts(number=8, per_token=2, ffn_hidden_size=768))
 
 
 def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> None:
