@@ -82,7 +82,7 @@ class LossSettings:
         entropy_bonus: weight of the entropy, which the loss is lowered by [model.ppo.entropy_bonus].
         trust_region: the weights that the clip range is around: those that the step starts from, those that sampled
             each token, or both [trust_region].
-        sampling_kl: weight of the penalty KL(what sampled || policy), which keeps the policy near; 0: none [sampling_kl].
+        sampling_kl: weight of a penalty, KL(what sampled || policy); 0: none [sampling_kl].
 
     Raises:
         ValueError: a name is not known, or a number out of range.
