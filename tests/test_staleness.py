@@ -27,7 +27,6 @@ from nemo_style_aligner.trainer.launch.roles import Channel, Wait
 from nemo_style_aligner.trainer.launch.stop_signals import StopEarlyError
 from nemo_style_aligner.trainer.rl.episodes.runner import Episode
 from nemo_style_aligner.trainer.rl.rollouts import disaggregated
-from nemo_style_aligner.trainer.rl.rollouts.collector import GenerationSchedule
 from nemo_style_aligner.trainer.rl.rollouts.disaggregated import (
     KeptRound,
     RemoteGenerator,
@@ -39,6 +38,7 @@ from nemo_style_aligner.trainer.rl.rollouts.disaggregated import (
     unpack_results,
 )
 from nemo_style_aligner.trainer.rl.rollouts.in_flight import Carried, EngineShare
+from nemo_style_aligner.trainer.rl.rollouts.schedule import GenerationSchedule
 from nemo_style_aligner.trainer.rl.sample import Prompt
 from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 from nemo_style_aligner.trainer.telemetry.timers import ScopedTimer

@@ -921,7 +921,7 @@ class ActorLoop(Updates):
     # that sampled each token, for which importance_weight_cap must be null; both: a token that has left either range,
     # in the way its advantage pulls, has no gradient (docs/performance.md, Learning).
     trust_region: Literal["step", "sampling", "both"] = of("${by_index:${.staleness},[step,both]}")
-    sampling_kl: Number = 0.0  # weight of a KL penalty, k3 in the loss, that keeps the policy near the one that sampled
+    sampling_kl: Number = 0.0  # weight, in the loss, of KL(what sampled || policy), which keeps the policy near
     # With experts: compute the policy with those that the engine has chosen for each token, in log-probs and updates;
     # its routers learn all the same (R3, arXiv:2510.11370). False: as its own routers choose; metric
     # routing_disagreement says how often that is otherwise.
