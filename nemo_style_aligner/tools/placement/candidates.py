@@ -322,10 +322,7 @@ class _Search:
             divides = self.cluster.devices % (tp * cp) == 0 and rest == 0 and dp > 0
             if not divides or self.run.update % dp or shape.layout_problems(tp, pp):
                 continue
-            if cp == 1:
-                yield from _with_experts(shape, Layout(tp, pp, dp), self.cluster.devices)
-            elif shape.experts is None:
-                yield Layout(tp, pp, dp, cp)
+            yield from _with_experts(shape, Layout(tp, pp, dp, cp), self.cluster.devices)
 
     def _training(self, ranks: int) -> list[int]:
         """How many of the actor's ranks could train: the most over which the policy can be laid out, or some."""
@@ -473,7 +470,7 @@ def _with_experts(shape: ModelArchitecture, layout: Layout, devices: int) -> Ite
     possible = [
         ep
         for ep in ((2, 4, 8, 16, 32, 64) if shape.experts is not None else ())
-        if layout.tp * layout.dp % ep == 0 and not shape.expert_layout_problems(ep, 1)
+        if layout.tp * layout.cp * layout.dp % ep == 0 and not shape.expert_layout_problems(ep, 1)
     ]
     for ep in sorted({*possible[-1:], *[ep for ep in possible if ep <= devices][-1:]}):
         yield dataclasses.replace(layout, ep=ep, etp=1)

@@ -138,7 +138,7 @@ class Model(Sizes):
                 passes = max(passes, min(math.ceil(len(part) / layout.dp), PASSES_PER_STAGE * layout.pp))
             of_pass = tokens / passes / layout.cp
             sums = passes * self._all_reduce(layout.tp, of_pass) * 2 * a.num_layers / layout.pp
-            sums += passes * self._exchange(layout, tokens / passes) * sum(a.expert_layers) / layout.pp
+            sums += passes * self._exchange(layout, of_pass) * sum(a.expert_layers) / layout.pp
             if layout.cp > 1:  # keys and values of all parts
                 size = 2 * self.itemsize * a.num_query_groups * a.kv_channels / layout.tp * tokens / passes
                 sums += passes * d.all_reduce_seconds(size) / 2 * a.num_layers / layout.pp
