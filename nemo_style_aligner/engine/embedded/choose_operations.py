@@ -95,7 +95,7 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
         sizes += [size[:1] for size in sizes] if a.bias else []
         for size in sizes:
             few = [random(*size) / size[-1] ** 0.5 for _ in range(min(a.experts.number, 3))]
-            kinds.append(tuple(few[n * n % len(few)] for n in range(a.experts.number)))
+            kinds.append(tuple(few[n % len(few)] for n in range(a.experts.number)))
         matrices = ExpertMatrices(*kinds)
         exact_matrices = ExpertMatrices(*(tuple(matrix.float() for matrix in kind) for kind in kinds))
         for tokens in (5, 1 + 32 * a.experts.number // a.experts.per_token):  # few and many pairs of an expert
