@@ -75,7 +75,7 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
     operations.activate(torch.empty(rows, a.ffn_hidden_size * (2 if a.gated else 1), dtype=torch.bfloat16))
     if a.experts is not None:
         fc1, fc2 = ((torch.empty(a.hidden_size, n * a.experts.ffn_hidden_size).bfloat16(),) * 8 for n in (2, 1))
-        matrices = ExpertMatrices(fc1, fc2, torch.zeros(2, 8, dtype=torch.int64))
+        matrices = ExpertMatrices(fc1, fc2)
         for tokens in (rows, 40 * rows):
             chosen = torch.zeros(tokens, a.experts.per_token, dtype=torch.int64)
             operations.experts(hidden.bfloat16().repeat(tokens // rows, 1), chosen, chosen.float(), matrices)

@@ -87,15 +87,17 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
     compare("activation", operations.activate(x), expected.activate(x.float()))
 
     if a.experts is not None:
-        some = [  # which experts share: all of a large model's would take seconds to draw
-            [random(*size) / size[1] ** 0.5 for _ in range(min(a.experts.number, 3))]
-            for size in ((2 * shape.shard.expert_size, a.hidden_size), (a.hidden_size, shape.shard.expert_size))
+        kinds: list[tuple[torch.Tensor, ...]] = []  # of few, which experts share: to draw all would take seconds
+        sizes: list[tuple[int, ...]] = [
+            (2 * shape.shard.expert_size, a.hidden_size),
+            (a.hidden_size, shape.shard.expert_size),
         ]
-        fc1, fc2 = (tuple(kind[n * n % len(kind)] for n in range(a.experts.number)) for kind in some)
-        matrices = ExpertMatrices(fc1, fc2, torch.zeros(2, len(fc1), dtype=torch.int64, device=device))
-        matrices.locate()
-        wide_fc1, wide_fc2 = (tuple(matrix.float() for matrix in kind) for kind in (fc1, fc2))
-        exact_matrices = ExpertMatrices(wide_fc1, wide_fc2, matrices.places)
+        sizes += [size[:1] for size in sizes] if a.bias else []
+        for size in sizes:
+            few = [random(*size) / size[-1] ** 0.5 for _ in range(min(a.experts.number, 3))]
+            kinds.append(tuple(few[n % len(few)] for n in range(a.experts.number)))
+        matrices = ExpertMatrices(*kinds)
+        exact_matrices = ExpertMatrices(*(tuple(matrix.float() for matrix in kind) for kind in kinds))
         for tokens in (5, 1 + 32 * a.experts.number // a.experts.per_token):  # few and many pairs of an expert
             x = random(tokens, a.hidden_size)
             scores = random(tokens, a.experts.number, of=torch.float32).softmax(-1)

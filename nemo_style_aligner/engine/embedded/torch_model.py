@@ -50,7 +50,6 @@ class TorchWeights:
             self.head = self.tensor({"lm_head.weight": vocabulary}, size, shape.dtype)
         self.layers = [LayerWeights(self, index) for index in range(a.num_layers)]
         self.final_norm = self.norm("model.norm")
-        self.locate()
 
     def locate(self) -> None:
         """Note where the memory of experts lies: to be called when buffers have got memory anew."""
@@ -145,8 +144,12 @@ class ExpertWeights:
         if experts.shared_ffn_hidden_size:
             self.shared = MlpWeights(weights, f"{prefix}shared_experts.", experts.shared_ffn_hidden_size // shard.size)
         each = [MlpWeights(weights, f"{prefix}experts.{n}.", shard.expert_size) for n in range(experts.number)]
-        places = torch.zeros(2, experts.number, dtype=torch.int64, device=self.router.device)
-        self.matrices = ExpertMatrices(tuple(e.fc1 for e in each), tuple(e.fc2 for e in each), places)
+        self.matrices = ExpertMatrices(
+            tuple(expert.fc1 for expert in each),
+            tuple(expert.fc2 for expert in each),
+            tuple(expert.fc1_bias for expert in each if expert.fc1_bias is not None),
+            tuple(expert.fc2_bias for expert in each if expert.fc2_bias is not None),
+        )
 
 
 def _writing(view: torch.Tensor) -> Write:

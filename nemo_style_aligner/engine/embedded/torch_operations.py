@@ -86,18 +86,27 @@ class ExpertMatrices:
     Attributes:
         fc1: of each [2 f, h], gate over up.
         fc2: of each [h, f].
-        places: int64 [2, experts], on the device: how far behind that of the first expert the matrices of each begin,
-            in multiples of `LOADED_BYTES`.
+        fc1_bias, fc2_bias: of each [2 f] and [h]; empty: there are none.
+        places: int64 [4, experts], on the device: how far behind that of the first expert these of each begin, in
+            multiples of `LOADED_BYTES`.
     """
 
     fc1: tuple[torch.Tensor, ...]
     fc2: tuple[torch.Tensor, ...]
-    places: torch.Tensor
+    fc1_bias: tuple[torch.Tensor, ...] = ()
+    fc2_bias: tuple[torch.Tensor, ...] = ()
+    places: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        places = torch.zeros(4, len(self.fc1), dtype=torch.int64, device=self.fc1[0].device)
+        object.__setattr__(self, "places", places)
+        self.locate()
 
     def locate(self) -> None:
         """Fill in ``places``; to be called again when memory has been moved."""
-        each = [[matrix.data_ptr() - kind[0].data_ptr() for matrix in kind] for kind in (self.fc1, self.fc2)]
-        self.places.copy_(torch.tensor(each) // LOADED_BYTES)
+        for row, kind in zip(self.places, (self.fc1, self.fc2, self.fc1_bias, self.fc2_bias), strict=True):
+            if kind:
+                row.copy_(torch.tensor([each.data_ptr() - kind[0].data_ptr() for each in kind]) // LOADED_BYTES)
 
 
 Attention: TypeAlias = Callable[[torch.Tensor, HeadWeights, torch.Tensor, Layer], torch.Tensor]
@@ -186,7 +195,10 @@ class TorchOperations:
         """
 
         def compute(rows: torch.Tensor, expert: int) -> torch.Tensor:
-            return F.linear(self.activate(F.linear(rows, matrices.fc1[expert])), matrices.fc2[expert])
+            bias = matrices.fc1_bias[expert] if matrices.fc1_bias else None
+            out = F.linear(self.activate(F.linear(rows, matrices.fc1[expert], bias)), matrices.fc2[expert])
+            # Weighted as the rest is, so it is not for all to add; of ranks that share an expert the first adds it.
+            return out + matrices.fc2_bias[expert] if matrices.fc2_bias and not self.tensor_parallel.rank else out
 
         return computed_by_experts(x, chosen, weights, compute)
 

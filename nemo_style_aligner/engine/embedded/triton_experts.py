@@ -36,11 +36,15 @@ class TritonExperts:
     Each way of cutting pairs into blocks has kernels of its own (`rows`).
     """
 
-    def __init__(self, number: int, per_token: int, activation: str) -> None:
-        """``number``, ``per_token``: of experts; ``activation``: of their gates."""
+    def __init__(self, number: int, per_token: int, activation: str, adds_bias: bool = True) -> None:
+        """``number``, ``per_token``: of experts; ``activation``: of their gates.
+
+        ``adds_bias``: the second biases, if there are any: one of the ranks that share experts does.
+        """
         self._number = number
         self._per_token = per_token
         self._activation = ACTIVATIONS[activation]
+        self._adds_bias = adds_bias
 
     def rows(self, num_tokens: int) -> int:
         """Pairs in a block of a pass over so many tokens."""
@@ -69,12 +73,14 @@ class TritonExperts:
         )
         active = x.new_empty(pairs, inner)
         products = x.new_empty(pairs, hidden)
-        for source, kind, place, out, is_first in (
-            (x, matrices.fc1, matrices.places[0], active, True),
-            (active, matrices.fc2, matrices.places[1], products, False),
+        of_fc1, of_fc2, of_fc1_bias, of_fc2_bias = matrices.places
+        for source, kind, place, biases, bias_place, out, is_first in (
+            (x, matrices.fc1, of_fc1, matrices.fc1_bias, of_fc1_bias, active, True),
+            (active, matrices.fc2, of_fc2, matrices.fc2_bias, of_fc2_bias, products, False),
         ):
+            has_bias = bool(biases) and (is_first or self._adds_bias)
             multiply_by_experts_kernel[num_blocks, triton.cdiv(out.shape[1], _COLUMNS)](
-                *(source, kind[0], place, order, blocks, out),
+                *(source, kind[0], place, biases[0] if has_bias else source, bias_place, order, blocks, out),
                 SIZE=source.shape[1],
                 RESULTS=out.shape[1],
                 PER_TOKEN=self._per_token,
@@ -84,6 +90,7 @@ class TritonExperts:
                 BLOCK=_BLOCK,
                 ACTIVATION=self._activation,
                 IS_FIRST=is_first,
+                HAS_BIAS=has_bias,
                 num_warps=4,
                 num_stages=3,
                 enable_fp_fusion=True,
@@ -156,11 +163,13 @@ def sort_by_expert_kernel(  # type: ignore[no-untyped-def]
         place += tl.sum(is_own.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["places"])
+@triton.jit(do_not_specialize_on_alignment=["places", "bias_places"])
 def multiply_by_experts_kernel(  # type: ignore[no-untyped-def]
     x,
     matrix,
     places,
+    bias,
+    bias_places,
     order,
     blocks,
     out,
@@ -173,12 +182,14 @@ def multiply_by_experts_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_FIRST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     """Multiply one block of pairs by ``COLUMNS`` rows of its expert's matrix; both are the program's place in the grid.
 
     ``matrix`` is the first expert's, [2 * RESULTS, SIZE] or [RESULTS, SIZE]; others begin ``places`` units of ``UNIT``
-    numbers behind it. First matrices take rows of tokens, ``x`` [t, SIZE], and give what gates let through in the
-    pairs' sorted order, ``out`` [t * k, RESULTS]; second ones take that, and give rows in the order of pairs.
+    numbers behind it; biases likewise. First matrices take rows of tokens, ``x`` [t, SIZE], and give what gates let
+    through in the pairs' sorted order, ``out`` [t * k, RESULTS]; second ones take that, and give rows in the order of
+    pairs.
     """
     block = tl.program_id(0)
     number = tl.load(blocks + 3 * block + 1)
@@ -209,6 +220,11 @@ def multiply_by_experts_kernel(  # type: ignore[no-untyped-def]
         if IS_FIRST:
             part = tl.load(weights + RESULTS * SIZE, mask=is_there, other=0.0)
             up = tl.dot(rows, tl.trans(part), up, input_precision="ieee")
+    if HAS_BIAS:
+        own_bias = bias + tl.load(bias_places + expert) * UNIT + columns
+        product += tl.load(own_bias, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if IS_FIRST:
+            up += tl.load(own_bias + RESULTS, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if IS_FIRST:
         product = activated(product, ACTIVATION) * up
     write = out + results.to(tl.int64)[:, None] * RESULTS + columns[None, :]

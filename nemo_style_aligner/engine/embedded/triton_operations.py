@@ -42,7 +42,9 @@ class TritonOperations(TorchOperations):
         self._paged = PagedAttention(self.groups, self.heads, a.kv_channels, a.attention_scale, num_processors)
         self._experts: TritonExperts | None = None
         if a.experts is not None:
-            self._experts = TritonExperts(a.experts.number, a.experts.per_token, a.activation)
+            self._experts = TritonExperts(
+                a.experts.number, a.experts.per_token, a.activation, adds_bias=shape.tensor_parallel.rank == 0
+            )
 
     def add_and_norm(
         self,
