@@ -79,6 +79,12 @@ LONGROPE = {
     "long_factor": [2 * factor for factor in FREQUENCIES],
 }
 HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+GPT_OSS: dict[str, Any] = SIZES | {
+    "intermediate_size": 48, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 37,
+}  # fmt: skip
+GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False, "beta_fast": 32.0,
+}  # fmt: skip
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "llama tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=24),
@@ -170,6 +176,10 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         n_shared_experts=2,
         routed_scaling_factor=2.5,
     ),
+    "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_scaling=GPT_OSS_ROPE),
+    "gpt-oss, unscaled": lambda: transformers.GptOssConfig(
+        **GPT_OSS | {"layer_types": ["full_attention"] * 2}, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    ),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
     "olmo2": lambda: transformers.Olmo2Config(**{**SIZES, "initializer_range": 0.1}),
     "olmo3": lambda: transformers.Olmo3Config(
@@ -201,7 +211,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 # One of each kind of layers: how a native step is compiled.
 GENERATED = ["llama", "mistral 0.1", "qwen2", "qwen3", "smollm3", "granite", "nemotron", "olmo3", "gemma2", "gemma3"]
-WITH_EXPERTS = [name for name in FAMILIES if "moe" in name or name == "mixtral"]
+WITH_EXPERTS = [name for name in FAMILIES if "moe" in name or name in ("mixtral", "gpt-oss")]
 TINY = ModelArchitecture(
     num_layers=2,
     hidden_size=32,

@@ -113,20 +113,21 @@ class MlpWeights:
 
 
 class ExpertWeights:
-    """A layer's router [experts, h] and its bias, float32 [experts], or None; this rank's part of each expert."""
+    """A layer's router [experts, h], its bias and that of its choice, float32 [experts], or None; this rank's part of
+    each expert.
+    """
 
     fc2_bias = None
 
     def __init__(self, weights: TorchWeights, prefix: str) -> None:
         experts, shard = weights.shape.architecture.experts, weights.shape.shard
         assert experts is not None
-        self.router, _ = weights.linear(
-            {f"{prefix}gate": Rows(0, experts.number)}, shard.architecture.hidden_size, False
-        )
-        self.router_bias = None
+        a, rows = shard.architecture, Rows(0, experts.number)
+        self.router, self.router_bias = weights.linear({f"{prefix}gate": rows}, a.hidden_size, a.bias)
+        self.choice_bias = None
         if experts.has_bias:
-            names, size = {f"{prefix}gate.{ROUTER_BIAS}": Rows(0, experts.number)}, (experts.number,)
-            self.router_bias = weights.tensor(names, size, torch.float32)
+            names, size = {f"{prefix}gate.{ROUTER_BIAS}": rows}, (experts.number,)
+            self.choice_bias = weights.tensor(names, size, torch.float32)
         self.shared: MlpWeights | None = None
         if experts.shared_ffn_hidden_size:
             self.shared = MlpWeights(weights, f"{prefix}shared_experts.", experts.shared_ffn_hidden_size // shard.size)
@@ -189,10 +190,15 @@ class TorchModel:
     def _experts(self, x: torch.Tensor, mlp: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
         """The same of experts, and which of them each token has, int64 [t, k]."""
         assert self._a.experts is not None
-        logits = F.linear(x.float(), mlp.router.float())
-        chosen, weights = routed(logits, self._a.experts, mlp.router_bias)
-        out = computed_by_experts(x, chosen, weights, lambda rows, expert: self._mlp(rows, mlp.experts[expert]))
+        logits = F.linear(x.float(), mlp.router.float(), None if mlp.router_bias is None else mlp.router_bias.float())
+        chosen, weights = routed(logits, self._a.experts, mlp.choice_bias)
+        out = computed_by_experts(x, chosen, weights, lambda rows, expert: self._expert(rows, mlp.experts[expert]))
         return out if mlp.shared is None else out + self._mlp(x, mlp.shared), chosen
+
+    def _expert(self, x: torch.Tensor, mlp: MlpWeights) -> torch.Tensor:
+        """`_mlp` of an expert, whose bias is weighted as the rest is: the first rank adds it."""
+        out = self._mlp(x, mlp)
+        return out if mlp.fc2_bias is None or self._tensor_parallel.rank else out + mlp.fc2_bias
 
     def _to_add(
         self, product: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None
