@@ -224,12 +224,12 @@ TINY = ModelArchitecture(
 
 
 def random_hf_model(config: transformers.PretrainedConfig, kind: Any = None) -> transformers.PreTrainedModel:
-    """Norms and biases random too, so that none of them can be forgotten unseen."""
+    """Norms and biases random too, so that none of them can be forgotten unseen; experts' so that they are clamped."""
     torch.manual_seed(0)
     model = (kind or transformers.AutoModelForCausalLM).from_config(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += torch.randn_like(parameter) * 0.3
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("_bias"):
+            parameter.data += torch.randn_like(parameter) * (3.0 if "gate_up" in name else 0.3)
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias += torch.randn_like(bias) * 0.3
