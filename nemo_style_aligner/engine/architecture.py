@@ -693,8 +693,9 @@ class ModelArchitecture(LayerFeatures):
         ]
         if self.bias and etp_size > 1:  # each rank would add the whole bias
             problems.append(
-                f"model.expert_tensor_parallel_size={etp_size}: ranks that train cannot share experts with biases; set "
-                "it to 1 (null: tensor_model_parallel_size), and divide them by model.expert_model_parallel_size"
+                f"model.expert_tensor_parallel_size={etp_size}: ranks cannot share experts with biases; set it to 1 "
+                "(null: tensor_model_parallel_size) and divide them by model.expert_model_parallel_size, or divide "
+                "layers into pipeline stages (nsa convert: --pipeline-parallel)"
             )
         return problems
 
