@@ -1,6 +1,6 @@
 """Run with TRITON_INTERPRET=1: the engine's kernels for GPUs, as Triton's interpreter computes them on the CPU.
 
-In fp32 and fp16: the interpreter multiplies no bf16. Prints ``equal`` at the end.
+In fp32, fp16 and bf16. Prints ``equal`` at the end.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import random
 import pytest
 import torch
 from generation_models import VOCAB, architecture, engine_for, have_graphs, hf_model
+from interpreted_bf16 import multiply_bf16
+from transformers import PreTrainedModel
 
-from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, GenerationResult, SamplingParams
 from nemo_style_aligner.engine.embedded import torch_step
 from nemo_style_aligner.engine.embedded.choose_operations import check, example
@@ -44,21 +46,26 @@ WINDOWS = dataclasses.replace(
     LARGE, num_layers=2, attention_sinks=True, sliding_window=37, windowed_layers=(1,), local_rotary_base=100.0
 )
 LONG_WINDOWS = dataclasses.replace(WINDOWS, sliding_window=700, attention_sinks=False)
+MIXTURE = dataclasses.replace(architecture(), experts=Experts(number=5, per_token=2, ffn_hidden_size=24))
+FAMILIES = ("llama-geglu-bias", "nemotron", "gemma2")
 
-for each in (LARGE, ZERO_CENTERED, WINDOWS, LONG_WINDOWS, architecture("llama-geglu-bias"), architecture("nemotron")):
+for each in (LARGE, ZERO_CENTERED, WINDOWS, LONG_WINDOWS, *map(architecture, FAMILIES)):
     checked(each, torch.float32)
 checked(ONE_GROUP, torch.float16)
+multiply_bf16()
+checked(MIXTURE, torch.bfloat16)
 
 with pytest.MonkeyPatch.context() as patch:
     for name, wrong in (
         ("norm", lambda ops, hidden, *_: hidden * 2),
         ("activation", lambda ops, x: torch.relu(x[:, : x.shape[1] // 2])),
         ("attention", lambda ops, batch: lambda qkv, norms, pages, layer: qkv[:, : ops.groups * ops.heads * 8]),
+        ("experts", lambda ops, x, chosen, weights, matrices: x),
     ):
-        method = {"norm": "add_and_norm", "activation": "activate", "attention": "attention_of"}[name]
+        method = {"norm": "add_and_norm", "activation": "activate", "attention": "attention_of"}.get(name, name)
         with patch.context() as one, pytest.raises(ArithmeticError, match=f"{name} by Triton"):
             one.setattr(TritonOperations, method, wrong)
-            checked(architecture(), torch.float32)
+            checked(MIXTURE, torch.float32)
 
 # What is not a number reaches those that see it, and nobody else.
 for num_pages in (4, 80):
@@ -72,23 +79,24 @@ for num_pages in (4, 80):
     assert bad.any(1).nonzero().tolist() == [[1]] and bad[1].all()
 
 
-def responses() -> list[GenerationResult]:
-    """Of prompts that share pages, are cut into chunks, and enter while others decode."""
+def responses(family: str, model: PreTrainedModel) -> list[GenerationResult]:
+    """Of prompts that share pages, are cut into chunks, and enter while others decode; with routes."""
     draw = random.Random(3)
     common = [draw.randrange(2, VOCAB) for _ in range(20)]
     prompts = [common[: draw.choice((0, 17, 20))] + [draw.randrange(2, VOCAB)] * draw.randint(1, 20) for _ in range(5)]
-    engine = engine_for(model=model, step="torch", prefill_chunk_tokens=11)
+    engine = engine_for(family, model, step="torch", prefill_chunk_tokens=11, records_routes=True)
     requests = [GenerationRequest(i, prompt, seed=i) for i, prompt in enumerate(prompts)]
     return sorted(engine.generate(requests, SamplingParams(max_new_tokens=3, seed=2)), key=lambda r: r.request_id)
 
 
-model = hf_model()
-expected = responses()
-with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(torch_step, "choose_operations", operations_for)
-    for graphs in (False, True):
-        have_graphs(patch, graphs)
-        for result, other in zip(responses(), expected, strict=True):
-            assert result.token_ids == other.token_ids
+for family in ("llama", "gemma2", "glm4-moe"):
+    model = hf_model(family)
+    expected = responses(family, model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_step, "choose_operations", operations_for)
+        have_graphs(patch, True)  # for passes that only decode; others decode without
+        for result, other in zip(responses(family, model), expected, strict=True):
+            assert (result.token_ids, result.routes) == (other.token_ids, other.routes)
             torch.testing.assert_close(torch.tensor(result.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0)
+assert expected[0].routes
 print("equal", flush=True)

@@ -23,7 +23,7 @@ from small_models import SHAPE, TensorSource
 from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
 from nemo_style_aligner.engine.embedded.engine import EmbeddedEngine
-from nemo_style_aligner.engine.parallel.groups import initialize_model_parallel, neighbour_group
+from nemo_style_aligner.engine.parallel.groups import ParallelLayout, initialize_model_parallel, neighbour_group
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.engine.weights.stream import export_weights, import_weights, lendable_weights
@@ -62,6 +62,7 @@ class Layout:
     dp: int = 1
     ep: int = 1
     etp: int | None = None
+    cp: int = 1
     batching: MicroBatching = FOUR
     few: bool = False
     keep: str = "never"
@@ -72,7 +73,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
 
 LAYOUTS = (
@@ -91,8 +92,12 @@ LAYOUTS = (
     Layout("ep2 pp2", dp=2, ep=2, pp=2, batching=MicroBatching(1), distributed=True, is_long=True),
     Layout("tp2 pp2", tp=2, pp=2, is_long=True),
     Layout("ep4", dp=4, ep=4, batching=BY_TOKENS, distributed=True, is_long=True),
+    Layout("cp2", cp=2, keep="always", batching=BY_TOKENS, is_long=True),
+    Layout("cp2 ep2", cp=2, ep=2),
+    Layout("cp2 dp2 ep4", cp=2, dp=2, ep=4, few=True, distributed=True, batching=MicroBatching(2), is_long=True),
+    Layout("tp2 cp2 ep2", tp=2, cp=2, ep=2, etp=1, distributed=True, recompute="full", is_long=True),
 )
-JOB_LAYOUTS = ("reference", "ep2", "tp2 ep2") if os.environ.get("TEST_LONG") else ("reference", "ep2")
+JOB_LAYOUTS = ("reference", "ep2", "tp2 ep2", "cp2 ep2") if os.environ.get("TEST_LONG") else ("reference", "ep2")
 KINDS: dict[str, Experts] = {
     "softmax": Experts(number=4, per_token=2, ffn_hidden_size=24),
     "sigmoid": Experts(
@@ -125,6 +130,12 @@ def first_weights(a: ModelArchitecture) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     tensors = hf_tensors(weight_layout(a))
     return {name: torch.randn(part.shape, generator=generator) * 0.2 for name, part in tensors.items()}
+
+
+def initialize(layout: Layout) -> ParallelLayout:
+    return initialize_model_parallel(
+        layout.tp, layout.pp, seed=1, ep_size=layout.ep, etp_size=layout.etp, cp_size=layout.cp
+    )
 
 
 def make(layout: Layout, kind: str) -> tuple[MegatronModel, Actor]:
@@ -184,7 +195,7 @@ def responses(model: MegatronModel, size: int, step: StepChoice = "native") -> l
 def run(folder: Path, layout: Layout, kind: str) -> None:
     from megatron.core import parallel_state
 
-    groups = initialize_model_parallel(layout.tp, layout.pp, seed=1, ep_size=layout.ep, etp_size=layout.etp)
+    groups = initialize(layout)
     model, actor = make(layout, kind)
     given = first_weights(model.architecture)
     exported = list(export_weights(model, 2000))
@@ -249,7 +260,7 @@ def jobs(folder: Path, layout: Layout) -> None:
     """
     from megatron.core import parallel_state
 
-    initialize_model_parallel(layout.tp, layout.pp, seed=1, ep_size=layout.ep, etp_size=layout.etp)
+    initialize(layout)
     results: dict[str, Any] = {}
     for method in BUILD:
         keys = ("model.global_batch_size=5", "model.max_tokens_per_micro_batch=24", "model.sequence_parallel=True")

@@ -72,6 +72,7 @@ class Way:
     logprobs: str = "trainer"
     group_size: int = 1
     ends: tuple[str, ...] = ()  # strings that end a response, so that lengths differ
+    redraws: bool = False  # dynamic sampling, with rewards that are often equal
     stops: tuple[str, ...] = ()  # in turn: where the run gets a stop signal, before it is started again
     is_long: bool = False  # made with TEST_LONG alone
 
@@ -102,6 +103,10 @@ WAYS = (
     Way("keep_lr0", lr=0.0, **KEEP),
     Way("keep", **KEEP),
     Way("keep_stopped", **KEEP, stops=STOPS),
+    Way("redrawn", **KEEP | {"staleness": 2}, redraws=True),
+    Way("redrawn_stopped", **KEEP | {"staleness": 2}, redraws=True, stops=STOPS),
+    Way("redrawn_wait", **KEEP | {"in_flight": "wait"}, redraws=True, is_long=True),
+    Way("redrawn_wait_stopped", **KEEP | {"in_flight": "wait"}, redraws=True, stops=STOPS, is_long=True),
     Way("keep_two", **KEEP | {"staleness": 2}, is_long=True),
     Way("keep_two_stopped", **KEEP | {"staleness": 2}, stops=STOPS, is_long=True),
     Way("restart", **KEEP | {"staleness": 2, "in_flight": "restart"}, is_long=True),
@@ -126,6 +131,7 @@ def config(folder: Path, way: Way) -> PPOActor:
                     "staleness": way.staleness,
                     "in_flight": way.in_flight,
                     "num_rollouts_per_prompt": way.group_size,
+                    "dynamic_sampling": {"enable": way.redraws},
                     "policy_logprobs": way.logprobs,
                     "rollout_devices": way.rollout_ranks,
                     "mask_truncated": False,
@@ -171,7 +177,8 @@ class Critic:
 
     def score(self, samples: Sequence[Sample]) -> concurrent.futures.Future[list[Reward]]:
         answer: concurrent.futures.Future[list[Reward]] = concurrent.futures.Future()
-        answer.set_result([Reward(float(torch.sin(torch.tensor(s.token_ids).float()).sum())) for s in samples])
+        sums = [float(torch.sin(torch.tensor(s.token_ids).float()).sum()) for s in samples]
+        answer.set_result([Reward(float(x > 0) if self._way.redraws else x) for x in sums])
         if self._stop_at == f"score {self.step}":
             os.kill(os.getpid(), signal.SIGUSR1)
         return answer
@@ -196,7 +203,7 @@ class Critic:
             os.kill(os.getpid(), signal.SIGUSR1)
         if self._stop_at == f"rollout rank {step}":
             self._stop_the_rollout_rank()
-        if self._way.staleness and step + 1 < STEPS and not self._way.stops:
+        if self._way.staleness and step + 1 < STEPS and not (self._way.stops or self._way.redraws):
             self._see_the_next_responses(step)
         self.step = step + 1
         return self
@@ -347,7 +354,7 @@ def fork(folder: Path, ways: Sequence[Way], world_size: int) -> None:
         if rank == 0:
             time.sleep(0.5)  # with this process the store goes
 
-    fork_processes(world_size, rank_main, seconds=200.0)
+    fork_processes(world_size, rank_main, seconds=300.0)
 
 
 def main() -> None:

@@ -755,12 +755,11 @@ WRONG: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "groups": (
         "gpt_ppo_actor", 2,
         "trainer.ppo.estimator=grpo trainer.ppo.critic_warmup_steps=2 trainer.ppo.dynamic_sampling.enable=True "
-        "trainer.ppo.staleness=1 trainer.ppo.rollout_devices=1 remote_critic_rm.critic.ip=of/no/interest",
+        "remote_critic_rm.critic.ip=of/no/interest",
         (
             "trainer.ppo.estimator=grpo, trainer.ppo.num_rollouts_per_prompt=1: it compares the responses to a prompt",
             "trainer.ppo.critic_warmup_steps=2, trainer.ppo.estimator=grpo: there is no critic to warm up",
             "trainer.ppo.dynamic_sampling.enable=True, trainer.ppo.num_rollouts_per_prompt=1: it compares the rewards",
-            "trainer.ppo.dynamic_sampling.enable=True, trainer.ppo.staleness=1: what a step generates ahead is fixed",
         ),
     ),
     "responses of a step": (

@@ -431,6 +431,7 @@ BESIDE = {
     "dynamic sampling": ("trainer.ppo.dynamic_sampling.enable=True",),
     "validation": ("trainer.ppo.val_check_interval=1", "model.ppo.num_val_samples=4"),
     "a step ahead": ("trainer.devices=2", "trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=1"),
+    "two steps ahead": ("trainer.devices=2", "trainer.ppo.rollout_devices=1", "trainer.ppo.staleness=2"),
     "adapters": ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=8", "model.optim.lr=1e-2"),
     "a teacher": ("trainer.ppo.teacher.restore_from_path=SFT", "trainer.ppo.teacher.weight=0.5"),
     "several engines": ("trainer.devices=2", "trainer.ppo.trt_llm.unload_engine_train=True"),

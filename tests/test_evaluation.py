@@ -172,10 +172,12 @@ def test_a_policy_beside_what_it_began_as(models: Models, tmp_path: Path) -> Non
     ]
     assert re.findall(r"<td>(.*?)</td>", cells["win_rate"])[:2] == ["", ""]
     assert all(f"<h3>{heading}</h3>" in page for heading in ("Worst", "Most changed", "Furthest away"))
-    # The same seed, the same responses; a report can show them side by side.
-    said(*arguments[:-1], tmp_path / "again.json", "--sheet", tmp_path / "sheet.jsonl", "--limit", 2)
+    # The same seed, the same responses, also of Hugging Face directories.
+    folders = {models.path(name): models.folder / name for name in models.hf}
+    of_folders = [folders.get(argument, argument) for argument in arguments[:-1]]
+    said(*of_folders, tmp_path / "again.json", "--sheet", tmp_path / "sheet.jsonl", "--limit", 2)
     again = json.loads((tmp_path / "again.json").read_text())["responses"]
-    assert [row["response"] for row in again] == [row["response"] for row in rows[:8]]
+    assert [(row["response"], row["reward"]) for row in again] == [(row["response"], row["reward"]) for row in rows[:8]]
     first = json.loads((tmp_path / "sheet.jsonl").read_text().splitlines()[0])
     assert first["section"] == "Worst" and [answer["label"] for answer in first["answers"]] == [
         "policy",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Artefacts
+from generation_models import have_graphs
 from job_processes import ROOT, run, script
 from multirank_experts import JOB_LAYOUTS, KINDS, LAYOUTS, Layout, architecture, first_weights, kinds_of, routed_somehow
 from multirank_preferences import BUILD
@@ -208,24 +209,36 @@ def engine_of(kind: str, **options: Any) -> EmbeddedEngine:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_routes_of_engines_are_the_trainers_however_tokens_come_to_be_computed(one_rank: None, kind: str) -> None:
-    """In chunks, from pages of others, again after preemptions, guessed; in C++ and in torch."""
+def test_routes_of_engines_are_the_trainers_however_tokens_come_to_be_computed(
+    one_rank: None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, from pages of others, again after preemptions, guessed; in C++ and in torch, padded as for graphs."""
     prompt = [(3 * j) % 50 for j in range(40)]
     requests = [GenerationRequest(i, prompt[: 20 + 4 * i] + [i], i) for i in range(4)]
-    params = SamplingParams(max_new_tokens=30, min_new_tokens=30, seed=5)
+    sampled, greedy = (
+        SamplingParams(max_new_tokens=30, min_new_tokens=30, seed=5, use_greedy=g) for g in (False, True)
+    )
+
+    def generated(engine: EmbeddedEngine, params: SamplingParams) -> list[GenerationResult]:
+        return sorted(engine.generate(requests, params), key=lambda result: result.request_id)
+
     found, preempted = [], []
-    for step, room in (("native", None), ("native", 96), ("torch", 96)):
+    for step, room in (("native", None), ("native", 96), ("torch", 96), ("padded", 96)):
+        if step == "padded":
+            have_graphs(monkeypatch, True)
         engine = engine_of(kind, step=step, num_slots=3, prefill_chunk_tokens=8, kv_cache_tokens=room)
-        found.append(sorted(engine.generate(requests, params), key=lambda result: result.request_id))
+        found.append(generated(engine, sampled))
         preempted.append(engine.statistics.preemptions)
+        guessing = engine_of(kind, step=step, num_slots=3, lookup_decoding=True)
+        guessed = generated(guessing, greedy)
+        assert guessing.statistics.guesses_held
+        assert [(r.token_ids, r.routes) for r in guessed] == [
+            (r.token_ids, r.routes) for r in generated(engine, greedy)
+        ]
     assert preempted[0] == 0 and preempted[1] and engine.statistics.shared_prefix_tokens
-    assert found[0] == found[1] and [r.routes for r in found[0]] == [r.routes for r in found[2]]
-    guessing = engine_of(kind, step="native", num_slots=3, lookup_decoding=True)
-    greedy = SamplingParams(max_new_tokens=30, min_new_tokens=30, use_greedy=True)
-    plain = sorted(engine.generate(requests, greedy), key=lambda result: result.request_id)
-    guessed = sorted(guessing.generate(requests, greedy), key=lambda result: result.request_id)
-    assert guessing.statistics.guesses_held
-    assert [r.routes for r in guessed] == [r.routes for r in plain]
+    assert found[0] == found[1] and all(
+        [r.routes for r in other] == [r.routes for r in found[0]] for other in found[2:]
+    )
     assert disagreement_of(kind, found[0]) == {"routing_disagreement": 0.0}
     assert disagreement_of(kind, found[0], first=0)["routing_disagreement"] > 0.1
 

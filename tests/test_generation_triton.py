@@ -18,11 +18,11 @@ import torch
 from generation_models import architecture
 from triton_without_gpu import check_machine_code, compiled_kernels
 
-from nemo_style_aligner.engine.architecture import ModelArchitecture
+from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.embedded import choose_operations
 from nemo_style_aligner.engine.embedded.decode_graphs import _batch as inputs_of_graph
 from nemo_style_aligner.engine.embedded.step import EngineShape
-from nemo_style_aligner.engine.embedded.torch_operations import Batch, HeadWeights, TorchOperations
+from nemo_style_aligner.engine.embedded.torch_operations import Batch, ExpertMatrices, HeadWeights, TorchOperations
 from nemo_style_aligner.engine.native import with_triton
 
 pytestmark = pytest.mark.skipif(
@@ -31,13 +31,14 @@ pytestmark = pytest.mark.skipif(
 CPU = torch.device("cpu")
 
 
-@pytest.mark.long
-def test_interpreted_kernels_equal_torch(tmp_path: Path) -> None:
-    """Kernels, and engines with them."""
-    script = Path(__file__).with_name("interpreted_kernels.py")
+@pytest.mark.parametrize("name", ["experts", pytest.param("kernels", marks=pytest.mark.long)])
+@pytest.mark.timeout(900)
+def test_interpreted_kernels_are_right(name: str, tmp_path: Path) -> None:
+    """Those of experts; all, and engines with them."""
+    script = Path(__file__).with_name(f"interpreted_{name}.py")
     environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
     output = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert output.stdout.endswith("equal\n"), output.stdout + output.stderr
 
@@ -58,6 +59,8 @@ def architecture_of(hidden: int, heads: int, groups: int, channels: int, **featu
 LLAMA = architecture_of(4096, 32, 8, 128)
 BIASED = architecture_of(1152, 16, 1, 256, normalization="layernorm", activation="gelu", bias=True)
 NORMED_HEADS = architecture_of(2048, 16, 8, 64, qk_layernorm=True, rotary_percentage=0.5)
+GEMMA = architecture_of(2304, 8, 4, 192, normalization="rmsnorm1p", layer_norms="both", attn_logit_softcapping=50.0)
+MIXTURE = architecture_of(3072, 32, 4, 96, experts=Experts(number=8, per_token=2, ffn_hidden_size=768))
 
 
 def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> None:
@@ -66,9 +69,16 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
     weight = torch.empty(a.hidden_size)
     product_bias, bias = (weight.bfloat16(), weight) if a.bias else (None, None)
     hidden = torch.empty(rows, a.hidden_size)
-    operations.add_and_norm(hidden, None, None, (weight, bias))
-    operations.add_and_norm(hidden, hidden.bfloat16(), product_bias, (weight, bias))
+    product_norm = (weight, bias) if a.layer_norms == "both" else None
+    operations.add_and_norm(hidden, None, None, None, (weight, bias))
+    operations.add_and_norm(hidden, hidden.bfloat16(), product_bias, product_norm, (weight, bias))
     operations.activate(torch.empty(rows, a.ffn_hidden_size * (2 if a.gated else 1), dtype=torch.bfloat16))
+    if a.experts is not None:
+        fc1, fc2 = ((torch.empty(a.hidden_size, n * a.experts.ffn_hidden_size).bfloat16(),) * 8 for n in (2, 1))
+        matrices = ExpertMatrices(fc1, fc2)
+        for tokens in (rows, 40 * rows):
+            chosen = torch.zeros(tokens, a.experts.per_token, dtype=torch.int64)
+            operations.experts(hidden.bfloat16().repeat(tokens // rows, 1), chosen, chosen.float(), matrices)
     norms = (torch.empty(a.kv_channels), torch.empty(a.kv_channels)) if a.qk_layernorm else None
     for batch in batches:
         size = (len(batch.positions), operations.groups * (operations.heads + 2) * a.kv_channels)
@@ -78,17 +88,19 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("capability", "architectures"), [(80, [LLAMA]), (90, [LLAMA, BIASED, NORMED_HEADS]), (100, [LLAMA])]
+    ("capability", "architectures"),
+    [(80, [MIXTURE]), (90, [LLAMA, BIASED, NORMED_HEADS, GEMMA, MIXTURE]), (100, [LLAMA, MIXTURE])],
 )
 def test_kernels_compile(
     capability: int, architectures: list[ModelArchitecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to machine code; once for a model and no more, whatever the sizes of passes and the places of inputs."""
-    from nemo_style_aligner.engine.embedded import paged_attention, triton_operations
+    from nemo_style_aligner.engine.embedded import paged_attention, triton_experts, triton_operations
 
     names = {
         paged_attention: ("attend", "add_parts"),
         triton_operations: ("add_and_norm", "activate", "rotate_and_store"),
+        triton_experts: ("sort_by_expert", "multiply_by_experts", "add_experts"),
     }
     kernels = compiled_kernels(monkeypatch, capability, tmp_path, names)
     for a in architectures:
@@ -99,7 +111,9 @@ def test_kernels_compile(
             operations, 5, [choose_operations.example(num_pages, 120, CPU) for num_pages in (4, 80)]
         )  # as when it is built
         made = {name: len(kernel.variants()) - before[name] for name, kernel in kernels.items()}
-        assert made == {"attend": 3, "add_parts": 1, "add_and_norm": 2, "activate": 1, "rotate_and_store": 1}
+        expected = {"attend": 3, "add_parts": 1, "add_and_norm": 2, "activate": 1, "rotate_and_store": 1}
+        of_experts = {"sort_by_expert": 2, "multiply_by_experts": 4, "add_experts": 1}
+        assert made == expected | (of_experts if a.experts is not None else dict.fromkeys(of_experts, 0))
         for rows in (1, 16, 131):
             graphs = [inputs_of_graph(torch.zeros(rows, 2 + pages, dtype=torch.int32)) for pages in (1, 5, 16, 300)]
             compute(operations, rows, graphs)
@@ -108,7 +122,7 @@ def test_kernels_compile(
     for name, kernel in kernels.items():
         for compiled in kernel.variants():
             check_machine_code(compiled, tmp_path)
-            if name == "attend":  # on tensor cores
+            if name in ("attend", "multiply_by_experts"):  # on tensor cores
                 assert re.search(r"\b(wg)?mma|tcgen05\.mma", compiled.asm["ptx"])
 
 
@@ -140,10 +154,10 @@ def test_without_the_kernels_torch_computes(
         for dtype in (torch.float32, torch.bfloat16):
             shape = EngineShape(architecture(), dtype, **size)
             assert choose_operations.choose_operations(shape, torch.device("cuda", 0)) is made[-1]
-        unknown = dataclasses.replace(shape, architecture=architecture("gemma2"))
+        unknown = dataclasses.replace(shape, architecture=architecture("olmo2"))
         assert choose_operations.choose_operations(unknown, torch.device("cuda", 0)) is made[-1]
     record, other = caplog.records
-    assert "they have no layer_norms, attn_logit_softcapping" in other.getMessage()
+    assert "they have no qk_norm_over_heads" in other.getMessage()
     assert ("no driver" if installed else "Triton is not installed") in record.getMessage()
 
 

@@ -84,7 +84,7 @@ def responses(engine: EmbeddedEngine) -> list[GenerationResult]:
 
 
 def own_bytes(engine: EmbeddedEngine) -> int:
-    return sum(buffer.nbytes for buffer in engine._step._buffers)  # type: ignore[attr-defined]
+    return sum(buffer.nbytes for buffer in engine._step._weights.buffers)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))

@@ -50,6 +50,7 @@ CONFIGS: dict[str, Any] = {
     "gemma3": transformers.Gemma3TextConfig,
     "mixtral": transformers.MixtralConfig,
     "qwen3moe": transformers.Qwen3MoeConfig,
+    "glm4moe": transformers.Glm4MoeConfig,
 }
 PATTERNS = {  # as in the tokenizer.json files of these models
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -67,7 +68,7 @@ def random_model(kind: str, **config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     made = CONFIGS[kind](**(SIZES | {"head_dim": 32} | config))
     model = transformers.AutoModelForCausalLM.from_config(made).float().eval()
-    for parameter in model.parameters():
+    for parameter in (*model.parameters(), *(buffer for name, buffer in model.named_buffers() if "correction" in name)):
         if parameter.dim() == 1:
             parameter.data += torch.randn_like(parameter) * 0.3
     return model
@@ -118,17 +119,27 @@ def write_gguf(
     if (number := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)) is not None:
         base |= {"expert_count": number, "expert_used_count": config.num_experts_per_tok}
         base["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", None)
+    if kind == "glm4moe":
+        base |= {
+            "block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1, "expert_gating_func": 2,
+            "rope.dimension_count": config.head_dim // 2, "expert_shared_count": config.n_shared_experts,
+            "expert_weights_norm": True, "expert_weights_scale": config.routed_scaling_factor,
+            "leading_dense_block_count": config.first_k_dense_replace,
+        }  # fmt: skip
+        further = {"attn_q.weight": 8, "nextn.eh_proj.weight": 8, "nextn.shared_head_norm.weight": 8}
+        tensors = {f"blk.{config.num_hidden_layers}.{name}": np.ones(n, np.float32) for name, n in further.items()}
     kind = "llama" if kind == "mixtral" else kind
     writer = gguf.GGUFWriter(path, kind)
     everything = {f"{kind}.{key}": value for key, value in base.items()} | dict(keys or {})
     for key, value in everything.items():
         if value is not None:
             put(writer, key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in unstacked(model.state_dict()).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        values = tensor.float().numpy()
+        values, name = tensor.float().numpy(), name.replace("correction_bias", "correction.bias")
         if "gemma" in kind and name.endswith("norm.weight"):
             values = values + 1
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
@@ -172,7 +183,12 @@ OF_KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {**OF_GEMMA, "num_hidden_layers": 7},  # the sixth has no window
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True},
-}
+    "glm4moe": {
+        "num_hidden_layers": 3, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
+        "attention_bias": True, "use_qk_norm": True,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -332,6 +348,15 @@ def test_keys_are_used_known_or_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"odd\.gguf:? .*{message}"):
             GGUFCheckpoint(write_gguf(tmp_path / "odd.gguf", keys={key: value}))
     GGUFCheckpoint(write_gguf(tmp_path / "each.gguf", keys={"llama.attention.head_count_kv": [4, 4]}))  # by layer
+    glm = random_model("glm4moe", **OF_KINDS["glm4moe"])
+    for key, value, message in (
+        ("expert_gating_func", 1, "expert_gating_func=1 are not supported"),
+        ("expert_group_count", 2, "experts in groups"),
+        ("expert_weights_norm", False, "sigmoid scores that are not normalized"),
+        ("nextn_predict_layers", 0, "lack model.layers.3|tensor blk.3.nextn"),
+    ):
+        with pytest.raises(ValueError, match=rf"odd\.gguf:? .*{message}"):
+            GGUFCheckpoint(write_gguf(tmp_path / "odd.gguf", glm, "glm4moe", keys={f"glm4moe.{key}": value}))
 
 
 def test_a_part_of_a_gguf_model_is_refused(tmp_path: Path) -> None:

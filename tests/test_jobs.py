@@ -58,6 +58,7 @@ from nemo_style_aligner.trainer.jobs.job_setup import Run
 from nemo_style_aligner.trainer.jobs.service_setup import build_critic_service
 from nemo_style_aligner.trainer.models import conversion
 from nemo_style_aligner.trainer.models.conversion import checkpoint_to_nemo
+from nemo_style_aligner.trainer.models.files import open_model
 from nemo_style_aligner.trainer.models.restore import BaseModel, open_base_model, require_same_tokenizer
 from nemo_style_aligner.trainer.services.exactly_once.ledger import TrainingLedger
 from nemo_style_aligner.trainer.telemetry.log_files import HYPERPARAMETERS_FILE
@@ -490,6 +491,7 @@ def check_converted_checkpoint(log_dir: Path, folder: Path, method: str) -> Path
     converted = folder / f"{log_dir.name}.nemo"
     with single_process(1):
         checkpoint_to_nemo(checkpoint, converted)
+        require_same_tokenizer(*(open_model(path, "32") for path in (converted, written)))
     ours, theirs = stored_weights(converted), stored_weights(written)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -497,7 +499,6 @@ def check_converted_checkpoint(log_dir: Path, folder: Path, method: str) -> Path
         assert ours[name].dtype == tensor.dtype and ours[name].equal(tensor[:rows]), name
         assert name.endswith(("word_embeddings.weight", "output_layer.weight")) or len(tensor) == rows, name
     assert load_nemo_config(converted) == load_nemo_config(written)
-    require_same_tokenizer(converted, written)
     described, archived = describe(checkpoint), describe(written)
     assert described["step"] > 0 and described["metrics"] and described["layout"]["tp_size"] >= 1
     assert described["history"] == archived["history"] and described["history"][-1].startswith(f"{method} from /")
@@ -527,7 +528,7 @@ def test_a_training_checkpoint_becomes_the_archive_of_its_job(
     assert not weights["model.rm_head.weight"].equal(reward_model["model.rm_head.weight"])
     row = EvaluatedResponse("", "", [1, 2, 3], 1, True)
     with single_process(1), pytest.raises(CheckpointMismatchError, match="is a critic's, whose values are"):
-        score(Responses([row]), critic, "32")
+        score(Responses([row]), open_model(critic, "32"))
 
 
 def test_a_checkpoint_of_another_job_is_not_converted(
@@ -640,9 +641,9 @@ def test_what_cannot_be_evaluated_is_told_in_a_line(
     checkpoint = next((artefacts.sft_log / "checkpoints").glob("*-last"))
     prompts.write_text('{"text": "User: 1+1=", "answer": "2", "answer_extraction": "regex"}\n')
     for model, told in (
-        (hugging_face, "is a Hugging Face directory, not an archive: convert it with nsa convert"),
         (checkpoint, "is a training checkpoint, not an archive: convert it with nsa convert"),
-        (gguf, "is a GGUF file, not an archive: convert it with nsa convert"),
+        (hugging_face, f"{hugging_face} lacks model.safetensors"),
+        (gguf, f"{gguf}"),
         (adapter, "is PEFT's adapter: merge it into its base's archive with nsa convert --base"),
         ("org/name", "org/name does not exist; nothing is downloaded: if this is a name on the Hugging Face Hub, run"),
         (artefacts.sft, f"{prompts}:1: 'answer_extraction' should be 'whole', 'after MARKER', 'boxed'"),
@@ -663,11 +664,11 @@ def test_rewards_are_not_of_a_head_that_nobody_trained(
             base, config = open_base_model(wrong, Critic.read(cfg))
             build_critic_service(config, no_run, base, TrainingLedger())
         with pytest.raises(CheckpointMismatchError, match="has no reward head"):
-            score(Responses([row]), artefacts.sft, "32")
+            score(Responses([row]), open_model(artefacts.sft, "32"))
         row.tokens = [1] * 10_000
         with pytest.raises(ValueError, match=r"takes \d+ tokens at most, .* prompt and response have 10000"):
-            score(Responses([row]), artefacts.rm, "32")
-    require_same_tokenizer(artefacts.sft, artefacts.rm)
+            score(Responses([row]), open_model(artefacts.rm, "32"))
+        require_same_tokenizer(*(open_model(path, "32") for path in (artefacts.sft, artefacts.rm)))
     prompts, output = artefacts.data("test_prompts"), tmp_path / "evaluation.json"
     command = ("evaluate_gpt.py", f"--model={wrong}", f"--prompts={prompts}", f"--output={output}")
     assert f"{wrong} has no reward head" in last_words(*command, f"--reward-model={wrong}")

@@ -133,13 +133,12 @@ def by_hand(batch: Batch, settings: LossSettings) -> float:
             }[str(settings.policy_loss)]
             if settings.dual_clip is not None and a < 0:
                 loss = min(loss, -a * settings.dual_clip)
-            has_moved = math.exp(new[t] - sampling[t]) - 1
+            has_moved = math.expm1(new[t] - sampling[t])
             if settings.trust_region == "both" and (
                 (a > 0 and has_moved > settings.clip_high) or (a < 0 and has_moved < -settings.clip_low)
             ):
                 loss = 0.0
-            difference = (sampling[t] - new[t]).item()
-            near = math.exp(difference) - 1 - difference
+            near = has_moved - math.log1p(has_moved)  # KL(what sampled || policy)
             loss = weights[t].item() * loss + settings.sampling_kl * near
             difference = (new[t] - reference[t]).item()
             kl = {"k1": difference, "k2": difference**2 / 2, "k3": math.exp(-difference) - 1 + difference}

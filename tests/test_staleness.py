@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from job_processes import ROOT, run
-from multirank_staleness import STEPS, UPDATES_PER_STEP
+from multirank_staleness import NUM_SAMPLES, STEPS, UPDATES_PER_STEP
 from safetensors.torch import load_file
 
 from nemo_style_aligner.engine.contract import GenerationResult
@@ -27,7 +27,6 @@ from nemo_style_aligner.trainer.launch.roles import Channel, Wait
 from nemo_style_aligner.trainer.launch.stop_signals import StopEarlyError
 from nemo_style_aligner.trainer.rl.episodes.runner import Episode
 from nemo_style_aligner.trainer.rl.rollouts import disaggregated
-from nemo_style_aligner.trainer.rl.rollouts.collector import GenerationSchedule
 from nemo_style_aligner.trainer.rl.rollouts.disaggregated import (
     KeptRound,
     RemoteGenerator,
@@ -39,6 +38,7 @@ from nemo_style_aligner.trainer.rl.rollouts.disaggregated import (
     unpack_results,
 )
 from nemo_style_aligner.trainer.rl.rollouts.in_flight import Carried, EngineShare
+from nemo_style_aligner.trainer.rl.rollouts.schedule import GenerationSchedule
 from nemo_style_aligner.trainer.rl.sample import Prompt
 from nemo_style_aligner.trainer.telemetry.metrics import read_metrics
 from nemo_style_aligner.trainer.telemetry.timers import ScopedTimer
@@ -186,7 +186,10 @@ LONG = pytest.mark.long
 
 @pytest.mark.parametrize(
     "way",
-    ["stale", "two", "keep", *(pytest.param(name, marks=LONG) for name in ("keep_two", "restart", "keep_four"))],
+    [
+        *("stale", "two", "keep", "redrawn"),
+        *(pytest.param(name, marks=LONG) for name in ("redrawn_wait", "keep_two", "restart", "keep_four")),
+    ],
 )
 def test_stopped_and_resumed_is_as_if_never_stopped(
     folder: Path,
@@ -245,6 +248,23 @@ def test_responses_go_on_with_new_weights(trained: Callable[[str], Tensors], fol
     assert max(value for _, value in logged["generation/carried_tokens"]) > 0
 
 
+@pytest.mark.parametrize("way", ["redrawn", pytest.param("redrawn_wait", marks=LONG)])
+def test_a_step_takes_more_rounds_in_place_of_groups_that_teach_nothing(
+    trained: Callable[[str], Tensors], curves: Callable[[str], dict[str, list[tuple[int, float]]]], way: str
+) -> None:
+    """As many as it needs of those that were begun ahead, whose prompts follow each other."""
+    logged = curves(way)
+    rounds = [int(value) for _, value in logged["train_rollouts/sampling_rounds"]]
+    assert max(rounds) > 1 and sum(rounds) > STEPS
+    consumed = [int(value) for _, value in logged["train_rollouts/consumed_samples"]]
+    prompts = NUM_SAMPLES // 2
+    assert consumed == [prompts * sum(rounds[: step + 1]) for step in range(STEPS)]
+    assert all(value > 0 for _, value in logged["train_rollouts/dropped_samples"])
+    tensors = trained(way)
+    first, second = (set(tensors[f"{step}.prompt_ids"].tolist()) for step in (0, 1))
+    assert not first & second  # of one epoch
+
+
 def test_a_response_that_goes_on_has_the_log_probs_of_its_weights(trained: Callable[[str], Tensors]) -> None:
     """With weights that stay the trainer's are the engine's, whatever was computed again."""
     still = trained("keep_lr0")
@@ -284,7 +304,7 @@ def test_every_round_has_random_numbers_of_its_own_and_a_step_ahead_its_steps() 
             schedule.drop(step)
         assert len(set(seeds)) == 18 and trained == [True, True, False, False, True, True] * 3  # validations are not
         schedule.begin_ahead(prompts, 0, step=0, version=0)
-    assert seeds[18:] == [seeds[6]]
+    assert seeds[18:] == [seeds[12]]  # round 4: three were drawn beside those of the steps
 
 
 def _schedule(staleness: int, collector: Any = None) -> GenerationSchedule:

@@ -10,15 +10,21 @@ import torch
 
 from nemo_style_aligner.engine.architecture import ENDS, EVERY_FEATURE
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
-from nemo_style_aligner.engine.embedded.torch_operations import Batch, ChunkSegment, HeadWeights, TorchOperations
+from nemo_style_aligner.engine.embedded.torch_operations import (
+    Batch,
+    ChunkSegment,
+    ExpertMatrices,
+    HeadWeights,
+    TorchOperations,
+)
 from nemo_style_aligner.engine.native.with_triton import with_triton
+from nemo_style_aligner.engine.weights.layout import LAYER_NORMS
 
 logger = logging.getLogger(__name__)
 
 # Largest error, relative to the largest magnitude of the exact result.
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 2e-5}
-_KNOWN = EVERY_FEATURE - {"layer_norms", "qk_norm_over_heads", "attn_logit_softcapping", "experts"} | {*ENDS}
-_KNOWN -= {"clamped_swiglu"}
+_KNOWN = EVERY_FEATURE - {"qk_norm_over_heads", "clamped_swiglu"} | {*ENDS}
 _POSITIONS = 1280  # of the longest sequence in the check
 _MANY_PROCESSORS = 2**16  # so many that the check divides attention into parts, whatever the number of heads
 
@@ -64,20 +70,40 @@ def check(operations: TorchOperations, shape: EngineShape, device: torch.device)
     def wide(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x.float()
 
-    weight = random(a.hidden_size, of=torch.float32)
+    weight, has_norms = random(a.hidden_size, of=torch.float32), LAYER_NORMS[a.layer_norms]
     norm = weight, random(a.hidden_size, of=torch.float32) if a.norm_has_bias else None
-    for has_product, has_bias in ((False, False), (True, a.bias)):  # a pass's first norm, and all others
+    before, after = (norm if name in has_norms else None for name in ("mlp_norm", "mlp_out_norm"))
+    for has_product, then in ((False, before), (True, before), (True, norm)):  # a pass's first norm, others, its last
         hidden = random(5, a.hidden_size, of=torch.float32)
         product = random(5, a.hidden_size) if has_product else None
-        bias = random(a.hidden_size) if has_bias else None
-        exact_hidden = hidden.clone()
-        normed = operations.add_and_norm(hidden, product, bias, norm)
-        exact = expected.add_and_norm(exact_hidden, wide(product), wide(bias), norm)
+        bias = random(a.hidden_size) if has_product and a.bias else None
+        exact_hidden, product_norm = hidden.clone(), after if has_product else None
+        normed = operations.add_and_norm(hidden, product, bias, product_norm, then)
+        exact = expected.add_and_norm(exact_hidden, wide(product), wide(bias), product_norm, then)
         compare("norm", normed, exact)
         compare("residual stream", hidden, exact_hidden)
 
     x = random(5, shape.shard.ffn_size * (2 if a.gated else 1))
     compare("activation", operations.activate(x), expected.activate(x.float()))
+
+    if a.experts is not None:
+        kinds: list[tuple[torch.Tensor, ...]] = []  # of few, which experts share: to draw all would take seconds
+        sizes: list[tuple[int, ...]] = [
+            (2 * shape.shard.expert_size, a.hidden_size),
+            (a.hidden_size, shape.shard.expert_size),
+        ]
+        sizes += [size[:1] for size in sizes] if a.bias else []
+        for size in sizes:
+            few = [random(*size) / size[-1] ** 0.5 for _ in range(min(a.experts.number, 3))]
+            kinds.append(tuple(few[n % len(few)] for n in range(a.experts.number)))
+        matrices = ExpertMatrices(*kinds)
+        exact_matrices = ExpertMatrices(*(tuple(matrix.float() for matrix in kind) for kind in kinds))
+        for tokens in (5, 1 + 32 * a.experts.number // a.experts.per_token):  # few and many pairs of an expert
+            x = random(tokens, a.hidden_size)
+            scores = random(tokens, a.experts.number, of=torch.float32).softmax(-1)
+            top, chosen = scores.topk(a.experts.per_token, -1)
+            exact = expected.experts(x.float(), chosen, top, exact_matrices)
+            compare("experts", operations.experts(x, chosen, top, matrices), exact)
 
     pages = random(120, PAGE_TOKENS, 2 * groups, a.kv_channels)
     head_norms = sinks = None

@@ -39,6 +39,9 @@ class DecodeGraphs:
         # One buffer for all results: a graph with an output of its own would hold the memory of its logits for good.
         dtype = logits_dtype(shape.dtype, device)
         self._logits = torch.empty(0, shape.architecture.vocab_size, dtype=dtype, device=device)
+        experts = shape.architecture.experts
+        size = (sum(shape.architecture.expert_layers), 0 if experts is None else experts.per_token)
+        self._routes = torch.empty(0, *size, dtype=torch.int16, device=device)
         # One for all captures: libraries keep a workspace for each stream.
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[int, Callable[[], None]] = {}
@@ -51,6 +54,7 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Capture every bucket, the largest first, so that the others fit into its memory."""
         self._logits = self._logits.new_empty(len(self._host), self._logits.shape[1])
+        self._routes = self._routes.new_empty(len(self._host), *self._routes.shape[1:])
         self._host[:, :2] = 0
         self._host[:, 2:] = self._scratch_page
         self._inputs.copy_(self._host)
@@ -63,8 +67,8 @@ class DecodeGraphs:
         self._graphs.clear()
         self._logits = self._logits.new_empty(0, self._logits.shape[1])
 
-    def run(self, step: StepInput) -> torch.Tensor:
-        """Logits of a pass that only decodes, valid until the next one."""
+    def run(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of a pass that only decodes, and its `Batch.stacked_routes`, valid until the next one."""
         rows = step.num_decode
         padded_rows = next(size for size in self._row_buckets if size >= rows)
         host = self._host.numpy()
@@ -77,13 +81,16 @@ class DecodeGraphs:
             # Safe although asynchronous: the host buffer is next written once this pass's tokens have been waited for.
             self._inputs[:padded_rows].copy_(self._host[:padded_rows], non_blocking=True)
         self._graphs[padded_rows]()
-        return self._logits[:rows]
+        return self._logits[:rows], self._routes[:rows]
 
     def _capture_one(self, rows: int, pool: Any) -> Callable[[], None]:
-        """A function that computes the bucket's logits from the input buffer into the result buffer."""
+        """A function that computes the bucket's results from the input buffer into their buffers."""
 
         def compute() -> None:
-            self._logits[:rows] = self._compute(_batch(self._inputs[:rows]))
+            batch = _batch(self._inputs[:rows])
+            self._logits[:rows] = self._compute(batch)
+            if batch.routes:
+                self._routes[:rows] = batch.stacked_routes()
 
         if self._device.type != "cuda":
             return compute

@@ -34,7 +34,8 @@ _POSITIONS_PER_PART = 256  # at least, a multiple of every block size: shorter p
 _MOST_POSITIONS_PER_PART = 1024  # at most, about: else one long sequence would hold up many short ones
 _MOST_PARTS = 32
 _ALL = 1 << 30  # a window longer than any sequence
-LOG2_E = tl.constexpr(math.log2(math.e))
+_LOG2_E = math.log2(math.e)  # the kernels compute powers of two
+LOG2_E = tl.constexpr(_LOG2_E)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class PagedAttention:
 
     def __init__(self, groups: int, heads_per_group: int, channels: int, scale: float, num_processors: int) -> None:
         """``scale``: factor of the scores. ``num_processors``: of the GPU (streaming multiprocessors)."""
-        self._scale = scale * math.log2(math.e)  # the kernels compute powers of two
+        self._scale = scale
         self._groups = groups
         self._heads = heads_per_group
         self._channels = channels
@@ -75,7 +76,8 @@ class PagedAttention:
 
         Called with the layer's pages [pages, PAGE_TOKENS, 2 * groups, d], which hold the pass's keys and values
         already, and with queries [t, groups, heads per group, d]; where the layer has them, with a window (positions
-        that a token sees, its own included) and with sinks (scores of nothing, float32 [groups * heads per group]).
+        that a token sees, its own included), sinks (scores of nothing, float32 [groups * heads per group]) and a soft
+        cap of scores.
         """
         blocks = [_Blocks(batch.tables)] if len(batch.tables) else []
         if batch.segments:
@@ -83,11 +85,15 @@ class PagedAttention:
         positions = batch.positions
 
         def attend(
-            pages: torch.Tensor, query: torch.Tensor, window: int | None = None, sinks: torch.Tensor | None = None
+            pages: torch.Tensor,
+            query: torch.Tensor,
+            window: int | None = None,
+            sinks: torch.Tensor | None = None,
+            cap: float | None = None,
         ) -> torch.Tensor:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             for part in blocks:
-                self._attend(query, pages, positions, part, out, window, sinks)
+                self._attend(query, pages, positions, part, out, window, sinks, cap)
             return out.flatten(1)
 
         return attend
@@ -119,6 +125,7 @@ class PagedAttention:
         out: torch.Tensor,
         window: int | None,
         sinks: torch.Tensor | None,
+        cap: float | None,
     ) -> None:
         """Compute the rows of ``out``, of the shape of ``query``, that belong to the tokens of ``blocks``."""
         decodes = blocks.chunks is None
@@ -133,7 +140,8 @@ class PagedAttention:
         attend_kernel[blocks.num_programs, self._groups, parts](
             *(query, pages, blocks.tables, positions, positions if decodes else blocks.chunks),
             *(out, partial, log_sums, positions if sinks is None else sinks),
-            self._scale,
+            self._scale * _LOG2_E if cap is None else 2 * self._scale / cap,
+            (cap or 0.0) * _LOG2_E,
             window or _ALL,
             # Strides in heads, so that Triton sees that a head's channels can be loaded side by side.
             *(query.stride(0) // self._channels, query.stride(1) // self._channels),
@@ -149,6 +157,7 @@ class PagedAttention:
             IN_CHUNKS=not decodes,
             IN_PARTS=parts > 1,
             HAS_SINKS=sinks is not None,
+            HAS_CAP=cap is not None,
             num_warps=8 if rows * self._width >= _MANY_RESULTS else 4,
             num_stages=_STAGES,
             enable_fp_fusion=True,
@@ -191,6 +200,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     log_sums,
     sinks,
     scale,
+    cap,
     window,
     query_stride,
     group_stride,
@@ -207,12 +217,14 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
     IN_CHUNKS: tl.constexpr,
     IN_PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):
     """Attention of one program: its place in the grid is a block of tokens (see `_Blocks`), a group and a part.
 
     Without ``IN_PARTS`` the result goes to ``out`` [t, groups, heads, channels]; with it, in float32, to ``partial``
     [t, groups, heads, parts, channels], and the logarithm of the sum of its weights to ``log_sums`` [t, groups, heads,
-    parts]. Logarithms are of base 2, and ``scale`` includes the factor log2(e).
+    parts]. Logarithms are of base 2, and ``scale`` includes the factor log2(e). With a soft cap it does not: there
+    ``scale`` is that of the scores times 2 / cap, and ``cap`` includes the factor.
 
     A part has at least ``LEAST`` positions, so the last parts of a short sequence are empty. With a window, positions
     before that of the first token are in none. Sinks belong to the first part.
@@ -260,9 +272,9 @@ def attend_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotations u
         place = pages + (page * PAGE + seen % PAGE) * (2 * GROUPS * CHANNELS) + group * CHANNELS
         key, value = load_heads(place, channels, is_there, is_channel, GROUPS * CHANNELS)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
-        is_seen = is_there[None, :] & (seen[None, :] <= own_positions[:, None])
-        is_seen &= seen[None, :] > own_positions[:, None] - window
-        scores = tl.where(is_seen, scores, float("-inf"))
+        scores = cap * (2.0 * tl.sigmoid(scores) - 1.0) if HAS_CAP else scores  # cap tanh(scores / 2)
+        behind = own_positions[:, None] - seen[None, :]
+        scores = tl.where(is_there[None, :] & (behind >= 0) & (behind < window), scores, float("-inf"))
         now_highest = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(now_highest == float("-inf"), 0.0, now_highest)  # a token's window begins after the block
         shrunk = tl.exp2(highest - base)

@@ -12,9 +12,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nemo_style_aligner.engine.embedded.routing import computed_by_experts, routed
+from nemo_style_aligner.engine.embedded.routing import routed
 from nemo_style_aligner.engine.embedded.step import EngineShape
-from nemo_style_aligner.engine.embedded.torch_operations import Batch, HeadWeights, Norm, TorchOperations
+from nemo_style_aligner.engine.embedded.torch_operations import (
+    LOADED_BYTES,
+    Batch,
+    ExpertMatrices,
+    HeadWeights,
+    Norm,
+    TorchOperations,
+)
 from nemo_style_aligner.engine.embedded.trainer_weights import TrainerWeights
 from nemo_style_aligner.engine.embedded.weight_table import Rows, Write, layer_rows, mlp_rows
 from nemo_style_aligner.engine.softcaps import capped
@@ -44,6 +51,12 @@ class TorchWeights:
         self.layers = [LayerWeights(self, index) for index in range(a.num_layers)]
         self.final_norm = self.norm("model.norm")
 
+    def locate(self) -> None:
+        """Note where the memory of experts lies: to be called when buffers have got memory anew."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, ExpertWeights):
+                layer.mlp.matrices.locate()
+
     def linear(self, parts: dict[str, Rows], columns: int, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A matrix [all rows of ``parts``, ``columns``] and its bias; ``parts``: module names and their rows."""
         rows, dtype = Rows.total(parts), self.shape.dtype
@@ -63,7 +76,7 @@ class TorchWeights:
         """The tensor that ``parts`` make up; they cover all rows but those that pad the vocabulary."""
         names = tuple(parts)
         viewed = self._trainer.find(names, size, (dtype,), self._device)
-        if viewed is not None:
+        if viewed is not None and not viewed.data_ptr() % LOADED_BYTES:
             self._trainer.viewed[names] = viewed
             return viewed
         tensor = torch.empty(size, dtype=dtype, device=self._device)
@@ -131,8 +144,13 @@ class ExpertWeights:
         self.shared: MlpWeights | None = None
         if experts.shared_ffn_hidden_size:
             self.shared = MlpWeights(weights, f"{prefix}shared_experts.", experts.shared_ffn_hidden_size // shard.size)
-        each = (f"{prefix}experts.{number}." for number in range(experts.number))
-        self.experts = [MlpWeights(weights, name, shard.expert_size) for name in each]
+        each = [MlpWeights(weights, f"{prefix}experts.{n}.", shard.expert_size) for n in range(experts.number)]
+        self.matrices = ExpertMatrices(
+            tuple(expert.fc1 for expert in each),
+            tuple(expert.fc2 for expert in each),
+            tuple(expert.fc1_bias for expert in each if expert.fc1_bias is not None),
+            tuple(expert.fc2_bias for expert in each if expert.fc2_bias is not None),
+        )
 
 
 def _writing(view: torch.Tensor) -> Write:
@@ -162,51 +180,39 @@ class TorchModel:
         hidden = self._embed(batch.token_ids)
         if self._a.embedding_multiplier != 1:
             hidden *= self._a.embedding_multiplier
-        product, bias = None, None  # not yet added to the hidden states
-        parts = zip(weights.layers, self._pages, self._a.layers, strict=True)
-        for number, (layer, pages, features) in enumerate(parts):
+        product, bias, product_norm = None, None, None  # not yet added to the hidden states
+        for layer, pages, features in zip(weights.layers, self._pages, self._a.layers, strict=True):
             norms = layer.norms
-            normed = ops.add_and_norm(hidden, product, bias, norms.get("input_norm"))
+            normed = ops.add_and_norm(hidden, product, bias, product_norm, norms.get("input_norm"))
             qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
             product = F.linear(attention(qkv, layer.heads, pages, features), layer.output)
             reduce(product)  # each rank has multiplied its columns of the matrix
-            product, bias = self._to_add(product, layer.output_bias, norms.get("attention_out_norm"))
-            normed = ops.add_and_norm(hidden, product, bias, norms.get("mlp_norm"))
+            normed = ops.add_and_norm(
+                hidden, product, layer.output_bias, norms.get("attention_out_norm"), norms.get("mlp_norm")
+            )
             if isinstance(layer.mlp, ExpertWeights):
-                product, batch.routes[number] = self._experts(normed, layer.mlp)
+                product = self._experts(normed, layer.mlp, batch)
             else:
                 product = self._mlp(normed, layer.mlp)
             reduce(product)
-            product, bias = self._to_add(product, layer.mlp.fc2_bias, norms.get("mlp_out_norm"))
+            bias, product_norm = layer.mlp.fc2_bias, norms.get("mlp_out_norm")
         if batch.output_rows is not None:
             hidden = hidden[batch.output_rows]
             product = None if product is None else product[batch.output_rows]
-        return self._logits(ops.add_and_norm(hidden, product, bias, weights.final_norm))
+        return self._logits(ops.add_and_norm(hidden, product, bias, product_norm, weights.final_norm))
 
     def _mlp(self, x: torch.Tensor, mlp: MlpWeights) -> torch.Tensor:
-        """What this rank's part of an MLP, or of an expert, adds to the sum over ranks: [t, h] -> [t, h]."""
+        """What this rank's part of an MLP adds to the sum over ranks: [t, h] -> [t, h]."""
         return F.linear(self._operations.activate(F.linear(x, mlp.fc1, mlp.fc1_bias)), mlp.fc2)
 
-    def _experts(self, x: torch.Tensor, mlp: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of experts, and which of them each token has, int64 [t, k]."""
+    def _experts(self, x: torch.Tensor, mlp: ExpertWeights, batch: Batch) -> torch.Tensor:
+        """The same of experts; the batch gets which of them each token has."""
         assert self._a.experts is not None
         logits = F.linear(x.float(), mlp.router.float(), None if mlp.router_bias is None else mlp.router_bias.float())
         chosen, weights = routed(logits, self._a.experts, mlp.choice_bias)
-        out = computed_by_experts(x, chosen, weights, lambda rows, expert: self._expert(rows, mlp.experts[expert]))
-        return out if mlp.shared is None else out + self._mlp(x, mlp.shared), chosen
-
-    def _expert(self, x: torch.Tensor, mlp: MlpWeights) -> torch.Tensor:
-        """`_mlp` of an expert, whose bias is weighted as the rest is: the first rank adds it."""
-        out = self._mlp(x, mlp)
-        return out if mlp.fc2_bias is None or self._tensor_parallel.rank else out + mlp.fc2_bias
-
-    def _to_add(
-        self, product: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What is added to the residual stream for a projection's output, and its bias: perhaps their norm."""
-        if norm is None:
-            return product, bias
-        return self._operations.normed(product if bias is None else product + bias, norm), None
+        batch.routes.append(chosen)
+        out = self._operations.experts(x, chosen, weights, mlp.matrices)
+        return out if mlp.shared is None else out + self._mlp(x, mlp.shared)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings, float32 [t, hidden]: each rank looks up the ids it holds, and the ranks' results are summed."""

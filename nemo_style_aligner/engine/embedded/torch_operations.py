@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from nemo_style_aligner.engine.architecture import Layer
+from nemo_style_aligner.engine.embedded.routing import computed_by_experts
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
 from nemo_style_aligner.engine.softcaps import clamped_swiglu, stored_attention
 from nemo_style_aligner.engine.transfers import moved
@@ -49,7 +50,14 @@ class Batch:
     tables: torch.Tensor  # int64 [n, p]: pages that each decoding token attends to
     segments: tuple[ChunkSegment, ...] = ()
     output_rows: torch.Tensor | None = None  # int64 [o]: tokens whose logits are wanted; None: all
-    routes: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)  # by layer, int64 [t, k]: filled in
+    # Filled in: of each layer with experts those of each token, int64 [t, k].
+    routes: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+    def stacked_routes(self) -> torch.Tensor:
+        """``routes``, int16 [t, layers with experts, k]; without any layer [t, 0, 0]."""
+        if not self.routes:
+            return torch.empty(len(self.positions), 0, 0, dtype=torch.int16)
+        return torch.stack(self.routes, 1).to(torch.int16)
 
 
 class HeadWeights(NamedTuple):
@@ -66,6 +74,40 @@ class HeadWeights(NamedTuple):
 
 Norm: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 """Weight and bias of a norm of the residual stream, float32 [h] each; only RMSNorm has no bias."""
+
+LOADED_BYTES = 16
+"""What kernels load at a time: matrices begin at multiples of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertMatrices:
+    """This rank's part of a layer's experts, whose matrices lie anywhere: in the engine's memory or the trainer's.
+
+    Attributes:
+        fc1: of each [2 f, h], gate over up.
+        fc2: of each [h, f].
+        fc1_bias, fc2_bias: of each [2 f] and [h]; empty: there are none.
+        places: int64 [4, experts], on the device: how far behind that of the first expert these of each begin, in
+            multiples of `LOADED_BYTES`.
+    """
+
+    fc1: tuple[torch.Tensor, ...]
+    fc2: tuple[torch.Tensor, ...]
+    fc1_bias: tuple[torch.Tensor, ...] = ()
+    fc2_bias: tuple[torch.Tensor, ...] = ()
+    places: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        places = torch.zeros(4, len(self.fc1), dtype=torch.int64, device=self.fc1[0].device)
+        object.__setattr__(self, "places", places)
+        self.locate()
+
+    def locate(self) -> None:
+        """Fill in ``places``; to be called again when memory has been moved."""
+        for row, kind in zip(self.places, (self.fc1, self.fc2, self.fc1_bias, self.fc2_bias), strict=True):
+            if kind:
+                row.copy_(torch.tensor([each.data_ptr() - kind[0].data_ptr() for each in kind]) // LOADED_BYTES)
+
 
 Attention: TypeAlias = Callable[[torch.Tensor, HeadWeights, torch.Tensor, Layer], torch.Tensor]
 """Attention of one pass in one layer: [t, heads * d], before the output projection.
@@ -97,6 +139,7 @@ class TorchOperations:
         hidden: torch.Tensor,
         product: torch.Tensor | None,
         product_bias: torch.Tensor | None,
+        product_norm: Norm | None,
         norm: Norm | None,
     ) -> torch.Tensor:
         """Add ``product`` and its bias to ``hidden``, float32 [t, h], in place; return its norm in the engine's dtype.
@@ -104,17 +147,21 @@ class TorchOperations:
         What is added is multiplied by the model's ``residual_multiplier``.
 
         Args:
-            product: [t, h], the output of the preceding projection, or its norm in float32; None: there is none.
+            product: [t, h], the output of the preceding projection; None: there is none.
+            product_norm: not these two are added, but the norm of their sum.
             norm: None: the sum itself is returned.
         """
         multiplier = self.architecture.residual_multiplier
+        if product is not None and product_norm is not None:
+            product = self._normed(product if product_bias is None else product + product_bias, product_norm)
+            product_bias = None
         if product is not None:
             hidden.add_(product, alpha=multiplier)
         if product_bias is not None:
             hidden.add_(product_bias, alpha=multiplier)
-        return (hidden if norm is None else self.normed(hidden, norm)).to(self.dtype)
+        return (hidden if norm is None else self._normed(hidden, norm)).to(self.dtype)
 
-    def normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def _normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """The norm of ``x`` [t, h], float32."""
         a, shape, (weight, bias) = self.architecture, (x.shape[-1],), norm
         if bias is None:
@@ -139,6 +186,23 @@ class TorchOperations:
         else:
             active = F.relu(gate).square()
         return active if value is None else active * value
+
+    def experts(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, matrices: ExpertMatrices
+    ) -> torch.Tensor:
+        """What this rank's part of experts adds to the sum over ranks, [t, h] of ``x`` [t, h].
+
+        Args:
+            chosen, weights: see `routing.routed`.
+        """
+
+        def compute(rows: torch.Tensor, expert: int) -> torch.Tensor:
+            bias = matrices.fc1_bias[expert] if matrices.fc1_bias else None
+            out = F.linear(self.activate(F.linear(rows, matrices.fc1[expert], bias)), matrices.fc2[expert])
+            # Weighted as the rest is, so it is not for all to add; of ranks that share an expert the first adds it.
+            return out + matrices.fc2_bias[expert] if matrices.fc2_bias and not self.tensor_parallel.rank else out
+
+        return computed_by_experts(x, chosen, weights, compute)
 
     def rotary(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of all positions by which a layer rotates."""

@@ -89,6 +89,7 @@ class TorchStep(ModelStep):
         self._trainer = trainer
         self._use_kernels = use_kernels
         self._use_graphs = graphs
+        self._expert_layers = np.flatnonzero(shape.architecture.expert_layers)
         self._graphs: DecodeGraphs | None = None
 
     def build(self) -> None:
@@ -96,7 +97,7 @@ class TorchStep(ModelStep):
         shape, trainer = self._shape, self._trainer
         weights = TorchWeights(shape, self._device, trainer)
         self.weights = WeightTable(shape.shard, weights.writes, viewed=trainer.names)
-        self._buffers = weights.buffers
+        self._weights = weights
         logger.info(
             "generation weights: %.1f MB viewed in the trainer's memory, %.1f MB copied by every refit",
             sum(tensor.nbytes for tensor in trainer.viewed.values()) / 1e6,
@@ -116,13 +117,13 @@ class TorchStep(ModelStep):
     def forward(self, step: StepInput) -> torch.Tensor:
         """See `ModelStep.forward`; logits are float32 on a GPU, else in the engine's dtype."""
         with self._on_device():
-            if step.routes is None and self._graphs is not None and len(step.segments) == step.num_decode:
-                return self._graphs.run(step)
-            batch = self._batch(step)
-            logits = self._model.forward(batch)
+            if self._graphs is not None and len(step.segments) == step.num_decode:
+                logits, routes = self._graphs.run(step)
+            else:
+                batch = self._batch(step)
+                logits, routes = self._model.forward(batch), batch.stacked_routes()
             if step.routes is not None:
-                for layer, chosen in batch.routes.items():
-                    step.routes[:, layer] = chosen.cpu().numpy()
+                step.routes[:, self._expert_layers] = routes.cpu().numpy()
             return logits
 
     def clear_pages(self) -> None:
@@ -133,7 +134,7 @@ class TorchStep(ModelStep):
         """See `ModelStep.release`."""
         if self._graphs is not None:
             self._graphs.release()
-        for buffer in self._buffers:  # which stay valid objects, as do their views
+        for buffer in self._weights.buffers:  # which stay valid objects, as do their views
             buffer.untyped_storage().resize_(0)
         self._pages.release()
         if self._device.type == "cuda":
@@ -142,8 +143,9 @@ class TorchStep(ModelStep):
     @torch.inference_mode()
     def acquire(self) -> None:
         """See `ModelStep.acquire`."""
-        for buffer in self._buffers:
+        for buffer in self._weights.buffers:
             buffer.untyped_storage().resize_(buffer.nbytes)
+        self._weights.locate()
         self._pages.acquire()
         if self._graphs is not None:
             with self._on_device():

@@ -14,9 +14,16 @@ import triton.language as tl
 from nemo_style_aligner.engine.architecture import Layer
 from nemo_style_aligner.engine.embedded.paged_attention import PagedAttention
 from nemo_style_aligner.engine.embedded.step import EngineShape
-from nemo_style_aligner.engine.embedded.torch_operations import Attention, Batch, HeadWeights, Norm, TorchOperations
+from nemo_style_aligner.engine.embedded.torch_operations import (
+    Attention,
+    Batch,
+    ExpertMatrices,
+    HeadWeights,
+    Norm,
+    TorchOperations,
+)
+from nemo_style_aligner.engine.embedded.triton_experts import ACTIVATIONS, TritonExperts, activated
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
 _ACTIVE_BLOCK = 1024  # results per program of `activate_kernel`
 
 
@@ -29,29 +36,32 @@ class TritonOperations(TorchOperations):
         """``num_processors``: of the GPU (streaming multiprocessors)."""
         super().__init__(shape, device)
         a = self.architecture
-        self._activation = _ACTIVATIONS[a.activation]
+        self._activation = ACTIVATIONS[a.activation]
         self._rows = triton.next_power_of_2(self.heads + 1)
         self._width = triton.next_power_of_2(a.kv_channels)
         self._paged = PagedAttention(self.groups, self.heads, a.kv_channels, a.attention_scale, num_processors)
+        self._experts: TritonExperts | None = None
+        if a.experts is not None:
+            self._experts = TritonExperts(
+                a.experts.number, a.experts.per_token, a.activation, adds_bias=shape.tensor_parallel.rank == 0
+            )
 
     def add_and_norm(
         self,
         hidden: torch.Tensor,
         product: torch.Tensor | None,
         product_bias: torch.Tensor | None,
+        product_norm: Norm | None,
         norm: Norm | None,
     ) -> torch.Tensor:
         """As `TorchOperations.add_and_norm`."""
-        assert norm is not None  # `choose_operations` has seen to it
-        (t, size), (weight, bias) = hidden.shape, norm
+        t, size = hidden.shape
         out = torch.empty(t, size, dtype=self.dtype, device=hidden.device)
         block = triton.next_power_of_2(size)
+        norms = [part for each in (product_norm, norm) for part in each or (None, None)]
         add_and_norm_kernel[(t,)](
             hidden,
-            out if product is None else product,  # not touched where there is none
-            weight if product_bias is None else product_bias,
-            weight,
-            weight if bias is None else bias,
+            *(hidden if each is None else each for each in (product, product_bias, *norms)),  # not touched
             out,
             self.architecture.layernorm_epsilon,
             SIZE=size,
@@ -60,7 +70,9 @@ class TritonOperations(TorchOperations):
             MULTIPLIER=self.architecture.residual_multiplier,
             HAS_PRODUCT=product is not None,
             HAS_PRODUCT_BIAS=product_bias is not None,
-            IS_LAYER_NORM=bias is not None,
+            HAS_PRODUCT_NORM=product_norm is not None and product is not None,
+            HAS_NORM=norm is not None,
+            IS_LAYER_NORM=self.architecture.norm_has_bias,
             num_warps=_warps(block),
             enable_fp_fusion=True,
         )
@@ -81,6 +93,13 @@ class TritonOperations(TorchOperations):
             enable_fp_fusion=True,
         )
         return out
+
+    def experts(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, matrices: ExpertMatrices
+    ) -> torch.Tensor:
+        """As `TorchOperations.experts`."""
+        assert self._experts is not None
+        return self._experts(x, chosen, weights, matrices)
 
     def attention_of(self, batch: Batch) -> Attention:
         """As `TorchOperations.attention_of`."""
@@ -106,7 +125,7 @@ class TritonOperations(TorchOperations):
                 num_warps=_warps(self._rows * self._width),
                 enable_fp_fusion=True,
             )
-            return attend(pages, qkv[:, :, : self.heads], layer.window, weights.sinks)
+            return attend(pages, qkv[:, :, : self.heads], layer.window, weights.sinks, layer.attn_logit_softcapping)
 
         return attention
 
@@ -121,8 +140,10 @@ def add_and_norm_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotat
     hidden,
     product,
     product_bias,
-    weight,
-    bias,
+    product_norm,
+    product_norm_bias,
+    norm,
+    norm_bias,
     out,
     epsilon,
     SIZE: tl.constexpr,
@@ -131,6 +152,8 @@ def add_and_norm_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotat
     MULTIPLIER: tl.constexpr,
     HAS_PRODUCT: tl.constexpr,
     HAS_PRODUCT_BIAS: tl.constexpr,
+    HAS_PRODUCT_NORM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     IS_LAYER_NORM: tl.constexpr,
 ):
     """`TorchOperations.add_and_norm` of one token, the program's place in the grid."""
@@ -138,19 +161,43 @@ def add_and_norm_kernel(  # type: ignore[no-untyped-def]  # Triton looks annotat
     is_column = columns < SIZE
     places = tl.program_id(0).to(tl.int64) * SIZE + columns
     x = tl.load(hidden + places, mask=is_column, other=0.0)
-    if HAS_PRODUCT:
-        x += tl.load(product + places, mask=is_column, other=0.0).to(tl.float32) * MULTIPLIER
-    if HAS_PRODUCT_BIAS:
-        x += tl.load(product_bias + columns, mask=is_column, other=0.0).to(tl.float32) * MULTIPLIER
     if HAS_PRODUCT or HAS_PRODUCT_BIAS:
+        added = tl.zeros([BLOCK], tl.float32)
+        if HAS_PRODUCT:
+            added += tl.load(product + places, mask=is_column, other=0.0).to(tl.float32)
+        if HAS_PRODUCT_BIAS:
+            added += tl.load(product_bias + columns, mask=is_column, other=0.0).to(tl.float32)
+        if HAS_PRODUCT_NORM:
+            added = normed(
+                added, product_norm, product_norm_bias, columns, is_column, epsilon, SIZE, OFFSET, IS_LAYER_NORM
+            )
+        x += added * MULTIPLIER
         tl.store(hidden + places, x, mask=is_column)
+    if HAS_NORM:
+        x = normed(x, norm, norm_bias, columns, is_column, epsilon, SIZE, OFFSET, IS_LAYER_NORM)
+    tl.store(out + places, x.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def normed(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    columns,
+    is_column,
+    epsilon,
+    SIZE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    IS_LAYER_NORM: tl.constexpr,
+):
+    """The norm of one token's numbers, zeros behind the last of its ``SIZE`` columns."""
     if IS_LAYER_NORM:
         x = tl.where(is_column, x - tl.sum(x, 0) / SIZE, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + epsilon)
-    normed = x * scale * (tl.load(weight + columns, mask=is_column, other=0.0) + OFFSET)
+    x = x * scale * (tl.load(weight + columns, mask=is_column, other=0.0) + OFFSET)
     if IS_LAYER_NORM:
-        normed += tl.load(bias + columns, mask=is_column, other=0.0)
-    tl.store(out + places, normed.to(out.dtype.element_ty), mask=is_column)
+        x += tl.load(bias + columns, mask=is_column, other=0.0)
+    return x
 
 
 @triton.jit
@@ -163,14 +210,7 @@ def activate_kernel(  # type: ignore[no-untyped-def]
     is_column = columns < SIZE
     row = x + token * (2 * SIZE if IS_GATED else SIZE)
     gate = tl.load(row + columns, mask=is_column, other=0.0).to(tl.float32)
-    if ACTIVATION == 0:
-        active = gate * tl.sigmoid(gate)
-    elif ACTIVATION == 1:
-        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif ACTIVATION == 3:
-        active = gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate))
-    else:
-        active = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
+    active = activated(gate, ACTIVATION)
     if IS_GATED:
         active *= tl.load(row + SIZE + columns, mask=is_column, other=0.0).to(tl.float32)
     tl.store(out + token * SIZE + columns, active.to(out.dtype.element_ty), mask=is_column)

@@ -13,9 +13,11 @@ import torch
 
 from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
 from nemo_style_aligner.engine.rope import RopeScaling, inverse_frequencies
+from nemo_style_aligner.engine.weights.expert_families import EXPERT_FAMILIES
 from nemo_style_aligner.engine.weights.gguf_file import GGUFFile
 from nemo_style_aligner.engine.weights.gguf_tokenizer import TOKENIZER_KEYS, write_tokenizer
 from nemo_style_aligner.engine.weights.huggingface_config import FAMILIES
+from nemo_style_aligner.engine.weights.layout import ROUTER_BIAS
 from nemo_style_aligner.engine.weights.stream import check_shapes
 
 HF_NAMES = {
@@ -44,12 +46,19 @@ _NORMS_OF_GEMMA = {
     "ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
     "post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
 }
+_OF_GLM = {
+    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    **{f"ffn_{part}_shexp": f"model.layers.{{}}.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+_OWN_NAMES = {"gemma2": _NORMS_OF_GEMMA, "gemma3": _NORMS_OF_GEMMA, "glm4moe": _OF_GLM}
+"""What some architectures have in place of these, or beside them."""
+_ROUTER_BIAS = "exp_probs_b.bias"  # GLM's; "bias" is part of Hugging Face's name of it
 
 # GGUF architectures and Hugging Face's families. llama.cpp reorders the rows of q and k of "llama" (which is Mistral's
 # too) for its own form of rotary embedding; the others it leaves as they are. Gemma's norms it stores plus one.
 _ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")}
-_ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
-_WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}  # the families of files that have any
+_ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe"}
+_WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe"}  # families of files that have any
 # What llama.cpp knows of Gemma without a key: of how many layers the last has no window, and the number of layers of
 # which models the square of what scores are divided by is not the size of a head but this share of the hidden size.
 _PERIODS, _SHARED_SCALES = {"gemma2": 2, "gemma3": 6}, {"gemma2": 46, "gemma3": 62}
@@ -79,6 +88,11 @@ _USED = (
 _EXPERTS = ("ARCH.expert_count", "ARCH.expert_used_count", "ARCH.expert_feed_forward_length")
 _USED_BY = {
     **dict.fromkeys(_WITH_EXPERTS, _EXPERTS),
+    "glm4moe": (
+        *_EXPERTS, "ARCH.expert_shared_count", "ARCH.expert_weights_norm", "ARCH.expert_weights_scale",
+        "ARCH.expert_group_count", "ARCH.expert_group_used_count", "ARCH.leading_dense_block_count",
+        "ARCH.nextn_predict_layers",
+    ),
     "gemma2": ("ARCH.attention.sliding_window", "ARCH.attn_logit_softcapping", "ARCH.final_logit_softcapping"),
     "gemma3": (
         "ARCH.attention.sliding_window", "ARCH.attention.sliding_window_pattern", "ARCH.rope.freq_base_swa",
@@ -93,6 +107,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "general.quantization_version": (2,),  # before it, blocks were laid out otherwise
     "ARCH.expert_count": (0,),
     "ARCH.expert_used_count": (0,),
+    "ARCH.expert_gating_func": (2,),  # sigmoids, as GLM has them
     "ARCH.attention.sliding_window": (0,),
     "ARCH.attention.causal": (True,),
     "ARCH.attention.scale": (0.0,),
@@ -134,10 +149,11 @@ class GGUFCheckpoint:
         if self._kind not in _ARCHITECTURES:
             raise ValueError(f"{self.path}: GGUF architecture {self._kind!r} is not one of {', '.join(_ARCHITECTURES)}")
         self._check_keys()
+        self._num_layers = self._read_num_layers()
         self._names = {
             hf: (name, expert)
             for name in self._file.tensors
-            if name != _ROPE_FACTORS
+            if name != _ROPE_FACTORS and not self._is_behind_the_last_layer(name)
             for hf, expert in self._hf_names(name)
         }
         try:
@@ -186,10 +202,23 @@ class GGUFCheckpoint:
                     f"does not, remove it (gguf-new-metadata --remove-metadata {key} IN OUT)"
                 )
 
+    def _read_num_layers(self) -> int:
+        """Those that compute the next token; llama.cpp counts GLM's that predict further ones, too."""
+        further = self._file.value("glm4moe.nextn_predict_layers", int, 0) if self._kind == "glm4moe" else 0
+        return self._file.value(f"{self._kind}.block_count", int) - further
+
+    def _is_behind_the_last_layer(self, name: str) -> bool:
+        """Whether a tensor is of layers that predict further tokens, which are left out."""
+        match = re.match(r"blk\.(\d+)\.", name)
+        return self._kind == "glm4moe" and match is not None and int(match[1]) >= self._num_layers
+
     def _hf_names(self, name: str) -> Iterator[tuple[str, int | None]]:
         """Of the tensors that one of the file is: Hugging Face's name, and which expert's it is, if all have one."""
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
-        names = HF_NAMES | _NORMS_OF_GEMMA if self._kind in _PERIODS else HF_NAMES
+        names = HF_NAMES | _OWN_NAMES.get(self._kind, {})
+        if self._kind == "glm4moe" and match is not None and name.endswith(_ROUTER_BIAS):
+            yield f"model.layers.{match[1]}.mlp.gate.{ROUTER_BIAS}", None
+            return
         if match is not None and match[2] in _OF_EXPERTS and self._kind in _WITH_EXPERTS:
             for expert in range(min(self._file.tensors[name].shape[0], _MOST_EXPERTS)):
                 yield f"{_OF_EXPERTS[match[2]].format(match[1], expert)}.{match[3]}", expert
@@ -216,13 +245,18 @@ class GGUFCheckpoint:
         rows = self.shapes().get("model.embed_tokens.weight", (0,))[0]
         if whole("vocab_size", rows) != rows:
             raise ValueError(f"{self._kind}.vocab_size={whole('vocab_size')}, but the embedding has {rows} rows")
-        base, family, experts = number("rope.freq_base", 10000.0), _ARCHITECTURES[self._kind], None
-        if self._kind in _WITH_EXPERTS and whole("expert_count", 0):
+        base, family, own = number("rope.freq_base", 10000.0), _ARCHITECTURES[self._kind], dict[str, Any]()
+        if self._kind in _PERIODS:
+            own = self._features_of_gemma(hidden_size, heads, head_size)
+        elif self._kind == "glm4moe":
+            own = self._features_of_glm()
+        elif self._kind in _WITH_EXPERTS and whole("expert_count", 0):
             family = _WITH_EXPERTS[self._kind]
             size = whole("expert_feed_forward_length", whole("feed_forward_length"))
             experts = Experts(number=whole("expert_count"), per_token=whole("expert_used_count"), ffn_hidden_size=size)
+            own = {"experts": experts}
         return ModelArchitecture(
-            num_layers=whole("block_count"),
+            num_layers=self._num_layers,
             hidden_size=hidden_size,
             ffn_hidden_size=whole("feed_forward_length"),
             num_attention_heads=heads,
@@ -233,8 +267,7 @@ class GGUFCheckpoint:
             # Stored as float32: 9.99999974e-06 was 1e-05.
             layernorm_epsilon=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
             **FAMILIES[family].fixed,
-            experts=experts,
-            **(self._features_of_gemma(hidden_size, heads, head_size) if self._kind in _PERIODS else {}),
+            **own,
             tied_embeddings="lm_head.weight" not in self._names,
             rotary_base=base,
             rotary_percentage=rotary_size / max(head_size, 1),
@@ -264,6 +297,33 @@ class GGUFCheckpoint:
         if is_third:
             return features | ({"local_rotary_base": value("rope.freq_base_swa", float, 10000.0)} if windowed else {})
         return features | {"attn_logit_softcapping": value("attn_logit_softcapping", float, 50.0) or None}
+
+    def _features_of_glm(self) -> dict[str, Any]:
+        """What differs from model to model: as llama.cpp does, by the tensors that there are."""
+
+        def value(key: str, kind: type[Any], *default: Any) -> Any:
+            return self._file.value(f"glm4moe.{key}", kind, *default)
+
+        experts, dense = EXPERT_FAMILIES["glm4_moe"].read(
+            {
+                "num_hidden_layers": self._num_layers,
+                "n_routed_experts": value("expert_count", int),
+                "num_experts_per_tok": value("expert_used_count", int),
+                "moe_intermediate_size": value("expert_feed_forward_length", int),
+                "n_shared_experts": value("expert_shared_count", int, 0),
+                "first_k_dense_replace": value("leading_dense_block_count", int, 0),
+                "norm_topk_prob": value("expert_weights_norm", bool, False),
+                "routed_scaling_factor": value("expert_weights_scale", float, 0.0) or 1.0,
+                "n_group": value("expert_group_count", int, 1),
+                "topk_group": value("expert_group_used_count", int, 1),
+            }
+        )
+        return {
+            "experts": experts,
+            "dense_layers": dense,
+            "qkv_bias": "model.layers.0.self_attn.q_proj.bias" in self._names,
+            "qk_layernorm": "model.layers.0.self_attn.q_norm.weight" in self._names,
+        }
 
     def _rope_scaling(self, base: float, rotary_size: int) -> RopeScaling | None:
         """As llama.cpp reads it: of a type that is not given, a factor is linear."""

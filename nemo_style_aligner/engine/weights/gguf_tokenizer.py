@@ -83,7 +83,7 @@ _SPLITTINGS: Mapping[str, Splitting] = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"),
         Splitting(_LLAMA3, ignore_merges=True, add_bos=True),
     ),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), Splitting(_LLAMA3)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4"), Splitting(_LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Splitting(_QWEN2, nfc=True)),
     "tekken": Splitting(_TEKKEN, ignore_merges=True, add_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), Splitting(_GPT4O)),

@@ -27,7 +27,7 @@ Examples:
   nsa eval policy.nemo --against sft.nemo --prompts test_prompts.jsonl --reward-model rm.nemo \\
       --output results.json --sheet sheet.html
   nsa eval policy.nemo --prompts test_prompts.jsonl --environment my_env.py:episode
-  nsa eval policy.nemo --against base.nemo --texts wiki.jsonl
+  nsa eval policy.nemo --against ~/models/Qwen3-0.6B --texts wiki.jsonl
   nsa eval rm.nemo --comparisons test_comparisons.jsonl --category subset
 """
 
@@ -71,7 +71,7 @@ _count = click.IntRange(min=1)
 @click.option("--output", type=_file, callback=writable, help="Results and all responses, as JSON.")
 @click.option("--sheet", type=_file, callback=writable, help="What to read, as HTML; as JSONL if it ends with .jsonl.")
 def command(output: Path | None, sheet: Path | None, **options: Any) -> None:
-    """Measure MODEL, a .nemo archive of a policy or of a reward model.
+    """Measure MODEL, a policy or a reward model: a .nemo archive, a Hugging Face directory or a GGUF file.
 
     Of a policy with --prompts: accuracy, pass@K, reward, length; with --texts: perplexity. With --against also the
     changes from that model to MODEL: win rate, KL, length and the others. Of a reward model with --comparisons: how
@@ -164,7 +164,7 @@ def _table(results: Results, by_measure: bool) -> Table:
 
 def script(description: str | None) -> None:
     """Run the script ``evaluate_gpt.py``: MODEL is ``--model``, ``--end-strings`` takes several."""
-    model = click.Option(["--model"], type=_path, callback=_model, required=True, help="The policy's archive.")
+    model = click.Option(["--model"], type=_path, callback=_model, required=True, help="The policy.")
     sys.argv[1:] = _one_by_one(sys.argv[1:])
     text = "\n\n".join(f"\b\n{paragraph}" for paragraph in (description or "").split("\n\n"))
 

@@ -129,11 +129,9 @@ def _trained(config: Mapping[str, Any], stored: Index) -> dict[str, Any]:
 
 
 def _foreign(path: Path) -> dict[str, Any]:
-    from nemo_style_aligner.engine.weights.gguf import GGUFCheckpoint
-    from nemo_style_aligner.engine.weights.huggingface import HuggingFaceCheckpoint
+    from nemo_style_aligner.trainer.models.foreign_models import source_of
 
-    weights: HuggingFaceCheckpoint | GGUFCheckpoint
-    weights = HuggingFaceCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+    weights = source_of(path)
     return _model(weights.architecture, weights.dtypes(), weights.num_attributes)
 
 

@@ -29,19 +29,19 @@ from nemo_style_aligner.engine.weights.stream import export_weights
 from nemo_style_aligner.errors import NonFiniteError, UserError
 from nemo_style_aligner.seeds import derive_seed
 from nemo_style_aligner.tools.evaluation import measures
-from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_config, require_reward_head
 from nemo_style_aligner.trainer.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.trainer.config import schema
 from nemo_style_aligner.trainer.data.answers import ANSWER, given_answer, is_right, problem_of
 from nemo_style_aligner.trainer.data.datasets import PromptDataset, PromptItem, lengths_of, pad_rows
 from nemo_style_aligner.trainer.data.preferences import ComparisonEncoder
 from nemo_style_aligner.trainer.models.critic import RewardModel
+from nemo_style_aligner.trainer.models.files import config_of, open_model
 from nemo_style_aligner.trainer.models.gpt import MegatronModel
 from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.packing import MicroBatching
 from nemo_style_aligner.trainer.models.pipeline import Scoring, forward
 from nemo_style_aligner.trainer.models.ragged import RaggedBatch, after_prompts
-from nemo_style_aligner.trainer.models.restore import BaseModel, read_base_model, require_same_tokenizer
+from nemo_style_aligner.trainer.models.restore import BaseModel, require_same_tokenizer
 from nemo_style_aligner.trainer.rl.episodes.runner import (
     Episode,
     build_environment,
@@ -213,9 +213,9 @@ class Responses:
 def default_max_length(model_path: Path) -> int:
     """Longest response in tokens: 128, or half of the model's positions where that is less.
 
-    For the errors see `load_nemo_config`.
+    For the errors see `files.open_model`.
     """
-    architecture = ModelArchitecture.from_nemo_config(load_nemo_config(model_path))
+    architecture = ModelArchitecture.from_nemo_config(config_of(model_path))
     return min(_MAX_LENGTH, max(1, architecture.max_position_embeddings // 2))
 
 
@@ -246,11 +246,12 @@ def evaluate_policies(settings: EvaluationSettings, tell: Callable[[Results], No
     if s.environment is not None:
         check_environment(named_environment(s.environment), "--environment")
     bases = [open_policy(path, s.precision) for path in (s.model, s.against) if path is not None]
-    for path, what in ((s.against, "a model"), (s.reward_model, "a reward model")):
-        if path is not None:
-            require_same_tokenizer(s.model, path, what)
-    if s.reward_model is not None:
-        require_reward_head(s.reward_model)
+    if s.against is not None:
+        require_same_tokenizer(bases[0], bases[1], "a model")
+    reward_model = open_model(s.reward_model, s.precision) if s.reward_model is not None else None
+    if reward_model is not None:
+        require_same_tokenizer(bases[0], reward_model)
+        reward_model.require_rewards()
     prompts = read_prompts(bases, s) if s.prompts is not None else []
     texts = _read_texts(bases, s) if s.texts is not None else []
     grade = _grader(s.math, prompts)
@@ -261,21 +262,17 @@ def evaluate_policies(settings: EvaluationSettings, tell: Callable[[Results], No
     for row, own, other in zip(policies[0].responses.rows, policies[0].of_first, policies[-1].of_first, strict=False):
         row.kl = own - other
     tell(_results(policies, texts, s))
-    if s.reward_model is not None:
-        score(Responses([row for policy in policies for row in policy.responses.rows]), s.reward_model, s.precision)
+    if reward_model is not None:
+        score(Responses([row for policy in policies for row in policy.responses.rows]), reward_model)
         tell(_results(policies, texts, s))
 
 
 def open_policy(path: Path, precision: str) -> BaseModel:
-    """A language model's archive. Raises UserError, also if it is another model's."""
-    base = _open(path, precision)
+    """A language model. Raises UserError, also if it is another model."""
+    base = open_model(path, precision)
     if "reward_model_type" in base.config:
         raise UserError(f"{path} is a reward model or critic, which generates no text: give a language model")
     return base
-
-
-def _open(path: Path, precision: str) -> BaseModel:
-    return read_base_model(str(path), {}, precision)
 
 
 def read_prompts(bases: Sequence[BaseModel], settings: EvaluationSettings) -> list[PromptItem]:
@@ -509,17 +506,16 @@ def _changes(ours: Responses, theirs: Responses) -> Measures:
 # ---- reward models ------------------------------------------------------------------------------
 
 
-def score(responses: Responses, reward_model_path: Path, precision: str) -> None:
-    """Fill in every response's reward, in place. Call `models.restore.require_same_tokenizer` first.
+def score(responses: Responses, base: BaseModel) -> None:
+    """Fill in every response's reward by a reward model, in place. Call `models.restore.require_same_tokenizer` first.
 
     Raises:
         CheckpointMismatchError: the reward model has fewer positions than a response takes, or no head.
     """
-    base = _open(reward_model_path, precision)
     longest, positions = max(len(row.tokens) for row in responses.rows), base.architecture.max_position_embeddings
     if longest > positions:
         raise CheckpointMismatchError(
-            f"{reward_model_path} takes {positions} tokens at most, but the longest prompt and response have "
+            f"{base.path} takes {positions} tokens at most, but the longest prompt and response have "
             f"{longest}; lower --max-length"
         )
     # Each once, whoever gave it: rounding, which depends on the batch, would make a difference of a tie.
@@ -551,8 +547,8 @@ def evaluate_reward_model(settings: EvaluationSettings, tell: Callable[[Results]
     """
     path, key = settings.comparisons, settings.category
     assert path is not None
-    require_reward_head(settings.model)
-    base = _open(settings.model, settings.precision)
+    base = open_model(settings.model, settings.precision)
+    base.require_rewards()
     ends = bool(base.tokenizer.format.append_eod)
     how = {"add_bos": settings.add_bos, "append_eod": ends, "seq_length": _positions([base])}
     encoder = ComparisonEncoder(base.tokenizer, how, bos_key="--add-bos")

@@ -15,16 +15,14 @@ from nemo_style_aligner.engine.parallel.machine import available_memory, ranks_o
 from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.engine.text.tokenizer import Tokenizer
 from nemo_style_aligner.engine.vocabulary import vocabulary_options
-from nemo_style_aligner.engine.weights.gguf import GGUFCheckpoint
-from nemo_style_aligner.engine.weights.huggingface import HuggingFaceCheckpoint
 from nemo_style_aligner.engine.weights.layout import check_shapes, hf_tensors, weight_layout
 from nemo_style_aligner.engine.weights.stream import export_weights
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.trainer.models.files import kind_of, tokenizer_of
+from nemo_style_aligner.trainer.models.foreign_models import Source, source_of
 from nemo_style_aligner.trainer.models.gpt import parse_precision
 from nemo_style_aligner.trainer.models.restore import read_base_model
 
-_Source = HuggingFaceCheckpoint | GGUFCheckpoint
 _SHARE_OF_FREE_MEMORY = 0.8
 _NO_LANGUAGE_MODEL = "is a reward model or critic, which generates no text: give a language model"
 
@@ -103,7 +101,7 @@ def _open(path: Path, precision: str, num_ranks: int) -> tuple[ModelArchitecture
         a_kind = f"a{'n' * (kind == 'adapter')} {kind}"
         raise UserError(f"{path} is {a_kind}: make a .nemo archive of it first, with nsa convert")
     try:
-        source: _Source = HuggingFaceCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+        source = source_of(path)
         if source.num_attributes:
             raise UserError(f"{path} {_NO_LANGUAGE_MODEL}")
         check_shapes(source.architecture, source.shapes())
@@ -120,7 +118,7 @@ def _finite(path: Path, weights: WeightStream) -> WeightStream:
         yield name, tensor
 
 
-def _read_all(source: _Source) -> WeightStream:
+def _read_all(source: Source) -> WeightStream:
     shapes = source.shapes()
     for name in hf_tensors(weight_layout(source.architecture)):  # some files have more: a tied output layer
         if name in shapes:

@@ -700,7 +700,8 @@ class Critic(JobConfig):
 
 class DynamicSampling(Section):
     # Leave out prompts whose responses all have the same reward, which teach nothing, and take more, up to
-    # num_rollout_samples that do. A run has as many steps as without, and so passes over the prompts more often.
+    # num_rollout_samples that do. A run has as many steps as without, and so passes over the prompts more often. With
+    # staleness these are of the rounds that were begun ahead.
     enable: bool = False
     max_rounds: Count = 4  # of generation in a step, at most; then it trains on what there is
 
@@ -765,7 +766,7 @@ class Generation(Section):
     # Implementation of the forward pass: native (C++, CPUs), torch (its functions alone) or auto (the fastest here).
     step: StepChoice = "auto"
     # Where slots are free, guess the next tokens from other responses to the same prompt, and have each pass check
-    # several: the same responses in fewer passes. null: with the native step.
+    # several: the same responses in fewer passes, with the torch step up to rounding. null: with the native step alone.
     lookup_decoding: bool | None = None
 
 
@@ -920,7 +921,7 @@ class ActorLoop(Updates):
     # that sampled each token, for which importance_weight_cap must be null; both: a token that has left either range,
     # in the way its advantage pulls, has no gradient (docs/performance.md, Learning).
     trust_region: Literal["step", "sampling", "both"] = of("${by_index:${.staleness},[step,both]}")
-    sampling_kl: Number = 0.0  # weight of a KL penalty, k3 in the loss, that keeps the policy near the one that sampled
+    sampling_kl: Number = 0.0  # weight, in the loss, of KL(what sampled || policy), which keeps the policy near
     # With experts: compute the policy with those that the engine has chosen for each token, in log-probs and updates;
     # its routers learn all the same (R3, arXiv:2510.11370). False: as its own routers choose; metric
     # routing_disagreement says how often that is otherwise.

@@ -314,16 +314,9 @@ def _best_of_n(view: JobView) -> Iterator[str]:
 
 
 def _dynamic_sampling(view: JobView) -> Iterator[str]:
-    enable, staleness = "trainer.ppo.dynamic_sampling.enable", "trainer.ppo.staleness"
-    if not view.get(enable):
-        return
-    if view.get(GROUP) == 1:
+    enable = "trainer.ppo.dynamic_sampling.enable"
+    if view.get(enable) and view.get(GROUP) == 1:
         yield f"{view.show(enable, GROUP)}: it compares the rewards of a prompt's responses; give 2 or more"
-    if view.get(staleness):
-        yield (
-            f"{view.show(enable, staleness)}: what a step generates ahead is fixed before its rewards are known; set "
-            f"{staleness}=0"
-        )
 
 
 def _overlong(view: JobView) -> Iterator[str]:

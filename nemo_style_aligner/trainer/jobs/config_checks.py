@@ -264,8 +264,6 @@ def _experts(view: JobView, architecture: ModelArchitecture) -> Iterator[str]:
         if view.ep_size > 1 or view.get(ETP):
             yield f"{view.show(EP, ETP)}: the model has no experts; leave them out"
         return
-    if view.cp_size > 1:
-        yield f"{view.show(CP)}: sequences of models with experts are not divided; set it to 1"
     parts = view.ep_size * view.etp_size * view.pp_size
     if view.training_ranks > 0 and view.training_ranks % parts:
         yield (

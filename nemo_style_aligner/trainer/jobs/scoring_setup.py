@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from nemo_style_aligner.guard.http_client import ClientLimits, server_url
-from nemo_style_aligner.trainer.checkpoints.nemo_archive import require_reward_head, require_weights
+from nemo_style_aligner.trainer.checkpoints.nemo_archive import require_weights
 from nemo_style_aligner.trainer.config.loading import ConfigError
 from nemo_style_aligner.trainer.config.schema import ListedReward, PPOActor, RemoteTimeouts
 from nemo_style_aligner.trainer.config.schema import RemoteCritic as RemoteCriticKeys
@@ -130,7 +130,7 @@ def _reward_model(
 ) -> ModelRewards:
     """A reward model in this job, if it can score the sequences."""
     base, _ = open_base_model(path, as_served(config), key=key)
-    require_reward_head(base.path)
+    base.require_rewards()
     _require_fit(policy, base, sequences, f"{key}={path}")
     head = RewardHeadConfig.from_model_config(base.config)
     return ModelRewards(base, head, forward_batching(config.model), config.trainer.ppo.reference_policy_placement)
@@ -149,7 +149,7 @@ def _require_fit(
     policy: BaseModel, base: BaseModel, sequences: SequencesToScore, given: str, role: str = "a reward model"
 ) -> None:
     """Make sure that a model in this job can score the sequences; ``given`` is the setting that names it."""
-    require_same_tokenizer(policy.path, base.path, role)
+    require_same_tokenizer(policy, base, role)
     require_weights(base.path, base.architecture)
     length = base.max_sequence_length
     if sequences.max_length > length:
@@ -174,7 +174,7 @@ def build_local_critic(
     base, own = open_base_model(path, own, key=CRITIC_ARCHIVE)
     is_combined = own.trainer.ppo.combine_rm_and_critic_server
     if is_combined:
-        require_reward_head(base.path)
+        base.require_rewards()
     _require_fit(policy, base, sequences, f"{CRITIC_ARCHIVE}={path}")
     head = RewardHeadConfig.from_model_config(base.config, merge_attributes=True)
 

@@ -43,7 +43,11 @@ def part_of_row(row: PackedRow, size: int, rank: int, multiple: int) -> tuple[Pa
     outputs, own, most, wanted = _outputs(row.outputs, place, length, size, rank)
     context = Context(torch.cat([place, *filling]), outputs, most)
     sequences = PackedSequences.of(own_spans, positions[mine], context)
-    return PackedRow(row.tokens[:, mine], sequences, wanted), own
+    part = PackedRow(row.tokens[:, mine], sequences, wanted)
+    if row.routes is not None and row.are_known is not None:
+        part.routes, part.are_known = row.routes[mine], row.are_known[mine]
+        part.are_known[counts[rank] :] = False
+    return part, own
 
 
 def _pieces(span: Span, size: int, rank: int) -> list[Span]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,12 @@ from nemo_style_aligner.engine.text.tokenizer import Tokenizer, load_tokenizer, 
 from nemo_style_aligner.engine.weights.foreign import refuse_nemo_2
 from nemo_style_aligner.engine.weights.gguf import GGUFCheckpoint
 from nemo_style_aligner.engine.weights.huggingface import copy_tokenizer_files, require_empty
+from nemo_style_aligner.engine.weights.stream import import_weights
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.guard.trusted_paths import temporary_folder
 from nemo_style_aligner.trainer.checkpoints.directory import is_training_checkpoint, present_name
 from nemo_style_aligner.trainer.checkpoints.nemo_archive import load_nemo_config, load_nemo_tokenizer
+from nemo_style_aligner.trainer.checkpoints.sharded_tensors import CheckpointMismatchError
 from nemo_style_aligner.trainer.models.adapter_files import PEFT_CONFIG
 from nemo_style_aligner.trainer.models.conversion import (
     adapter_to_nemo,
@@ -31,8 +33,11 @@ from nemo_style_aligner.trainer.models.conversion import (
     job_of,
     nemo_to_hf,
 )
-from nemo_style_aligner.trainer.models.gpt import parse_precision
+from nemo_style_aligner.trainer.models.foreign_models import foreign_config, is_foreign, source_of
+from nemo_style_aligner.trainer.models.gpt import MegatronModel, parse_precision
+from nemo_style_aligner.trainer.models.heads import RewardHeadConfig
 from nemo_style_aligner.trainer.models.lora import LoraSettings
+from nemo_style_aligner.trainer.models.restore import BaseModel, read_base_model
 from nemo_style_aligner.wording import download_hint
 
 Kind = Literal[".nemo archive", "Hugging Face directory", "GGUF file", "training checkpoint", "adapter", "tokenizer"]
@@ -79,6 +84,51 @@ def kind_of(path: Path) -> Kind:
 
 def _kind_of_archive(path: Path) -> Kind:
     return ".nemo archive" if LoraSettings.from_config(load_nemo_config(path)) is None else "adapter"
+
+
+class ForeignModel(BaseModel):
+    """One of a Hugging Face directory or a GGUF file."""
+
+    def require_rewards(self) -> None:
+        """See `BaseModel.require_rewards`."""
+        if "reward_model_type" not in self.config:
+            raise CheckpointMismatchError(f"{self.path} has no reward head (score.weight): give a reward model")
+
+    def load(
+        self, *, head: RewardHeadConfig | None = None, trainable: bool = True, needs_head: bool = False
+    ) -> MegatronModel:
+        """See `BaseModel.load`; a head is always needed."""
+        model = self.build(head=head, trainable=trainable)
+        import_weights(model, source_of(self.path))
+        return model
+
+
+def open_model(path: Path, precision: str) -> BaseModel:
+    """A whole model: an archive, a Hugging Face directory or a GGUF file.
+
+    Args:
+        precision: of weights and computation, "bf16" or "32".
+
+    Raises:
+        UserError: of a Hugging Face directory or a GGUF file: it cannot be used; the message says why.
+
+    For the errors of an archive see `read_base_model`.
+    """
+    if not is_foreign(path):
+        return read_base_model(str(path), {}, precision)
+    config = config_of(path)
+    architecture = ModelArchitecture.from_nemo_config(config)
+    return ForeignModel(path, architecture, config, parse_precision(precision), tokenizer_of(path))
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """``model_config.yaml`` of a model like those of `open_model`. For the errors see there."""
+    if not is_foreign(path):
+        return load_nemo_config(path)
+    try:
+        return foreign_config(path)
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
 
 
 def tokenizer_of(path: Path) -> Tokenizer:

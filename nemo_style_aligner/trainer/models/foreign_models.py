@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nemo_style_aligner.engine.weights.layout import check_shapes
 from nemo_style_aligner.trainer.checkpoints.directory import is_training_checkpoint
@@ -12,6 +12,9 @@ from nemo_style_aligner.trainer.checkpoints.directory import is_training_checkpo
 if TYPE_CHECKING:
     from nemo_style_aligner.engine.weights.gguf import GGUFCheckpoint
     from nemo_style_aligner.engine.weights.huggingface import HuggingFaceCheckpoint
+
+Source: TypeAlias = "HuggingFaceCheckpoint | GGUFCheckpoint"
+"""What reads such a model's weights."""
 
 
 def is_foreign(path: Path) -> bool:
@@ -31,14 +34,19 @@ def foreign_config(path: Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError, ValueError: config or weights are missing, are not supported, or do not fit together.
     """
+    return config_of_source(source_of(path))
+
+
+def source_of(path: Path) -> Source:
+    """The model's weights, before any is read. For the errors see `foreign_config`."""
     # Imported here: few jobs begin with such a model.
     from nemo_style_aligner.engine.weights.gguf import GGUFCheckpoint
     from nemo_style_aligner.engine.weights.huggingface import HuggingFaceCheckpoint
 
-    return config_of_source(HuggingFaceCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path))
+    return HuggingFaceCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
 
 
-def config_of_source(source: HuggingFaceCheckpoint | GGUFCheckpoint) -> dict[str, Any]:
+def config_of_source(source: Source) -> dict[str, Any]:
     """See `foreign_config`."""
     architecture, num_attributes = source.architecture, source.num_attributes
     check_shapes(architecture, source.shapes(), num_attributes)  # before memory is taken for what config.json claims

@@ -269,10 +269,10 @@ def _model_input(asked: _Asked, sequences: Sequences) -> tuple[PackedRow, Predic
     model, scoring = asked.model, asked.scoring
     layout, multiple = model.layout, model.layout.tp_size if model.config.sequence_parallel else 1
     packed, own = pack_row(sequences, multiple if layout.cp_size == 1 else 1), None
-    experts = _row_experts(asked, packed) if model.architecture.experts is not None else None
     ids = packed.tokens.flatten()
     if layout.cp_size > 1:
         packed, own = part_of_row(packed, layout.cp_size, layout.cp_rank, multiple)
+    experts = _row_experts(asked, packed) if model.architecture.experts is not None else None
     # Under sequence parallelism each rank has only some of the positions, so the last layer computes all it has.
     # Without wanted outputs it computes the token that fills the row: its kernels need at least one.
     if not model.config.sequence_parallel and len(packed.outputs):

@@ -82,7 +82,7 @@ class LossSettings:
         entropy_bonus: weight of the entropy, which the loss is lowered by [model.ppo.entropy_bonus].
         trust_region: the weights that the clip range is around: those that the step starts from, those that sampled
             each token, or both [trust_region].
-        sampling_kl: weight of the KL penalty that keeps the policy near the one that sampled; 0: none [sampling_kl].
+        sampling_kl: weight of a penalty, KL(what sampled || policy); 0: none [sampling_kl].
 
     Raises:
         ValueError: a name is not known, or a number out of range.
@@ -257,7 +257,8 @@ def policy_objective(
         statistics["kl_loss"] = kl.detach()
     if settings.sampling_kl:
         assert sampling_logprobs is not None
-        kl = kl_penalty(given.logprobs, sampling_logprobs, "k3")
+        # That of what sampled to the policy, as its tokens are those at hand: no token's gradient exceeds |ratio - 1|.
+        kl = kl_penalty(sampling_logprobs, given.logprobs, "k3")
         losses = losses + settings.sampling_kl * kl
         statistics["sampling_kl_loss"] = kl.detach()
     statistics["scaled_entropy"] = torch.zeros_like(log_ratio)

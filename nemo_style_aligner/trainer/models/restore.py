@@ -24,6 +24,7 @@ from nemo_style_aligner.trainer.checkpoints.nemo_archive import (
     load_nemo_config,
     load_nemo_tokenizer,
     load_nemo_weights,
+    require_reward_head,
     require_weights,
 )
 from nemo_style_aligner.trainer.checkpoints.sharded_tensors import CheckpointMismatchError
@@ -70,6 +71,10 @@ class BaseModel:
         adapter = (self.config.get("peft") or {}).get("restore_from_path")
         own = archive_identity(self.path)[:16]
         return f"{own}+{adapter_identity(Path(str(adapter)))[:16]}" if adapter else own
+
+    def require_rewards(self) -> None:
+        """Raise CheckpointMismatchError if this is a language model or a critic, whose heads give no rewards."""
+        require_reward_head(self.path)
 
     def build(self, *, head: RewardHeadConfig | None = None, trainable: bool = True) -> MegatronModel:
         """An uninitialised model of this shape (see `build_model`)."""
@@ -166,15 +171,15 @@ def read_base_model(path: str | None, job: Mapping[str, Any], precision: str | i
     )
 
 
-def require_same_tokenizer(model_path: Path, other_path: Path, other: str = "a reward model") -> None:
+def require_same_tokenizer(policy: BaseModel, model: BaseModel, what: str = "a reward model") -> None:
     """Raise CheckpointMismatchError if another model's tokenizer is not the policy's; warn if only one had BOS."""
-    policy, others = (load_nemo_tokenizer(path) for path in (model_path, other_path))
-    if None not in (with_bos := {policy.format.add_bos, others.format.add_bos}) and len(with_bos) > 1:
-        warn_for_all_ranks(logger, "of %s and %s, only one was trained on texts with BOS", model_path, other_path)
-    if policy.fingerprint() != others.fingerprint():
+    with_bos = {one.tokenizer.format.add_bos for one in (policy, model)}
+    if None not in with_bos and len(with_bos) > 1:
+        warn_for_all_ranks(logger, "of %s and %s, only one was trained on texts with BOS", policy.path, model.path)
+    if policy.tokenizer.fingerprint() != model.tokenizer.fingerprint():
         raise CheckpointMismatchError(
-            f"{other_path} has a different tokenizer from {model_path}: it would misread the responses. "
-            f"Give {other} that was trained from the policy's base model"
+            f"{model.path} has a different tokenizer from {policy.path}: it would misread the responses. "
+            f"Give {what} that was trained from the policy's base model"
         )
 
 

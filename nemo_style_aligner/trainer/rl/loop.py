@@ -35,16 +35,9 @@ from nemo_style_aligner.trainer.rl.experience import (
     rollout_metrics,
     why_nothing_is_learnt,
 )
-from nemo_style_aligner.trainer.rl.rollouts.collector import (
-    TRAINING,
-    VALIDATION,
-    Collected,
-    GenerationSchedule,
-    RolloutCollector,
-    SampleSizes,
-    deal,
-)
+from nemo_style_aligner.trainer.rl.rollouts.collector import Collected, RolloutCollector, SampleSizes, deal
 from nemo_style_aligner.trainer.rl.rollouts.prompts import PromptSource
+from nemo_style_aligner.trainer.rl.rollouts.schedule import TRAINING, VALIDATION, GenerationSchedule
 from nemo_style_aligner.trainer.rl.sample import Rollouts
 from nemo_style_aligner.trainer.rl.scoring import Scores
 from nemo_style_aligner.trainer.rl.settings import RLSettings

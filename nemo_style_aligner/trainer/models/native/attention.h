@@ -110,12 +110,16 @@ void exponentiate(float* scores, int count, int begin, int window, const float* 
         vf most = splat(-INFINITY), sum = {};
         for (int key = 0; key < seen.keys; ++key) most = vmax(most, load<vf>(x + (size_t)key * BLOCK));
         if (sink) most = vmax(most, splat(*sink)), sum = vexp(splat(*sink) - most);
-        for (int key = 0; key < seen.keys; key += P) {
-            vf e[2] = {};
+        for (int key = 0; key < seen.keys;) {
+            vf part = {};
+            for (const int stop = std::min(seen.keys, key + RUN); key < stop; key += P) {
+                vf e[2] = {};
 #pragma GCC unroll 2
-            for (int p = 0; p < P; ++p)
-                if (key + p < seen.keys) sum += e[p] = vexp(load<vf>(x + (size_t)(key + p) * BLOCK) - most);
-            store(x + (size_t)(key / P) * BLOCK, word_of<P>(e[0], e[1]));
+                for (int p = 0; p < P; ++p)
+                    if (key + p < seen.keys) part += e[p] = vexp(load<vf>(x + (size_t)(key + p) * BLOCK) - most);
+                store(x + (size_t)(key / P) * BLOCK, word_of<P>(e[0], e[1]));
+            }
+            sum += part;
         }
         for (int k = words(seen.keys, P); k < words(seen.last, P); ++k) store(x + (size_t)k * BLOCK, vf{});
         store(sums + column, sum);
@@ -138,11 +142,15 @@ void differentiate(float* scores, float* grads, float* across, int count, int be
         seen.hide(g, 0);
         const vf normalizer = load<vf>(lse + column);
         vf sum = {};
-        for (int key = 0; key < seen.keys; ++key) {
-            const size_t at = (size_t)key * BLOCK;
-            const vf p = vexp(load<vf>(x + at) - normalizer);
-            sum += p * load<vf>(g + at);
-            store(x + at, p);
+        for (int key = 0; key < seen.keys;) {
+            vf part = {};
+            for (const int stop = std::min(seen.keys, key + RUN); key < stop; ++key) {
+                const size_t at = (size_t)key * BLOCK;
+                const vf p = vexp(load<vf>(x + at) - normalizer);
+                part += p * load<vf>(g + at);
+                store(x + at, p);
+            }
+            sum += part;
         }
         store(sums + column, sum);
         // Rows get shorter, so that what is written here has been read.

@@ -19,6 +19,7 @@ enum Wanted {
 template <class T> constexpr int PER_WORD = sizeof(T) == 2 && KERNEL != KERNEL_FMA ? 2 : 1;
 template <class T> using Factor = std::conditional_t<PER_WORD<T> == 2, bf16, float>;
 constexpr int words(int numbers, int per_word) { return (numbers + per_word - 1) / per_word; }
+constexpr int RUN = 256; // Words that are added one by one; sums of many are sums of such, which loses fewer bits
 
 // LANES sums plus the products of one word with each of LANES words.
 template <int P> INLINE vf add_products(vf sum, const float* word, vf others) {
@@ -37,7 +38,6 @@ template <int P> INLINE vf add_products(vf sum, const float* word, vf others) {
 template <Wanted WANTED, int P>
 void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, float* c, size_t ldc, int rows,
               int columns, int depth, int first) {
-    constexpr bool ADD = WANTED == DEPTH_FROM_ROWS;
     for (int n = 0; n < columns; n += 2 * LANES) {
         with_constant<2>(columns - n >= 2 * LANES ? 2 : 1, [&](auto vectors) {
             constexpr int V = decltype(vectors)::value;
@@ -47,26 +47,30 @@ void multiply(const float* a, size_t am, size_t ak, const float* b, size_t ldb, 
                 const int end = WANTED == DEPTH_UP_TO_ROWS ? std::min(depth, words(first + m + TILE, P)) : depth;
                 with_constant<TILE>(rows - m < TILE ? rows - m : TILE, [&](auto count) {
                     constexpr int N = decltype(count)::value;
-                    vf acc[N][V];
                     float* out = c + m * ldc + n;
-#pragma GCC unroll 16
-                    for (int i = 0; i < N; ++i)
-#pragma GCC unroll 2
-                        for (int v = 0; v < V; ++v) acc[i][v] = ADD ? load<vf>(out + i * ldc + v * LANES) : vf{};
                     const float *left = a + m * am + begin * ak, *right = b + begin * ldb + n;
-                    for (int k = begin; k < end; ++k, left += ak, right += ldb) {
-                        vf w[V];
+                    bool adds = WANTED == DEPTH_FROM_ROWS;
+                    int k = begin;
+                    do {
+                        vf acc[N][V] = {};
+                        for (const int stop = std::min(end, k + RUN); k < stop; ++k, left += ak, right += ldb) {
+                            vf w[V];
 #pragma GCC unroll 2
-                        for (int v = 0; v < V; ++v) w[v] = load<vf>(right + v * LANES);
+                            for (int v = 0; v < V; ++v) w[v] = load<vf>(right + v * LANES);
+#pragma GCC unroll 16
+                            for (int i = 0; i < N; ++i)
+#pragma GCC unroll 2
+                                for (int v = 0; v < V; ++v) acc[i][v] = add_products<P>(acc[i][v], left + i * am, w[v]);
+                        }
 #pragma GCC unroll 16
                         for (int i = 0; i < N; ++i)
 #pragma GCC unroll 2
-                            for (int v = 0; v < V; ++v) acc[i][v] = add_products<P>(acc[i][v], left + i * am, w[v]);
-                    }
-#pragma GCC unroll 16
-                    for (int i = 0; i < N; ++i)
-#pragma GCC unroll 2
-                        for (int v = 0; v < V; ++v) store(out + i * ldc + v * LANES, acc[i][v]);
+                            for (int v = 0; v < V; ++v) {
+                                float* at = out + i * ldc + v * LANES;
+                                store(at, adds ? load<vf>(at) + acc[i][v] : acc[i][v]);
+                            }
+                        adds = true;
+                    } while (k < end);
                 });
             }
         });
