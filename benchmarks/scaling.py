@@ -1,6 +1,6 @@
 """How long a step takes on clusters that are not here, as predicted, and how far off that was where others measured.
 
-    python benchmarks/scaling.py [--parts tutorial held-out two-jobs design mechanisms limits queue] [--json FILE]
+    python benchmarks/scaling.py [--parts tutorial verl areal two-jobs design mechanisms limits queue] [--json FILE]
 
 Nothing is timed: every figure comes from the planner's costs and its simulator, and is the same on every machine.
 docs/scaling.md explains the tables.
@@ -45,8 +45,16 @@ TUTORIAL_LENGTHS = Lengths(334.0, 1.0, 2048)
 # Its earlier table: Llama 2 70B, lengths not stated.
 EARLIER = ((8, 8, 334.0, 253.8, 8), (16, 16, 334.0, 143.4, 8), (32, 32, 334.0, 81.2, 8))
 REST = 5.0  # seconds of a step of theirs that nothing below describes
-# verl, docs/advance/fully_async.md, colocate sync: GPUs, and seconds of generation, old log-probs, update.
-VERL = ((32, 357.41, 107.71, 269.80), (64, 150.72, 70.26, 133.41), (128, 177.85, 53.92, 113.81))
+# verl, docs/advance/fully_async.md (FSDP2, 28K): GPUs, and seconds of a step over the first 100: later on lengths of
+# its runs drift apart. Asynchronous ones: GPUs that train, GPUs that generate, staleness.
+VERL_SYNC = ((32, 494.4), (64, 373.2), (128, 309.6))
+VERL_ASYNC = ((16, 16, 1, 286.8), (32, 32, 1, 178.2), (64, 64, 1, 115.8), (64, 64, 0, 159.0))
+# verl, docs/advance/one_step_off.md, on 16 GPUs: seconds of generation and of updates, then of a step with 12 + 4.
+ONE_STEP_OFF = {"FSDP2, 20K": (321.0, 286.0, 520.0), "Megatron, 8K": (207.0, 344.0, 566.0)}
+# AReaL, arXiv:2505.24298 and blog/AReaL_v0_3.md: nodes, hours of 250 steps, synchronous and asynchronous.
+AREAL = {"1.5B": (16, 41.0, 14.8), "7B": (24, 57.7, 25.4)}
+AREAL_TOKENS = 128.7e3 * 41.0 * 3600 / 250 / 8192  # of a sequence: 1.5B's synchronous run had 128,700 tokens/s
+RECOMPUTED = 4 / 3  # of training's passes: both recompute all activations unless told otherwise
 SEEDS = range(8)
 
 
@@ -95,10 +103,14 @@ def theirs_typical(row: Sequence[float], factor: float) -> float:
 
 def fitted_factor() -> float:
     """Of the decode step, so that the first row is met; the only number that is fitted."""
-    low, high = 1.0, 8.0
+    return fitted(lambda factor: theirs_typical(TUTORIAL[0], factor), TUTORIAL[0][3], 1.0, 8.0)
+
+
+def fitted(found: Callable[[float], float], wanted: float, low: float, high: float) -> float:
+    """Where a function that rises is what is wanted, by bisection."""
     for _ in range(14):
         middle = (low + high) / 2
-        low, high = (middle, high) if theirs_typical(TUTORIAL[0], middle) < TUTORIAL[0][3] else (low, middle)
+        low, high = (middle, high) if found(middle) < wanted else (low, middle)
     return low
 
 
@@ -130,39 +142,175 @@ def large(factor: float) -> tuple[str, float, float, str]:
     return "Llama 3.1 405B, 84+42 nodes, held out", 164.6, found, off(found, 164.6)
 
 
-def held_out() -> Any:
-    """verl's phases on H20: the mean length is fitted to the update on 32 GPUs, all else is predicted."""
-    model = Model(MODELS["7b"], device=H20)
-    most = 28 * 1024
+@dataclasses.dataclass(frozen=True)
+class Others:
+    """A run of another project's, as far as it is published.
 
-    def samples(mean: float) -> list[Sample]:
-        return draw_steps(PROMPTS, Lengths(mean, 1.0, most), 8192, 16, 1)[0]
+    Attributes:
+        responses: a step has so many tokens of these; their mean may have to be fitted.
+        group: responses to a prompt.
+        update: responses of an update.
+        replica: the layout of one data-parallel rank.
+        slots: of an engine.
+        is_balanced: each update's responses are dealt evenly to ranks; else only the step's are, as verl does
+            (`_balance_batch` in its ray_trainer.py), and each update waits for the rank that happens to have most.
+        scores: the policy's log-probs are computed before it trains, in a pass of their own.
+        beside: seconds that a pass of an engine takes beyond its kernels; to be fitted.
+    """
 
-    def layout(gpus: int) -> Layout:
-        return Layout(4, 1, gpus // 4)  # four GPUs share a sequence
+    model: Model
+    responses: Lengths
+    rollouts: int
+    group: int
+    update: int
+    replica: Layout
+    engine_tp: int
+    slots: int
+    is_balanced: bool = False
+    scores: bool = True
+    beside: float = 0.0
 
-    low, high = 300.0, 12000.0
-    for _ in range(14):
-        middle = (low + high) / 2
-        is_short = model.training(layout(32), samples(middle), 32768, 512) < VERL[0][3]
-        low, high = (middle, high) if is_short else (low, middle)
-    drawn = samples(low)
-    rows = []
-    for gpus, generate, logprobs, update in VERL:
-        engines = Engines(
-            gpus // 4, 256, lambda b, kv: model.decode(4, b, kv), lambda t: model.prefill(4, t), samples_per_prompt=16,
+    def draw(self, steps: int = 1) -> list[list[Sample]]:
+        return draw_steps(PROMPTS, self.responses, self.rollouts, self.group, steps)
+
+    def with_mean(self, mean: float) -> Others:
+        return dataclasses.replace(self, responses=dataclasses.replace(self.responses, mean=mean))
+
+    def taking(self, beside: float) -> Others:
+        return dataclasses.replace(self, beside=beside)
+
+    @property
+    def fit(self) -> str:
+        return f"mean {self.responses.mean:.0f} tokens, {1e3 * self.beside:.1f} ms of a pass beside its kernels"
+
+    def training(self, gpus: int, samples: Sequence[Sample]) -> float:
+        """Seconds of the updates."""
+        model, alone = self.model, self.replica
+        layout = dataclasses.replace(alone, dp=gpus // alone.ranks)
+        own, updates = self.update // layout.dp, len(samples) // self.update
+        meeting = updates * model.update(layout)
+        if self.is_balanced:
+            return RECOMPUTED * (model.training(layout, samples, 32768, self.update) - meeting) + meeting
+        slowest = 0.0
+        for begin in range(0, len(samples), self.update):
+            shares = [samples[first : first + own] for first in range(begin, begin + own * layout.dp, own)]
+            slowest += max(model.training(alone, share, 32768, own) for share in shares) - model.update(alone)
+        return RECOMPUTED * slowest + meeting
+
+    def generation(self, gpus: int) -> float:
+        """Seconds until a step's responses are there."""
+        return simulate(SimulatedJob(self.engines(gpus), lambda _: StepCosts()), self.draw())[0]["generate"]
+
+    def engines(self, gpus: int, *, is_one: bool = False) -> Engines:
+        """On so many GPUs; ``is_one``: as one with all slots, whose work is spread evenly at all times."""
+        count = gpus // self.engine_tp
+        parts = count if is_one else 1
+        return Engines(
+            count // parts,
+            self.slots * parts,
+            decode=lambda batch, kv: self.model.decode(self.engine_tp, batch / parts, kv / parts) + self.beside,
+            prefill=lambda tokens: self.model.prefill(self.engine_tp, tokens / parts),
+            samples_per_prompt=self.group,
             queue=False,
-        )  # fmt: skip
-        found = simulate(SimulatedJob(engines, lambda _: StepCosts()), [drawn])[0]["generate"]
-        passed = model.forward(layout(gpus), drawn, 32768)
-        trained = model.training(layout(gpus), drawn, 32768, 512)
-        pairs = ((generate, found), (logprobs, passed), (update, trained))
-        rows += [
-            (f"{gpus} GPUs, {name}", published, value, off(value, published))
-            for name, (published, value) in zip(("generate", "old log-probs", "update"), pairs, strict=True)
-        ]
-    title = f"verl, Qwen2.5-Math-7B on H20; mean length {low:.0f} from the update on 32 GPUs (log-normal, sigma 1)"
-    return show(title, ("", "published", "predicted", "off"), rows)
+        )
+
+    def step(self, training: int, generating: int, job: SimulatedJob | None = None, steps: int = 1) -> float:
+        """Seconds of a step on these GPUs, the same or others; of ``steps`` the middle half, if not one.
+
+        Args:
+            job: its staleness and rules; None: in turn.
+        """
+        layout = dataclasses.replace(self.replica, dp=training // self.replica.ranks)
+
+        def costs(samples: Sequence[Sample]) -> StepCosts:
+            scoring = self.model.forward(layout, samples, 32768) if self.scores else 0.0
+            return StepCosts(logprobs=scoring, train=self.training(training, samples))
+
+        job = job or SimulatedJob(self.engines(generating), costs)
+        found = simulate(dataclasses.replace(job, costs=costs), self.draw(steps))
+        return statistics.fmean(each["step"] for each in found[steps // 4 : -(steps // 4) or None])
+
+    def asynchronous(self, training: int, generating: int, staleness: int, ahead: int = 1) -> float:
+        """Seconds of a step whose responses outlive it, by whichever engine has a slot."""
+        engines = self.engines(generating, is_one=True)
+        job = SimulatedJob(engines, lambda _: StepCosts(), staleness=staleness, keeps=True, ahead=ahead)
+        return self.step(training, generating, job, 16)
+
+
+_HEADER = ("", "published", "predicted", "off")
+
+
+def verl() -> Any:
+    """Mean length and seconds beside a pass are fitted to synchronous rows; asynchronous ones are predictions."""
+    responses = Lengths(1000.0, 1.0, 28 << 10)
+    start = Others(Model(MODELS["7b"], device=H20), responses, 8192, 16, 512, Layout(4), 4, 1024)
+    (first, longest), (second, shorter), _ = VERL_SYNC
+
+    def in_turn(mean: float) -> Others:
+        """With the step of the second row."""
+        run = start.with_mean(mean)
+        return run.taking(fitted(lambda beside: run.taking(beside).step(second, second), shorter, 0.0, 0.05))
+
+    run = in_turn(fitted(lambda mean: in_turn(mean).step(first, first), longest, 200.0, 1500.0))
+    rows = [(f"synchronous, {gpus} GPUs", seconds, run.step(gpus, gpus)) for gpus, seconds in VERL_SYNC]
+    apart = dataclasses.replace(run, slots=256, scores=False)
+    for training, generating, staleness, seconds in VERL_ASYNC:
+        found = apart.asynchronous(training, generating, staleness)
+        rows.append((f"fully async, {training}+{generating} GPUs, staleness {staleness}", seconds, found))
+    for name, (*_, seconds) in ONE_STEP_OFF.items():
+        one = one_step_off(name)
+        job = SimulatedJob(one.engines(4), lambda _: StepCosts(), staleness=1)
+        rows.append((f"one step off, {name}, 12+4 GPUs", seconds, one.step(12, 4, job, 8)))
+    title = f"verl, 7B on H20; fitted to the first two rows: {run.fit}"
+    return show(title, _HEADER, [(*row, off(row[2], row[1])) for row in rows])
+
+
+def one_step_off(name: str) -> Others:
+    """With the updates and the generation of the synchronous run on 16 GPUs."""
+    most, replica = (20 << 10, Layout(4)) if "FSDP2" in name else (8 << 10, Layout(2, 2))
+    start = Others(Model(MODELS["7b"], device=H20), Lengths(1000.0, 1.0, most), 6144, 12, 384, replica, 2, 1024)
+    generation, updates, _ = ONE_STEP_OFF[name]
+
+    def seconds(mean: float) -> float:
+        return start.training(16, start.with_mean(mean).draw()[0])
+
+    run = start.with_mean(fitted(seconds, updates, 200.0, 4000.0))
+    return run.taking(fitted(lambda beside: run.taking(beside).generation(16), generation, 0.0, 0.05))
+
+
+def areal() -> Any:
+    """Seconds beside a pass are fitted to the synchronous 1.5B, whose lengths are known; 7B's mean to the other."""
+    hours = {name: [each * 3600 / 250 for each in both] for name, (_, *both) in AREAL.items()}
+    gpus = {name: 8 * nodes for name, (nodes, *_) in AREAL.items()}
+
+    def in_turn(name: str, mean: float, beside: float) -> float:
+        return of_areal(name, mean, beside).step(gpus[name], gpus[name])
+
+    known = AREAL_TOKENS - PROMPTS.mean
+    beside = fitted(lambda each: in_turn("1.5B", known, each), hours["1.5B"][0], 0.0, 0.05)
+    means = {"1.5B": known, "7B": fitted(lambda mean: in_turn("7B", mean, beside), hours["7B"][0], 1000.0, 27000.0)}
+    rows = list[tuple[Any, ...]]()
+    for name, mean in means.items():
+        run, training = of_areal(name, mean, beside), gpus[name] // 4
+        generating, published = gpus[name] - training, hours[name][1]
+        found = run.asynchronous(training, generating, staleness=4, ahead=4)
+        rows.append((f"{name}, {training}+{generating} GPUs; {run.fit}", published, found, off(found, published)))
+        ours = SimulatedJob(run.engines(generating), lambda _: StepCosts(), staleness=4, keeps=True)
+        rows.append(
+            ("  by our rules: engines' shares fixed, one step ahead", "", run.step(training, generating, ours, 16), "")
+        )
+    return show("AReaL, staleness 4, on H800 (as H100)", _HEADER, rows)
+
+
+def of_areal(name: str, mean: float, beside: float) -> Others:
+    small = dataclasses.replace(
+        MODELS["7b"], hidden_size=1536, ffn_hidden_size=8960, num_attention_heads=12, num_query_groups=2,
+        vocab_size=151936, kv_channels=128,
+    )  # fmt: skip
+    shape, replica = {"1.5B": (small, Layout(1, 2)), "7B": (MODELS["7b"], Layout(1, 4))}[name]
+    model, responses = Model(shape, device=H100), Lengths(mean, 1.0, 27 << 10)
+    slots = int((0.8 * H100.memory - model.weights(Layout())) / model.kv_bytes(1) / mean)
+    return Others(model, responses, 8192, 16, 2048, replica, 1, slots, is_balanced=True, beside=beside)
 
 
 # ---- our design ---------------------------------------------------------------------------------
@@ -320,7 +468,8 @@ def queue() -> Any:
 
 PARTS: dict[str, Callable[[], Any]] = {
     "tutorial": tutorial,
-    "held-out": held_out,
+    "verl": verl,
+    "areal": areal,
     "two-jobs": two_jobs,
     "design": design,
     "mechanisms": mechanisms,

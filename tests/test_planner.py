@@ -126,6 +126,9 @@ def test_a_long_response_holds_up_no_step_if_it_goes_on() -> None:
     kept = simulate(SimulatedJob(steady(1, 4), lambda _: costs, staleness=1, keeps=True), rounds)
     # 4 responses are under way, two of them long: a pair ends every 2 or 18 passes, and all have been trained at last.
     assert sum(step["generate"] for step in kept) < 0.7 * sum(step["generate"] for step in by_rounds)
+    # With 8 under way, of three steps more, 4 short ones end at once.
+    wider = SimulatedJob(steady(1, 8), lambda _: costs, staleness=1, keeps=True, ahead=3)
+    assert [step["generate"] for step in simulate(wider, rounds)[:3]] == [2, 0, 1]
     on_policy = SimulatedJob(steady(1, 4), lambda _: costs)
     assert simulate(dataclasses.replace(on_policy, keeps=True), rounds) == simulate(on_policy, rounds)
 
@@ -300,11 +303,14 @@ def test_a_plan_whose_rollouts_are_old_is_named_with_its_price_and_written_only_
     main(wanted)
     said = capsys.readouterr().out
     assert "The fastest: separate\n" in said
-    assert re.search(r"separate with --staleness 1: \S+ s per step in place of .* learns less in a step", said)
-    assert not read_plan(file).jobs["actor"].overrides.get("trainer.ppo.staleness")
+    assert re.search(r"--staleness 1, in_flight=keep: \S+ s per step in place of .* A step learns less", said)
+    keys = read_plan(file).jobs["actor"].overrides
+    assert not keys.get("trainer.ppo.staleness") and "trainer.ppo.in_flight" not in keys
     main([*wanted, "--staleness", "1"])
-    assert "The fastest: separate, staleness 1\n" in capsys.readouterr().out
-    assert read_plan(file).jobs["actor"].overrides["trainer.ppo.staleness"] == 1
+    said = capsys.readouterr().out
+    assert "The fastest: separate, staleness 1\n" in said and re.search("in_flight=keep: .* A step learns less", said)
+    keys = read_plan(file).jobs["actor"].overrides
+    assert keys["trainer.ppo.staleness"] == 1 and keys["trainer.ppo.in_flight"] == "keep"
 
 
 def test_a_dry_run_refuses_a_plan_that_is_not_filled_in(

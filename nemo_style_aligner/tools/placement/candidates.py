@@ -67,21 +67,27 @@ class Run:
     most: Sample | None = None
 
     def model(self, shape: ModelArchitecture, device: Device) -> Model:
-        """The bytes and seconds of one of its models."""
-        return Model(shape, self.itemsize, device=device, group=self.group)
+        """The bytes and seconds of one of its models, which remembers what it has computed."""
+        if (shape, device) not in self._models:
+            self._models[shape, device] = Model(shape, self.itemsize, device=device, group=self.group)
+        return self._models[shape, device]
+
+    @functools.cached_property
+    def _models(self) -> dict[tuple[ModelArchitecture, Device], Model]:
+        return {}
 
     @property
     def value_shape(self) -> ModelArchitecture:
         """Of critic and reward model, where there are any."""
         return self.critic or self.policy
 
-    @property
+    @functools.cached_property
     def longest(self) -> Sample:
         """The longest prompt and response."""
         drawn = [sample for step in self.steps for sample in step]
         return self.most or Sample(max(s.prompt for s in drawn), max(s.response for s in drawn))
 
-    @property
+    @functools.cached_property
     def held_tokens(self) -> float:
         """Tokens of the cache that a slot needs on average, with a reserve."""
         return _KV_RESERVE * statistics.fmean(map(mean_context, self.steps))
@@ -164,6 +170,11 @@ class Candidate:
         return self.critic_apart.layout.ranks if self.critic_apart else 0
 
     @property
+    def in_flight(self) -> str | None:
+        """With staleness, what becomes of responses under way when weights are replaced (``trainer.ppo.in_flight``)."""
+        return "keep" if self.staleness else None
+
+    @property
     def engines(self) -> int:
         """How many."""
         return (self.generating or self.actor.layout.ranks) // self.engine_tp
@@ -210,7 +221,7 @@ def simulated_job(run: Run, cluster: Cluster, plan: Candidate) -> SimulatedJob:
 
     batch = scored_together(plan.critic.layout) if plan.critic else 1
     service = score if plan.critic_apart else None
-    return SimulatedJob(engines, costs, service, batch, plan.staleness, keeps=True)
+    return SimulatedJob(engines, costs, service, batch, plan.staleness, keeps=plan.in_flight == "keep")
 
 
 def scored_together(layout: Layout) -> int:

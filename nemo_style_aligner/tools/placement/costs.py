@@ -6,9 +6,11 @@ Every formula is per rank, of ``tp`` x ``pp`` x ``dp`` equal ones.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from nemo_style_aligner.tools.placement.rates import Device
 from nemo_style_aligner.trainer.models.sizes import Layout, Sizes
@@ -19,6 +21,9 @@ KERNELS_PER_LAYER = 7
 MACHINE = 8
 """Devices of a machine, as far as sums over data-parallel ranks are concerned."""
 
+_PARTS = 1 << 14
+"""Updates, and batches of scores, whose largest part is remembered."""
+
 PASSES_PER_STAGE = 4
 """Micro batches of an update for each pipeline stage, where there are samples enough."""
 
@@ -26,8 +31,7 @@ SEND_SECONDS = 1e-5
 """From one rank to another, beside what the bytes take."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Tokens of a prompt and of its response."""
 
     prompt: int
@@ -49,9 +53,6 @@ class Model(Sizes):
 
     device: Device = dataclasses.field(kw_only=True)
     group: int = dataclasses.field(default=1, kw_only=True)
-    _largest: dict[tuple[tuple[Sample, ...], int], tuple[float, float]] = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def decode(self, tp: int, batch: float, kv_tokens: float) -> float:
         """Seconds of a pass that extends ``batch`` responses by a token, with ``kv_tokens`` before them in all.
@@ -131,7 +132,7 @@ class Model(Sizes):
         seconds = 0.0
         for begin in range(0, len(samples), update):
             part = samples[begin : begin + update]
-            most, tokens = self._largest_part(part, layout.dp)
+            most, tokens = self._largest_part(tuple(part), layout.dp)
             passes = max(1, math.ceil(tokens / micro_batch))
             if layout.pp > 1:  # smaller ones, as far as samples go: fewer bubbles
                 passes = max(passes, min(math.ceil(len(part) / layout.dp), PASSES_PER_STAGE * layout.pp))
@@ -147,27 +148,39 @@ class Model(Sizes):
             seconds += alone * (1 + (layout.pp - 1) / passes)
         return seconds
 
-    def _largest_part(self, samples: Sequence[Sample], ranks: int) -> tuple[float, float]:
+    @functools.cached_property  # layouts and plans ask for the same parts again and again
+    def _largest_part(self) -> Callable[[tuple[Sample, ...], int], tuple[float, float]]:
         """Work and tokens of the rank that has most. Groups stay together, or are divided if that is faster."""
-        key = tuple(samples), ranks  # layouts ask for the same parts again and again
-        if key not in self._largest:
-            self._largest[key] = min(self._in_groups(samples, ranks, size) for size in _halves(self.group))
-        return self._largest[key]
+
+        @functools.lru_cache(_PARTS)
+        def largest(samples: tuple[Sample, ...], ranks: int) -> tuple[float, float]:
+            return min(self._in_groups(samples, ranks, size) for size in _halves(self.group))
+
+        return largest
+
+    @functools.cached_property
+    def _operations(self) -> Callable[[int, int], int]:
+        return functools.cache(self.architecture.forward_operations)
 
     def _in_groups(self, samples: Sequence[Sample], ranks: int, size: int) -> tuple[float, float]:
         """`_largest_part` where ``size`` neighbours stay together."""
-        a, work, tokens = self.architecture, [], 0
+        operations, work, tokens = self._operations, [], 0
         for begin in range(0, len(samples), size):
             first, *others = samples[begin : begin + size]
-            shared, apart = a.forward_operations(first.prompt, 0), sum(sample.response for sample in others)
-            whole = sum(a.forward_operations(s.tokens, s.response) for s in (first, *others))
-            work.append(whole - len(others) * shared)
-            tokens += first.tokens + apart
+            whole = operations(first.tokens, first.response)
+            tokens += first.tokens
+            if others:
+                whole += sum([operations(s.tokens, s.response) for s in others])
+                whole -= len(others) * operations(first.prompt, 0)
+                tokens += sum([sample.response for sample in others])
+            work.append(whole)
         most = largest_share(work, ranks)
         return most, tokens * most / sum(work)
 
     def _slowest_stage(self, layout: Layout, samples: Sequence[Sample]) -> float:
         """Work of a pipeline's last stage, which has the output layer, over that of its stages on average."""
+        if layout.pp == 1:
+            return 1.0
         layers = self.architecture.active_layer_parameters * sum(sample.tokens for sample in samples)
         head = self.architecture.output_parameters * sum(sample.response for sample in samples)
         return layout.pp * (layers / layout.pp + head) / (layers + head)

@@ -45,7 +45,10 @@ def make_plan(options: SimpleNamespace) -> None:
     run, cluster = _asked(options)
     found, reasons = plans(run, cluster, options.strategies or STRATEGIES, options.staleness)
     if options.json:
-        listed = [dataclasses.asdict(plan) | {"seconds": phases, "bytes": memory_of(plan)} for phases, plan in found]
+        listed = [
+            dataclasses.asdict(plan) | {"in_flight": plan.in_flight, "seconds": phases, "bytes": memory_of(plan)}
+            for phases, plan in found
+        ]
         print(json.dumps({"plans": listed, "without": reasons}, indent=1))
     else:
         _report(run, cluster, found, reasons)
@@ -130,7 +133,7 @@ def recommended(found: Sequence[Prediction]) -> Prediction:
 
 # ---- what is printed ----------------------------------------------------------------------------
 
-_PRICE = "It learns less in a step, the less the older its rollouts are (docs/performance.md, Learning)"
+_PRICE = "A step learns less, the less the older its rollouts are (docs/performance.md, Learning)"
 _PHASES = ("generate", "score", "logprobs", "init_logprobs", "train", "critic_wait", "critic_train_wait", "refit")
 
 
@@ -162,9 +165,11 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
         (phases, plan), fastest = recommended(found), found[0]
         print(f"\nThe fastest: {plan.strategy}{_aged(plan)}")
         print("\n".join(f"  {line}" for line in picture(plan, cluster)))
-        if fastest[1].staleness > plan.staleness:
-            instead = f"{fastest[0]['step']:.1f} s per step in place of {phases['step']:.1f}"
-            print(f"  {fastest[1].strategy} with --staleness {fastest[1].staleness}: {instead}. {_PRICE}")
+        if plan.staleness:
+            print(f"  in_flight={plan.in_flight}: responses under way go on with newer weights. {_PRICE}")
+        elif (aged := fastest[1]).staleness:
+            instead = f"{aged.strategy} with --staleness {aged.staleness}, in_flight={aged.in_flight}"
+            print(f"  {instead}: {fastest[0]['step']:.1f} s per step in place of {phases['step']:.1f}. {_PRICE}")
 
 
 def _aged(plan: Candidate) -> str:
@@ -253,6 +258,8 @@ def _actor_keys(run: Run, plan: Candidate, options: SimpleNamespace) -> dict[str
     }
     if plan.generating:
         keys |= {"trainer.ppo.rollout_devices": plan.generating, "trainer.ppo.staleness": plan.staleness}
+    if plan.in_flight:
+        keys["trainer.ppo.in_flight"] = plan.in_flight
     return keys
 
 

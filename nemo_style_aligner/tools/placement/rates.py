@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -65,8 +66,7 @@ class Device:
 
     def all_reduce_seconds(self, size: float) -> float:
         """Seconds to add up ``size`` bytes over the devices of a tensor-parallel group, along the curve."""
-        sizes = [point[0] for point in self.all_reduce]
-        at = min(max(bisect.bisect(sizes, size), 1), len(sizes) - 1)
+        at = min(max(bisect.bisect(self.all_reduce, (size, math.inf)), 1), len(self.all_reduce) - 1)
         (x0, y0), (x1, y1) = self.all_reduce[at - 1 : at + 1]
         return max(self.all_reduce[0][1], y0 + (y1 - y0) * (size - x0) / (x1 - x0))
 

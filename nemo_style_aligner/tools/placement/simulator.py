@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from nemo_style_aligner.tools.placement.costs import Sample
 from nemo_style_aligner.trainer.rl.rollouts.work_queue import StaticPartition, WorkQueue, WorkTaker
@@ -101,6 +101,10 @@ class Engines:
     queue: bool = True
     samples_per_prompt: int = 1
 
+    def slowed(self, index: int) -> float:
+        """The factor of an engine's times."""
+        return self.slowness[index] if index < len(self.slowness) else 1.0
+
     def takers(self, num_samples: int, expected: Sequence[float] | None) -> list[Callable[[int], list[int]]]:
         """For each engine, what it takes samples with."""
         ids = range(num_samples)
@@ -145,16 +149,17 @@ def start_round(
 ) -> Round:
     """Begin to generate ``samples``; ``on_end`` is called with the number of each that ends."""
     this = Round(samples, clock.now)
-    slowness = itertools.chain(engines.slowness, itertools.repeat(1.0))
-    ends = [
-        clock.start(_engine(clock, engines, this, take, slow, on_end))
-        for take, slow in zip(engines.takers(len(samples), expected), slowness, strict=False)
-    ]
-    return _until_all(clock, this, ends)
+    takers = engines.takers(len(samples), expected)
+
+    def engine(index: int) -> Process:
+        yield from _engine(clock, engines, index, this, lambda n: [(0, number) for number in takers[index](n)], on_end)
+
+    return _start(clock, engines, this, engine)
 
 
-def _until_all(clock: Clock, this: Round, ends: Sequence[Signal]) -> Round:
-    """The round, which is done when all of its engines are at their ``ends``."""
+def _start(clock: Clock, engines: Engines, this: Round, engine: Callable[[int], Process]) -> Round:
+    """The round, begun, which is done when all of its engines are."""
+    ends = [clock.start(engine(index)) for index in range(engines.count)]
 
     def all_ended() -> Process:
         yield from ends
@@ -164,51 +169,58 @@ def _until_all(clock: Clock, this: Round, ends: Sequence[Signal]) -> Round:
     return this
 
 
+_UnderWay = tuple[int, int]
+"""Tokens that a response has, and its sample's number."""
+
+
 def _engine(
     clock: Clock,
     engines: Engines,
+    index: int,
     this: Round,
-    take: Callable[[int], list[int]],
-    slowness: float,
+    take: Callable[[int], Sequence[_UnderWay]],
     on_end: Callable[[int], None],
-) -> Process:
-    """An engine's round. Between two ends of responses all passes are alike, so they are one event."""
-    running: list[tuple[int, int]] = []  # (pass after which it ends, sample)
+    is_full: Callable[[], bool] = lambda: False,
+) -> Generator[float | Signal, None, list[_UnderWay]]:
+    """An engine's round, until it is full or nothing is left; returns what is under way, by number.
+
+    Between two ends of responses all passes are alike, so they are one event. Begun responses are computed again first.
+    """
+    running: list[tuple[int, int, int]] = []  # (pass after which it ends, number, pass before its first token)
     passes, before, last_prompt = 0, 0, -1  # `before`: tokens before pass 0, of all that run, as if they ran since then
-    while True:
+    while not is_full():
         seconds = 0.0
-        if engines.in_flight or not running:
-            begun = take(max(1, engines.slots - len(running))) if len(running) < engines.slots else []
-            for number in begun:
-                sample = this.samples[number]
-                heapq.heappush(running, (passes + sample.response, number))
-                before += sample.prompt - passes
-                if number // engines.samples_per_prompt != last_prompt:
-                    seconds += engines.prefill(sample.prompt)
-                    last_prompt = number // engines.samples_per_prompt
+        if len(running) < (engines.slots if engines.in_flight else 1):
+            for made, number in take(engines.slots - len(running)):
+                sample, prompt = this.samples[number], number // engines.samples_per_prompt
+                heapq.heappush(running, (passes + sample.response - made, number, passes - made))
+                before += sample.prompt - (passes - made)
+                seconds += engines.prefill(made + (sample.prompt if prompt != last_prompt else 0))
+                last_prompt = prompt
         if not running:
-            return
-        ahead = running[0][0] - passes
-        batch = len(running)
+            break
+        ahead, batch = running[0][0] - passes, len(running)
         seconds += ahead * engines.decode(batch, before + batch * (passes + ahead / 2))
+        seconds *= engines.slowed(index)
         passes += ahead
-        this.busy += seconds * slowness
-        yield seconds * slowness
+        this.busy += seconds
+        yield seconds
         this.ended = clock.now
         while running and running[0][0] == passes:
-            _, number = heapq.heappop(running)
-            before -= this.samples[number].prompt - (passes - this.samples[number].response)
+            _, number, first = heapq.heappop(running)
+            before -= this.samples[number].prompt - first
             on_end(number)
+    return sorted(((passes - first, number) for _, number, first in running), key=lambda of: of[1])
 
 
 @dataclasses.dataclass
 class _Share:
-    """An engine's samples that are under way beyond a round: (tokens made, number) of each, the oldest first.
+    """An engine's samples that are under way beyond a round, the oldest first.
 
     ``spare``: groups that have ended beyond what the rounds so far take.
     """
 
-    under_way: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    under_way: list[_UnderWay] = dataclasses.field(default_factory=list)
     spare: int = 0
 
 
@@ -230,56 +242,26 @@ def go_on(
     this, group = Round(samples, clock.now), engines.samples_per_prompt
     for number in new:
         shares[number // group % engines.count].under_way.append((0, number))
-    slowness = itertools.chain(engines.slowness, itertools.repeat(1.0))
     quotas = collections.Counter(number // group % engines.count for number in own[::group])
-    ends = [
-        clock.start(_going_on(clock, engines, this, share, quotas[index], slow, on_end))
-        for index, (share, slow) in enumerate(zip(shares, slowness, strict=False))
-    ]
-    return _until_all(clock, this, ends)
 
+    def engine(index: int) -> Process:
+        share, quota = shares[index], quotas[index]
+        left = collections.Counter(number // group for _, number in share.under_way)
+        waiting = collections.deque(share.under_way)
 
-def _going_on(
-    clock: Clock,
-    engines: Engines,
-    this: Round,
-    share: _Share,
-    quota: int,
-    slowness: float,
-    on_end: Callable[[int], None],
-) -> Process:
-    """An engine's round: until ``quota`` of its groups have ended. Begun responses are computed again first."""
-    group, left = engines.samples_per_prompt, collections.Counter[int]()
-    for _, number in share.under_way:
-        left[number // group] += 1
-    waiting = collections.deque(share.under_way)
-    running: list[tuple[int, int, int]] = []  # (pass after which it ends, number, pass before its first token)
-    passes, before = 0, 0
-    while share.spare < quota:
-        seconds = 0.0
-        while waiting and len(running) < engines.slots:
-            made, number = waiting.popleft()
-            sample = this.samples[number]
-            heapq.heappush(running, (passes + sample.response - made, number, passes - made))
-            before += sample.prompt - (passes - made)
-            seconds += engines.prefill(sample.prompt + made)
-        ahead = running[0][0] - passes
-        seconds += ahead * engines.decode(len(running), before + len(running) * (passes + ahead / 2))
-        passes += ahead
-        this.busy += seconds * slowness
-        yield seconds * slowness
-        this.ended = clock.now
-        while running and running[0][0] == passes:
-            _, number, first = heapq.heappop(running)
-            before -= this.samples[number].prompt - first
+        def take(n: int) -> list[_UnderWay]:
+            return [waiting.popleft() for _ in range(min(n, len(waiting)))]
+
+        def ended(number: int) -> None:
             left[number // group] -= 1
-            on_end(number)
             share.spare += not left[number // group]
-    share.spare -= quota
-    share.under_way = [
-        *sorted(((passes - first, number) for _, number, first in running), key=lambda of: of[1]),
-        *waiting,
-    ]
+            on_end(number)
+
+        going_on = yield from _engine(clock, engines, index, this, take, ended, lambda: share.spare >= quota)
+        share.spare -= quota
+        share.under_way = [*going_on, *waiting]
+
+    return _start(clock, engines, this, engine)
 
 
 # ---- the service --------------------------------------------------------------------------------
@@ -356,6 +338,7 @@ class SimulatedJob:
         staleness: k: a step's samples are generated on ranks of their own while the k steps before train.
         keeps: with staleness, responses outlive the rounds in which they began; else a round waits for its longest.
         foresight: the queue knows how long responses will be, as it learns over the epochs; else it goes in order.
+        ahead: where responses outlive rounds, prompts of so many steps are admitted beyond a round's own.
     """
 
     engines: Engines
@@ -365,6 +348,7 @@ class SimulatedJob:
     staleness: int = 0
     keeps: bool = False
     foresight: bool = False
+    ahead: int = 1
 
 
 def simulate(job: SimulatedJob, steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
@@ -416,7 +400,8 @@ class _Generating:
         if not (job.keeps and job.staleness):
             expected = [float(sample.response) for sample in samples] if job.foresight else None
             return start_round(self._clock, job.engines, samples, expected, lambda number: on_end(first + number))
-        new = range(self._firsts[step + 1] if step else 0, self._firsts[min(step + 2, len(self._steps))])
+        begin, end = (min(each + job.ahead, len(self._steps)) for each in (step, step + 1))
+        new = range(self._firsts[begin] if step else 0, self._firsts[end])
         own = range(first, self._firsts[step + 1])
         return go_on(self._clock, job.engines, self._shares, whole, new, own, on_end)
 
