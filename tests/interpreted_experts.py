@@ -59,7 +59,7 @@ SIGMOIDS = dataclasses.replace(KIND, scores="sigmoid", scaling=1.5, has_bias=Tru
 experts, second = (TritonExperts(KIND, "silu", adds_bias=rank == 0) for rank in range(2))
 for kind in (KIND, dataclasses.replace(KIND, normalized=False), SIGMOIDS, dataclasses.replace(SIGMOIDS, per_token=1)):
     draw = torch.Generator().manual_seed(9)
-    logits, bias = 3 * torch.randn(40, NUMBER, generator=draw), torch.randn(NUMBER, generator=draw)
+    logits, bias = 3 * torch.randn(8, NUMBER, generator=draw), torch.randn(NUMBER, generator=draw)
     bias_of = bias if kind.has_bias else None
     chosen, weights = TritonExperts(kind, "silu").route(logits, bias_of)
     expected_choice, expected_weights = routed(logits.double(), kind, bias_of)
