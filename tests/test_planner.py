@@ -159,6 +159,15 @@ def test_decode_steps_are_those_that_were_measured() -> None:
     assert 1e3 * Model(MODELS["8b"], device=H200).decode(1, 1, 256) == pytest.approx(4.85, rel=0.05)
 
 
+def test_layers_with_a_window_read_no_keys_before_it() -> None:
+    whole = MODELS["8b"]
+    half = dataclasses.replace(whole, sliding_window=128, windowed_layers=tuple(range(0, 32, 2)))
+    (first, last), (begun, ended) = (
+        [Model(shape, device=H100).decode(1, 8, 8 * tokens) for tokens in (100, 4100)] for shape in (whole, half)
+    )
+    assert begun == first and ended - begun == pytest.approx((4000 + 28) / 8000 * (last - first))
+
+
 def test_parameters_of_ranks_add_up_to_the_model() -> None:
     a = MODELS["70b"]
     assert a.num_parameters == pytest.approx(70.6e9, rel=0.01)
