@@ -72,7 +72,7 @@ for kind in (KIND, dataclasses.replace(KIND, normalized=False), SIGMOIDS, datacl
 assert [experts.rows(count) for count in (1, 40, 70)] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]
 for dtype, tolerance in TOLERANCES.items():
     matrices = matrices_of(dtype, has_bias=dtype == torch.float32)
-    for count, is_one in ((1, False), (19, True), (40, False), (70, False)):
+    for count, is_one in ((1, False), (40, False), (70, False)) if dtype == torch.float32 else ((19, True),):
         draw = torch.Generator().manual_seed(count)
         x = torch.randn(count, HIDDEN, generator=draw).to(dtype)
         weights, chosen = torch.randn(count, NUMBER, generator=draw).softmax(-1).topk(PER_TOKEN, -1)
