@@ -311,13 +311,13 @@ def test_a_plan_whose_rollouts_are_old_is_named_with_its_price_and_written_only_
     wanted = ["--model", "8b", *SMALL, "--strategy", "separate", "--results-dir", str(tmp_path), "--write", str(file)]
     main(wanted)
     said = capsys.readouterr().out
-    assert "The fastest: separate\n" in said
+    assert "Recommended: separate\n" in said
     assert re.search(r"--staleness 1, in_flight=keep: \S+ s per step in place of .* A step learns less", said)
     keys = read_plan(file).jobs["actor"].overrides
     assert not keys.get("trainer.ppo.staleness") and "trainer.ppo.in_flight" not in keys
     main([*wanted, "--staleness", "1"])
     said = capsys.readouterr().out
-    assert "The fastest: separate, staleness 1\n" in said and re.search("in_flight=keep: .* A step learns less", said)
+    assert "Recommended: separate, staleness 1\n" in said and re.search("in_flight=keep: .* A step learns less", said)
     keys = read_plan(file).jobs["actor"].overrides
     assert keys["trainer.ppo.staleness"] == 1 and keys["trainer.ppo.in_flight"] == "keep"
 
