@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import Artefacts
 from generation_models import have_graphs
-from job_processes import ROOT, run, script
+from job_processes import ROOT, critic_service, run, script
 from multirank_experts import JOB_LAYOUTS, KINDS, LAYOUTS, Layout, architecture, first_weights, kinds_of, routed_somehow
 from multirank_preferences import BUILD
 from multirank_ragged import LOSSES, LR, global_batch
@@ -408,6 +408,13 @@ def test_every_job_takes_a_mixture(artefacts: Artefacts, tmp_path: Path) -> None
         "train_gpt_ppo_actor.py", tmp_path / "ppo", *start, artefacts.data_prefix("prompts"), *critic, *sizes
     )
     assert [value for _, value in found["train_rollouts/routing_disagreement"]] == [0.0, 0.0]
+    assert len(found["train_critic/critic_loss"]) == 2 and len(found["val_rollouts/rewards"]) == 2
+    served = (*ranks, "model.global_batch_size=5", "trainer.ppo.combine_rm_and_critic_server=True")
+    with critic_service(rewards, tmp_path / "critic", *served) as (_, port):
+        remote = (f"remote_critic_rm.critic.port={port}", "remote_critic_rm.combine_rm_and_critic_server=True")
+        _, found = job(
+            "train_gpt_ppo_actor.py", tmp_path / "apart", *start, artefacts.data_prefix("prompts"), *remote, *sizes
+        )
     assert len(found["train_critic/critic_loss"]) == 2 and len(found["val_rollouts/rewards"]) == 2
     evaluated = run(
         [sys.executable, "-m", "nemo_style_aligner", "eval", str(policy), "--against", str(base), "--prompts",

@@ -159,6 +159,15 @@ def test_decode_steps_are_those_that_were_measured() -> None:
     assert 1e3 * Model(MODELS["8b"], device=H200).decode(1, 1, 256) == pytest.approx(4.85, rel=0.05)
 
 
+def test_layers_with_a_window_read_no_keys_before_it() -> None:
+    whole = MODELS["8b"]
+    half = dataclasses.replace(whole, sliding_window=128, windowed_layers=tuple(range(0, 32, 2)))
+    (first, last), (begun, ended) = (
+        [Model(shape, device=H100).decode(1, 8, 8 * tokens) for tokens in (100, 4100)] for shape in (whole, half)
+    )
+    assert begun == first and ended - begun == pytest.approx((4000 + 28) / 8000 * (last - first))
+
+
 def test_parameters_of_ranks_add_up_to_the_model() -> None:
     a = MODELS["70b"]
     assert a.num_parameters == pytest.approx(70.6e9, rel=0.01)
@@ -302,13 +311,13 @@ def test_a_plan_whose_rollouts_are_old_is_named_with_its_price_and_written_only_
     wanted = ["--model", "8b", *SMALL, "--strategy", "separate", "--results-dir", str(tmp_path), "--write", str(file)]
     main(wanted)
     said = capsys.readouterr().out
-    assert "The fastest: separate\n" in said
+    assert "Recommended: separate\n" in said
     assert re.search(r"--staleness 1, in_flight=keep: \S+ s per step in place of .* A step learns less", said)
     keys = read_plan(file).jobs["actor"].overrides
     assert not keys.get("trainer.ppo.staleness") and "trainer.ppo.in_flight" not in keys
     main([*wanted, "--staleness", "1"])
     said = capsys.readouterr().out
-    assert "The fastest: separate, staleness 1\n" in said and re.search("in_flight=keep: .* A step learns less", said)
+    assert "Recommended: separate, staleness 1\n" in said and re.search("in_flight=keep: .* A step learns less", said)
     keys = read_plan(file).jobs["actor"].overrides
     assert keys["trainer.ppo.staleness"] == 1 and keys["trainer.ppo.in_flight"] == "keep"
 

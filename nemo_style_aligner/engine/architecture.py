@@ -620,6 +620,11 @@ class ModelArchitecture(LayerFeatures):
             pairs += count * (reach * (reach + 1) // 2 + (num_tokens - reach) * reach)
         return pairs
 
+    def keys_read(self, num_sequences: float, num_tokens: float) -> float:
+        """Of so many tokens of some equal sequences, those whose keys the next queries see, on average over layers."""
+        seen = (n * min(num_tokens, (w or math.inf) * num_sequences) for w, n in self._num_by_window.items())
+        return sum(seen) / self.num_layers
+
     @functools.cached_property
     def _num_by_window(self) -> collections.Counter[int | None]:
         """How many layers have each window."""

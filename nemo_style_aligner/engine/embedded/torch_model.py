@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nemo_style_aligner.engine.embedded.routing import routed
 from nemo_style_aligner.engine.embedded.step import EngineShape
 from nemo_style_aligner.engine.embedded.torch_operations import (
     LOADED_BYTES,
@@ -207,9 +206,8 @@ class TorchModel:
 
     def _experts(self, x: torch.Tensor, mlp: ExpertWeights, batch: Batch) -> torch.Tensor:
         """The same of experts; the batch gets which of them each token has."""
-        assert self._a.experts is not None
-        logits = F.linear(x.float(), mlp.router.float(), None if mlp.router_bias is None else mlp.router_bias.float())
-        chosen, weights = routed(logits, self._a.experts, mlp.choice_bias)
+        logits = _wide_product(x, mlp.router, mlp.router_bias)
+        chosen, weights = self._operations.route(logits, mlp.choice_bias)
         batch.routes.append(chosen)
         out = self._operations.experts(x, chosen, weights, mlp.matrices)
         return out if mlp.shared is None else out + self._mlp(x, mlp.shared)
@@ -236,6 +234,14 @@ class TorchModel:
         if self._tensor_parallel.size == 1:
             return logits
         return torch.cat(self._tensor_parallel.all_gather(logits), dim=-1)[:, : self._a.vocab_size]
+
+
+def _wide_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x @ weight.T + bias`` in float32: products of two numbers of 16 bits are exact in it."""
+    if x.dtype != torch.float32 and x.device.type == "cuda":
+        product = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return product if bias is None else product + bias
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from nemo_style_aligner.engine.architecture import Layer
-from nemo_style_aligner.engine.embedded.routing import computed_by_experts
+from nemo_style_aligner.engine.embedded.routing import computed_by_experts, routed
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
 from nemo_style_aligner.engine.softcaps import clamped_swiglu, stored_attention
 from nemo_style_aligner.engine.transfers import moved
@@ -186,6 +186,11 @@ class TorchOperations:
         else:
             active = F.relu(gate).square()
         return active if value is None else active * value
+
+    def route(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token and their weights, see `routing.routed`."""
+        assert self.architecture.experts is not None
+        return routed(logits, self.architecture.experts, bias)
 
     def experts(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, matrices: ExpertMatrices

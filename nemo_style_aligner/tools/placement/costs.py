@@ -62,7 +62,7 @@ class Model(Sizes):
         a, d = self.architecture, self.device
         reading = self.itemsize * (a.layer_parameters_read(batch) + a.output_parameters) / tp / d.bandwidth
         computing = 2 * (a.active_layer_parameters + a.output_parameters) / tp * batch / d.products
-        beside = self.kv_bytes(tp) * kv_tokens / d.bandwidth + self._per_layer(tp, batch)
+        beside = self.kv_bytes(tp) * a.keys_read(batch, kv_tokens) / d.bandwidth + self._per_layer(tp, batch)
         if d.is_cpu:
             return d.decoding_factor * (reading + beside) + computing / d.forward_share
         return d.decoding_factor * (max(reading, computing) + beside)

@@ -143,13 +143,14 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
     mean = sum(responses) / len(responses)
     print(f"{cluster.nodes} x {cluster.devices} {device.name} ({device.source})")
     print(f"{len(run.steps[0])} responses per step, of {mean:.0f} tokens on average and {max(responses)} at most\n")
-    rows = [["seconds", "step", *_PHASES, "GB", "engines idle"]]
     best: dict[tuple[str, int], Prediction] = {}
     for each in found:
         best.setdefault((each[1].strategy, each[1].staleness), each)
+    names = ["step", *(name for name in _PHASES if any(phases.get(name) for phases, _ in best.values()))]
+    rows = [["seconds", *names, "GB", "engines idle"]]
     for phases, plan in best.values():
         fullest = max(sum(used.values()) for used in memory_of(plan).values()) + device.reserved
-        seconds = [f"{phases.get(name, 0.0):.1f}" for name in ("step", *_PHASES)]
+        seconds = [f"{phases.get(name, 0.0):.1f}" for name in names]
         name = plan.strategy + _aged(plan)
         rows.append([name, *seconds, f"{fullest / 1e9:.0f}", f"{phases['idle']:.0%}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -163,7 +164,7 @@ def _report(run: Run, cluster: Cluster, found: Sequence[Prediction], reasons: di
         print(f"{strategy}: {reason}")
     if found:
         (phases, plan), fastest = recommended(found), found[0]
-        print(f"\nThe fastest: {plan.strategy}{_aged(plan)}")
+        print(f"\nRecommended: {plan.strategy}{_aged(plan)}")
         print("\n".join(f"  {line}" for line in picture(plan, cluster)))
         if plan.staleness:
             print(f"  in_flight={plan.in_flight}: responses under way go on with newer weights. {_PRICE}")
