@@ -78,6 +78,7 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
         matrices = ExpertMatrices(fc1, fc2)
         for tokens in (rows, 40 * rows):
             chosen = torch.zeros(tokens, a.experts.per_token, dtype=torch.int64)
+            operations.route(torch.empty(tokens, 8), None)
             operations.experts(hidden.bfloat16().repeat(tokens // rows, 1), chosen, chosen.float(), matrices)
     norms = (torch.empty(a.kv_channels), torch.empty(a.kv_channels)) if a.qk_layernorm else None
     for batch in batches:
@@ -100,7 +101,7 @@ def test_kernels_compile(
     names = {
         paged_attention: ("attend", "add_parts"),
         triton_operations: ("add_and_norm", "activate", "rotate_and_store"),
-        triton_experts: ("sort_by_expert", "multiply_by_experts", "add_experts"),
+        triton_experts: ("choose_experts", "sort_by_expert", "multiply_by_experts", "add_experts"),
     }
     kernels = compiled_kernels(monkeypatch, capability, tmp_path, names)
     for a in architectures:
@@ -112,7 +113,7 @@ def test_kernels_compile(
         )  # as when it is built
         made = {name: len(kernel.variants()) - before[name] for name, kernel in kernels.items()}
         expected = {"attend": 3, "add_parts": 1, "add_and_norm": 2, "activate": 1, "rotate_and_store": 1}
-        of_experts = {"sort_by_expert": 2, "multiply_by_experts": 4, "add_experts": 1}
+        of_experts = {"choose_experts": 1, "sort_by_expert": 2, "multiply_by_experts": 4, "add_experts": 1}
         assert made == expected | (of_experts if a.experts is not None else dict.fromkeys(of_experts, 0))
         for rows in (1, 16, 131):
             graphs = [inputs_of_graph(torch.zeros(rows, 2 + pages, dtype=torch.int32)) for pages in (1, 5, 16, 300)]

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from nemo_style_aligner.engine.architecture import Layer
-from nemo_style_aligner.engine.embedded.routing import computed_by_experts
+from nemo_style_aligner.engine.embedded.routing import computed_by_experts, routed
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
-from nemo_style_aligner.engine.softcaps import stored_attention
+from nemo_style_aligner.engine.softcaps import clamped_swiglu, stored_attention
 from nemo_style_aligner.engine.transfers import moved
 
 _MOST_QUERIES = 1024  # of a chunk at a time: masks, and scores where they are stored, have as many rows
@@ -175,6 +175,8 @@ class TorchOperations:
     def activate(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP's non-linearity on [t, fc1 rows]: gate and value side by side where it is gated."""
         gate, value = x.chunk(2, dim=-1) if self.architecture.gated else (x, None)
+        if self.architecture.clamped_swiglu and value is not None:
+            return clamped_swiglu(gate.float(), value.float()).to(x.dtype)
         if self.architecture.activation == "silu":
             active = F.silu(gate)
         elif self.architecture.activation == "gelu":
@@ -184,6 +186,11 @@ class TorchOperations:
         else:
             active = F.relu(gate).square()
         return active if value is None else active * value
+
+    def route(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token and their weights, see `routing.routed`."""
+        assert self.architecture.experts is not None
+        return routed(logits, self.architecture.experts, bias)
 
     def experts(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, matrices: ExpertMatrices

@@ -1,8 +1,9 @@
-"""Experts' MLPs: four Triton kernels, for NVIDIA GPUs.
+"""Experts' MLPs: five Triton kernels, for NVIDIA GPUs.
 
-The first sorts the pairs of tokens and experts by expert, on the device, and cuts each expert's into blocks. A program
-of the second and of the third multiplies one block by some columns of its expert's matrix, so that a matrix is read for
-those alone that have the expert, and for all of them at once. The last adds up what a token's experts have computed, in
+The first chooses each token's experts. The second sorts the pairs of tokens and experts by expert, on the device, and
+cuts each expert's into blocks. A program of the third and of the fourth, which are one, multiplies a block by some
+columns of its expert's matrix, so that a matrix is read for those alone that have the expert, and for all of them at
+once. The last adds up what a token's experts have computed, in
 the order in which they were chosen. Blocks are so many that every choice has enough, and those left over do nothing:
 shapes depend on the number of tokens alone, as CUDA graphs demand, and no number on who else is in the pass.
 
@@ -15,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nemo_style_aligner.engine.architecture import Experts
 from nemo_style_aligner.engine.embedded.torch_operations import LOADED_BYTES, ExpertMatrices
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
@@ -36,13 +38,12 @@ class TritonExperts:
     Each way of cutting pairs into blocks has kernels of its own (`rows`).
     """
 
-    def __init__(self, number: int, per_token: int, activation: str, adds_bias: bool = True) -> None:
-        """``number``, ``per_token``: of experts; ``activation``: of their gates.
-
-        ``adds_bias``: the second biases, if there are any: one of the ranks that share experts does.
-        """
-        self._number = number
-        self._per_token = per_token
+    def __init__(self, experts: Experts, activation: str, adds_bias: bool = True) -> None:
+        """``activation``: of gates. ``adds_bias``: the second ones, if there are any, as one of the ranks does."""
+        self._kind = experts
+        self._number = experts.number
+        self._per_token = experts.per_token
+        self._bins = max(_LEAST_BINS, triton.next_power_of_2(experts.number + 1))
         self._activation = ACTIVATIONS[activation]
         self._adds_bias = adds_bias
 
@@ -56,6 +57,24 @@ class TritonExperts:
         experts = min(pairs, self._number)
         return experts + (pairs - experts) // self.rows(num_tokens)
 
+    def route(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TorchOperations.route`."""
+        size = (len(logits), self._per_token)
+        chosen = torch.empty(size, dtype=torch.int64, device=logits.device)
+        weights = torch.empty(size, dtype=torch.float32, device=logits.device)
+        choose_experts_kernel[(len(logits),)](
+            *(logits, logits if bias is None else bias, chosen, weights),
+            NUMBER=self._number,
+            PER_TOKEN=self._per_token,
+            BINS=self._bins,
+            IS_SIGMOID=self._kind.scores == "sigmoid",
+            IS_NORMALIZED=self._kind.normalized and self._per_token > 1,
+            HAS_BIAS=bias is not None,
+            SCALING=self._kind.scaling,
+            num_warps=1,
+        )
+        return chosen, weights
+
     def __call__(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, matrices: ExpertMatrices
     ) -> torch.Tensor:
@@ -68,7 +87,7 @@ class TritonExperts:
         sort_by_expert_kernel[(self._number,)](
             *(chosen.contiguous(), order, blocks, pairs, num_blocks),
             ROWS=rows,
-            BINS=max(_LEAST_BINS, triton.next_power_of_2(self._number + 1)),
+            BINS=self._bins,
             PAIRS=_PAIRS,
         )
         active = x.new_empty(pairs, inner)
@@ -118,6 +137,51 @@ def activated(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # T
     else:
         active = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     return active
+
+
+@triton.jit
+def choose_experts_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    bias,
+    chosen,
+    weights,
+    NUMBER: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    BINS: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALING: tl.constexpr,
+):
+    """`routing.routed` of one token, the program's place in the grid: its ``PER_TOKEN`` best of ``NUMBER`` experts.
+
+    Whatever the logits are, these are as many different experts: what is not a number is the least, and a weight.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, BINS)
+    is_expert = experts < NUMBER
+    scores = tl.load(logits + token * NUMBER + experts, mask=is_expert, other=float("-inf"))
+    if IS_SIGMOID:
+        scores = tl.sigmoid(scores)
+    left = scores
+    if HAS_BIAS:
+        left += tl.load(bias + experts, mask=is_expert, other=0.0)
+    left = tl.where((left == left) & (left > -3e38), left, -3e38)
+    left = tl.where(is_expert, left, float("-inf"))
+    ranks = tl.full([BINS], PER_TOKEN, tl.int32)
+    for rank in range(PER_TOKEN):
+        is_best = experts == tl.argmax(left, 0)
+        ranks = tl.where(is_best, rank, ranks)
+        left = tl.where(is_best, float("-inf"), left)
+    is_chosen = ranks < PER_TOKEN
+    among = is_chosen if IS_NORMALIZED else is_expert
+    if not IS_SIGMOID:
+        scores = tl.exp(scores - tl.max(tl.where(among, scores, float("-inf")), 0))
+    scores = tl.where(among, scores, 0.0)
+    if IS_NORMALIZED or not IS_SIGMOID:
+        scores = scores / (tl.sum(scores, 0) + 1e-20)
+    tl.store(chosen + token * PER_TOKEN + ranks, experts.to(tl.int64), mask=is_chosen)
+    tl.store(weights + token * PER_TOKEN + ranks, scores * SCALING, mask=is_chosen)
 
 
 # What differs between calls must not make Triton compile anew: neither values nor the alignment of views.

@@ -42,9 +42,7 @@ class TritonOperations(TorchOperations):
         self._paged = PagedAttention(self.groups, self.heads, a.kv_channels, a.attention_scale, num_processors)
         self._experts: TritonExperts | None = None
         if a.experts is not None:
-            self._experts = TritonExperts(
-                a.experts.number, a.experts.per_token, a.activation, adds_bias=shape.tensor_parallel.rank == 0
-            )
+            self._experts = TritonExperts(a.experts, a.activation, adds_bias=shape.tensor_parallel.rank == 0)
 
     def add_and_norm(
         self,
@@ -93,6 +91,11 @@ class TritonOperations(TorchOperations):
             enable_fp_fusion=True,
         )
         return out
+
+    def route(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `TorchOperations.route`."""
+        assert self._experts is not None
+        return self._experts.route(logits, bias)
 
     def experts(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, matrices: ExpertMatrices
