@@ -25,7 +25,8 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
 FEW_ROWS, MANY_ROWS = 16, 64
 """Pairs in a block: the least of a product on tensor cores where experts have few each, else more."""
 
-_COLUMNS = 64  # results of a program for each pair
+# Results of a program for each pair, and blocks in flight: few pairs read memory, which takes many programs and loads.
+_COLUMNS, _STAGES = {FEW_ROWS: 32, MANY_ROWS: 64}, {FEW_ROWS: 5, MANY_ROWS: 3}
 _BLOCK = 64  # of the dimension that is summed over: loaded at a time
 _PAIRS = 1024  # read at a time when they are sorted
 _LEAST_BINS = 32  # of a histogram: Triton divides them over a warp
@@ -98,20 +99,20 @@ class TritonExperts:
             (active, matrices.fc2, of_fc2, matrices.fc2_bias, of_fc2_bias, products, False),
         ):
             has_bias = bool(biases) and (is_first or self._adds_bias)
-            multiply_by_experts_kernel[num_blocks, triton.cdiv(out.shape[1], _COLUMNS)](
+            multiply_by_experts_kernel[num_blocks, triton.cdiv(out.shape[1], _COLUMNS[rows])](
                 *(source, kind[0], place, biases[0] if has_bias else source, bias_place, order, blocks, out),
                 SIZE=source.shape[1],
                 RESULTS=out.shape[1],
                 PER_TOKEN=self._per_token,
                 UNIT=LOADED_BYTES // x.element_size(),
                 ROWS=rows,
-                COLUMNS=_COLUMNS,
+                COLUMNS=_COLUMNS[rows],
                 BLOCK=_BLOCK,
                 ACTIVATION=self._activation,
                 IS_FIRST=is_first,
                 HAS_BIAS=has_bias,
                 num_warps=4,
-                num_stages=3,
+                num_stages=_STAGES[rows],
                 enable_fp_fusion=True,
             )
         out = torch.empty_like(x)
