@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -61,6 +62,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_GPT_OSS_ROPE = _YARN_ROPE | {"truncate": False}
 _MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 1.5}
 _CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
@@ -86,6 +88,10 @@ _CONFIGS: dict[str, Any] = {
     "glm4-moe": lambda: Glm4MoeConfig(
         **_SIZES, head_dim=8, n_routed_experts=40, num_experts_per_tok=3, moe_intermediate_size=24,
         n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=1.5,
+    ),
+    "gpt-oss": lambda: GptOssConfig(
+        **_SIZES | {"intermediate_size": 24}, head_dim=16, num_local_experts=40,
+        num_experts_per_tok=3, sliding_window=21, rope_parameters=_GPT_OSS_ROPE,
     ),
 }  # fmt: skip
 _FEATURES: dict[str, dict[str, Any]] = {
@@ -126,6 +132,16 @@ _FEATURES: dict[str, dict[str, Any]] = {
             shared_ffn_hidden_size=48,
         ),
     },
+    "gpt-oss": {
+        "kv_channels": 16,
+        "bias": True,
+        "clamped_swiglu": True,
+        "attention_sinks": True,
+        "sliding_window": 21,
+        "windowed_layers": (0, 2),
+        "rope_scaling": RopeScaling("yarn", 4.0, 32, truncate=False),
+        "experts": Experts(number=40, per_token=3, ffn_hidden_size=24),
+    },
 }  # fmt: skip
 FAMILIES = list(_CONFIGS)
 
@@ -136,10 +152,13 @@ ENGINE_DEFAULTS: dict[str, Any] = {"dtype": torch.float32, "num_slots": 4, "max_
 
 
 def hf_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
-    """A random float32 model; norms and biases are random too, so that none of them can be forgotten."""
+    """A random float32 model; norms and biases are random too, so that none of them can be forgotten.
+
+    Those of GPT-OSS' experts are so large that its activation is clamped.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(_CONFIGS[family]()).float().eval()
-    if "sinks" in family:  # as GPT-OSS has them
+    if family == "mistral-sinks":  # as GPT-OSS has them
         for layer in model.model.layers:
             layer.self_attn.sinks = torch.nn.Parameter(torch.zeros(_SIZES["num_attention_heads"]))
     with torch.no_grad():
@@ -147,6 +166,8 @@ def hf_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
             if parameter.ndim == 1:
                 center = 1.0 if name.endswith("weight") and family not in ("nemotron", "gemma2") else 0.0
                 parameter.copy_(center + 0.2 * torch.randn_like(parameter))
+            elif name.endswith("_bias"):
+                parameter.copy_((4.0 if "gate_up" in name else 0.2) * torch.randn_like(parameter))
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(0.2 * torch.randn_like(bias))
@@ -155,7 +176,7 @@ def hf_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
 
 def architecture(family: str = "llama") -> ModelArchitecture:
     """The shape of `hf_model`'s models."""
-    epsilon = 1e-5 if family in ("nemotron", "olmo2", "glm4-moe") else 1e-6
+    epsilon = 1e-5 if family in ("nemotron", "olmo2", "glm4-moe", "gpt-oss") else 1e-6
     return ModelArchitecture(
         num_layers=3,
         hidden_size=48,
@@ -170,20 +191,25 @@ def architecture(family: str = "llama") -> ModelArchitecture:
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The model's weight stream: each tied tensor once, and a tensor for each expert."""
-    state = dict(entry for name, tensor in model.state_dict().items() for entry in _apart(name, tensor.detach()))
+    transposed = model.config.model_type == "gpt_oss"
+    tensors = model.state_dict().items()
+    state = dict(part for name, tensor in tensors for part in _apart(name, tensor.detach(), transposed))
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     return state
 
 
-def _apart(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _apart(name: str, tensor: torch.Tensor, transposed: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """``transposed``: as GPT-OSS has experts, whose gate and up projections are interleaved, too."""
     layer, stacked, kind = name.partition(".mlp.experts.")
+    kind, _, bias = kind.partition("_proj")
+    halves = kind.split("_")
     for number, expert in enumerate(tensor if stacked else ()):
-        halves = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
-        for half, part in zip(kind.removesuffix("_proj").split("_"), halves, strict=True):
-            yield f"{layer}.mlp.experts.{number}.{half}_proj.weight", part
+        parts = [expert.t()[i :: len(halves)] for i in range(len(halves))] if transposed else expert.chunk(len(halves))
+        for half, part in zip(halves, parts, strict=True):
+            yield f"{layer}.mlp.experts.{number}.{half}_proj.{'bias' if bias else 'weight'}", part
     if not stacked:
-        yield name, tensor
+        yield name.replace(".mlp.router.", ".mlp.gate."), tensor
 
 
 def engine_for(family: str = "llama", model: PreTrainedModel | None = None, **options: Any) -> EmbeddedEngine:

@@ -28,6 +28,7 @@ from nemo_style_aligner.engine.shard import TensorParallel
 from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.engine.weights.stream import export_weights, import_weights, lendable_weights
 from nemo_style_aligner.guard.file_source import open_source
+from nemo_style_aligner.kinds import StepChoice
 from nemo_style_aligner.trainer.checkpoints.optimizer_state import load_optimizer, optimizer_counters, optimizer_parts
 from nemo_style_aligner.trainer.checkpoints.sharded_tensors import load_sharded_tensors
 from nemo_style_aligner.trainer.checkpoints.sharded_writing import own_parts, write_tensors
@@ -103,18 +104,26 @@ KINDS: dict[str, Experts] = {
         number=4, per_token=2, ffn_hidden_size=16, scores="sigmoid", scaling=1.5, has_bias=True,
         shared_ffn_hidden_size=24,
     ),
+    "biased": Experts(number=4, per_token=2, ffn_hidden_size=24),
+}  # fmt: skip
+FEATURES: dict[str, dict[str, Any]] = {  # GPT-OSS'
+    "biased": {
+        "bias": True, "clamped_swiglu": True, "attention_sinks": True, "sliding_window": 7, "windowed_layers": (0, 2),
+    },
 }  # fmt: skip
 
 
 def kinds_of(layout: Layout) -> list[str]:
-    """Without TEST_LONG one for each layout of several ranks."""
-    every = list(KINDS)
-    return every if layout.world_size == 1 or os.environ.get("TEST_LONG") else [every[len(layout.name) % 2]]
+    """Without TEST_LONG one for each layout of several ranks. Ranks cannot share experts with biases."""
+    every = [kind for kind in KINDS if kind != "biased" or (layout.etp or layout.tp) == 1]
+    is_whole = layout.world_size == 1 or os.environ.get("TEST_LONG")
+    return every if is_whole else [every[(len(layout.name) + 1) % len(every)]]
 
 
 def architecture(kind: str) -> ModelArchitecture:
     """Of a model in which all layers but the first have experts."""
-    return ModelArchitecture(**SHAPE | {"num_layers": 4}, experts=KINDS[kind], dense_layers=(0,), qkv_bias=True)
+    features = FEATURES.get(kind, {"qkv_bias": True})
+    return ModelArchitecture(**SHAPE | {"num_layers": 4} | features, experts=KINDS[kind], dense_layers=(0,))
 
 
 def first_weights(a: ModelArchitecture) -> dict[str, torch.Tensor]:
@@ -160,7 +169,7 @@ def routed_somehow(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return table[tokens.long() % 64, places % 64].to(torch.uint8)
 
 
-def responses(model: MegatronModel, size: int) -> list[tuple[list[int], list[float], str]]:
+def responses(model: MegatronModel, size: int, step: StepChoice = "native") -> list[tuple[list[int], list[float], str]]:
     """Of engines over ``size`` ranks each, with the model's weights."""
     rank = dist.get_rank() % size
     engine = EmbeddedEngine(
@@ -173,6 +182,7 @@ def responses(model: MegatronModel, size: int) -> list[tuple[list[int], list[flo
         tensor_parallel=TensorParallel(rank, size, neighbour_group(size)),
         trainer_weights=functools.partial(lendable_weights, model, rank, size),
         records_routes=True,
+        step=step,
     )
     engine.build()
     engine.refit(export_weights(model, 4096, without=engine.viewed_weights, transient=True), version=0)
@@ -197,6 +207,9 @@ def run(folder: Path, layout: Layout, kind: str) -> None:
     whole.routes = routed_somehow(whole.tokens, whole.lengths)
     batch, results = whole.rows(mine), dict[str, Any]()
     results["responses"] = responses(model, layout.engine)
+    for of_torch, of_native in zip(responses(model, layout.engine, "torch"), results["responses"], strict=True):
+        assert (of_torch[0], of_torch[2]) == (of_native[0], of_native[2])
+        assert max(abs(a - b) for a, b in zip(of_torch[1], of_native[1], strict=True)) < 1e-5
     for number, actor.loss in enumerate(LOSSES):
         actor.replays_routes = number == len(LOSSES) - 1
         logprobs = torch.zeros(int(whole.sampled_lengths.sum()))

@@ -109,6 +109,25 @@ def test_a_config_of_nemo_describes_the_experts(kind: str) -> None:
     assert experts is not None and experts.ffn_hidden_size == a.ffn_hidden_size  # as megatron-core takes it
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_counted(kind: str) -> None:
+    a = architecture(kind)
+    assert a.num_parameters == sum(tensor.numel() for tensor in first_weights(a).values())
+    every = dataclasses.replace(KINDS[kind], per_token=4)
+    assert dataclasses.replace(a, experts=every).active_layer_parameters == a.layer_parameters
+    none_read = a.layer_parameters_read(0)
+    assert a.layer_parameters_read(1) == pytest.approx(a.active_layer_parameters) and none_read > 0
+
+
+def test_models_with_experts_that_cannot_be_built_are_refused() -> None:
+    with pytest.raises(ValueError, match="a shared expert in a model with biases on all"):
+        dataclasses.replace(architecture("sigmoid"), bias=True)
+    with pytest.raises(ValueError, match="experts in a model without gates"):
+        dataclasses.replace(architecture("softmax"), gated=False)
+    with pytest.raises(ValueError, match="clamped_swiglu with activation='gelu'"):
+        dataclasses.replace(architecture("biased"), activation="gelu")
+
+
 def test_active_parameters_are_those_that_a_token_has() -> None:
     dense = ModelArchitecture(**SHAPE | {"ffn_hidden_size": 2 * 24})
     experts = dataclasses.replace(dense, experts=KINDS["softmax"])
@@ -136,7 +155,9 @@ def test_experts_that_cannot_be_built_are_refused(change: dict[str, Any], error:
 
 
 @pytest.mark.parametrize(
-    "key", ["moe_router_num_groups", "moe_shared_expert_gate", "moe_expert_capacity_factor", "moe_apply_probs_on_input"]
+    "key",
+    ["moe_router_num_groups", "moe_shared_expert_gate", "moe_expert_capacity_factor", "moe_apply_probs_on_input"]
+    + ["activation_func_clamp_value", "glu_linear_offset"],
 )
 def test_other_kinds_of_experts_are_refused_by_name(key: str) -> None:
     config = architecture("softmax").to_nemo_config() | {key: 4}
@@ -153,6 +174,9 @@ def test_what_experts_cannot_be_divided_by_is_named() -> None:
         "model.expert_tensor_parallel_size=5",
     ]
     assert not ModelArchitecture(**SHAPE).expert_layout_problems(3, 5)
+    assert not architecture("biased").expert_layout_problems(2, 1)
+    (problem,) = architecture("biased").expert_layout_problems(2, 2)
+    assert "ranks cannot share experts with biases; set it to 1" in problem
     assert any("moe_ffn_hidden_size=16" in line for line in a.layout_problems(32, engine_key="tensor_parallel_size"))
 
 

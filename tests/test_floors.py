@@ -114,8 +114,8 @@ def reached(module: str, imported: dict[str, set[str]]) -> set[str]:
 # How many other files of the package importing one of a room may load at most: what is reached, and a little room. A
 # change that needs more should say why; one that needs fewer lowers the number.
 BUDGETS = {
-    "tools/cli": 10, "tools/evaluation": 200, "tools/reports": 35, "tools/placement": 42, "tools/serving": 113,
-    "trainer/jobs": 219, "trainer/rl": 170, "trainer/training": 102, "trainer/services": 94, "trainer/models": 90,
+    "tools/cli": 10, "tools/evaluation": 201, "tools/reports": 35, "tools/placement": 42, "tools/serving": 114,
+    "trainer/jobs": 219, "trainer/rl": 170, "trainer/training": 102, "trainer/services": 94, "trainer/models": 91,
     "trainer/checkpoints": 40, "trainer/data": 36, "trainer/launch": 32, "trainer/telemetry": 20, "trainer/config": 15,
     "engine/serving": 66, "engine/embedded": 37, "engine/trtllm": 22, "engine/weights": 24, "engine/text": 25,
     "engine/native": 6, "engine/parallel": 5, "engine": 37, "guard": 10, "": 4,

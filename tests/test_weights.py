@@ -21,6 +21,7 @@ import transformers
 import yaml
 from safetensors.torch import save_file
 from small_models import TensorSource
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nemo_style_aligner.engine.architecture import ModelArchitecture
 from nemo_style_aligner.engine.contract import GenerationRequest, SamplingParams
@@ -35,6 +36,7 @@ from nemo_style_aligner.engine.weights.layout import hf_tensors, weight_layout
 from nemo_style_aligner.engine.weights.stream import export_weights, import_weights
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.kinds import StepChoice
+from nemo_style_aligner.tools.placement.workload import MODELS
 from nemo_style_aligner.trainer.checkpoints.nemo_archive import (
     load_nemo_config,
     load_nemo_tokenizer,
@@ -79,6 +81,12 @@ LONGROPE = {
     "long_factor": [2 * factor for factor in FREQUENCIES],
 }
 HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+GPT_OSS: dict[str, Any] = SIZES | {
+    "intermediate_size": 48, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 37,
+}  # fmt: skip
+GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False, "beta_fast": 32.0,
+}  # fmt: skip
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "llama tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=24),
@@ -170,6 +178,10 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         n_shared_experts=2,
         routed_scaling_factor=2.5,
     ),
+    "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_scaling=GPT_OSS_ROPE),
+    "gpt-oss, unscaled": lambda: transformers.GptOssConfig(
+        **GPT_OSS | {"layer_types": ["full_attention"] * 2}, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    ),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES, norm_eps=1e-6),
     "olmo2": lambda: transformers.Olmo2Config(**{**SIZES, "initializer_range": 0.1}),
     "olmo3": lambda: transformers.Olmo3Config(
@@ -201,7 +213,7 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 # One of each kind of layers: how a native step is compiled.
 GENERATED = ["llama", "mistral 0.1", "qwen2", "qwen3", "smollm3", "granite", "nemotron", "olmo3", "gemma2", "gemma3"]
-WITH_EXPERTS = [name for name in FAMILIES if "moe" in name or name == "mixtral"]
+WITH_EXPERTS = [name for name in FAMILIES if "moe" in name or name in ("mixtral", "gpt-oss")]
 TINY = ModelArchitecture(
     num_layers=2,
     hidden_size=32,
@@ -214,12 +226,12 @@ TINY = ModelArchitecture(
 
 
 def random_hf_model(config: transformers.PretrainedConfig, kind: Any = None) -> transformers.PreTrainedModel:
-    """Norms and biases random too, so that none of them can be forgotten unseen."""
+    """Norms and biases random too, so that none of them can be forgotten unseen; experts' so that they are clamped."""
     torch.manual_seed(0)
     model = (kind or transformers.AutoModelForCausalLM).from_config(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += torch.randn_like(parameter) * 0.3
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("_bias"):
+            parameter.data += torch.randn_like(parameter) * (3.0 if "gate_up" in name else 0.3)
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias += torch.randn_like(bias) * 0.3
@@ -520,6 +532,10 @@ def test_a_bias_of_zeros_is_left_out_of_a_classifier(bias: float, tmp_path: Path
         ({"hidden_size": 66}, r"config\.json: .*66\) is not a multiple"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "weights are quantized .*gptq"),
         ({"quantization_config": "fp8"}, "weights are quantized .*unnamed"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "weights are quantized .*mxfp4"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}}, "weights are quantized .*fp8"),
+        ({"model_type": "gpt_oss", "attention_bias": False}, "attention_bias=False, but the experts of gpt_oss always"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, r"'swiglu_limit': 5.0.*only an activation with"),
         ({"architectures": ["LlamaForTokenClassification"], "num_labels": 2}, "LlamaForTokenClassification is neither"),
         ({"architectures": ["LlamaForQuestionAnswering"]}, "LlamaForQuestionAnswering is neither"),
         ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, r"code of its own \(own\.Model\)"),
@@ -555,6 +571,91 @@ def test_a_model_no_family_can_express_is_refused(tmp_path: Path) -> None:
     odd = ModelArchitecture(2, 32, 48, 4, 2, VOCAB, normalization="layernorm", gated=True)
     with pytest.raises(ValueError, match="no Hugging Face family"):
         write_checkpoint(tmp_path / "out", odd, iter(()))
+
+
+# ---- GPT-OSS as it is published -------------------------------------------------------------------
+
+STACK = "model.layers.1.mlp.experts.down_proj"
+PUBLISHED = {  # openai/gpt-oss-20b
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "max_position_embeddings": 131072, "model_type": "gpt_oss",
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+    "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+}  # fmt: skip
+
+
+def mxfp4_folder(folder: Path) -> None:
+    """Random weights of a small model, in the form of the published ones."""
+    config = transformers.GptOssConfig(**GPT_OSS | {"intermediate_size": 96}, rope_scaling=GPT_OSS_ROPE)
+    random_hf_model(config).bfloat16().save_pretrained(folder)
+    weights, draw = safetensors.torch.load_file(folder / "model.safetensors"), torch.Generator().manual_seed(4)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        number, columns, rows = weights.pop(name).shape
+        size = number, rows, columns // 32
+        weights[f"{name}_blocks"] = torch.randint(256, (*size, 16), dtype=torch.uint8, generator=draw)
+        weights[f"{name}_scales"] = torch.randint(250, size, dtype=torch.uint8, generator=draw)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((folder / "config.json").read_text())
+    quantized = written | {"quantization_config": PUBLISHED["quantization_config"]}
+    (folder / "config.json").write_text(json.dumps(quantized))
+
+
+def test_the_published_config_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    a = read_architecture(tmp_path)
+    assert a == MODELS["gpt-oss-20b"] and a.num_parameters == 20_914_757_184
+
+
+def test_mxfp4_files_are_read_as_by_transformers_and_written_in_bf16(tmp_path: Path) -> None:
+    mxfp4_folder(tmp_path / "in")
+    source = HuggingFaceCheckpoint(tmp_path / "in")
+    assert set(source.dtypes()) == {"BF16"}
+    model = build_model(source.architecture, {}, torch.bfloat16, trainable=False)
+    import_weights(model, source)
+    write_checkpoint(tmp_path / "out", source.architecture, export_weights(model))
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    stored = safetensors.torch.load_file(tmp_path / "in" / "model.safetensors")
+    for name in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
+        expected = convert_moe_packed_tensors(stored.pop(f"{name}_blocks"), stored.pop(f"{name}_scales"))
+        assert torch.equal(found.pop(name), expected)
+    assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16 and again.config.num_local_experts == source.architecture.experts.number
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda w: w.pop(f"{STACK}_scales"), "down_proj_blocks is there, but not .*down_proj_scales"),
+        (lambda w: w.pop(f"{STACK}_blocks"), "down_proj_scales is there, but not .*down_proj_blocks"),
+        (lambda w: w.update({STACK: torch.zeros(6, 96, 64)}), "down_proj is there twice"),
+        (lambda w: w.update({f"{STACK}_scales": torch.zeros(6, 64, 2).byte()}), r"U8 \[6, 64, 2\], which is not MXFP4"),
+        (lambda w: w.update({f"{STACK}_bias": torch.zeros(6)}), r"down_proj_bias has shape \[6\]"),
+        (
+            lambda w: w.update({f"{STACK}_bias": torch.zeros(5, 64)}),
+            r"lack model\.layers\.1\.mlp\.experts\.5\.down_proj",
+        ),
+        (lambda w: w[f"{STACK}_scales"].fill_(255), r"experts\.0\.down_proj\.weight has values that are NaN"),
+    ],
+)
+def test_what_is_wrong_with_files_of_all_experts_is_named(
+    change: Callable[[dict[str, torch.Tensor]], Any], error: str, tmp_path: Path
+) -> None:
+    mxfp4_folder(tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=error):
+        source = HuggingFaceCheckpoint(tmp_path)
+        import_weights(build(source.architecture), source)
 
 
 # ---- the stream -----------------------------------------------------------------------------------

@@ -37,6 +37,10 @@ _NEMO_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
     "squared-relu": ("squared-relu", False),
 }
 
+GATE_SLOPE, GATE_LIMIT = 1.702, 7.0
+"""Of a clamped SwiGLU: g sigmoid(slope g) (u + 1), where g is the gate, at most the limit, and u the other half, cut to
+[-limit, limit]."""
+
 LARGEST_LENGTH = 1 << 24
 """Positions that a model may have at most; the most of any that is known are 10 million."""
 
@@ -86,6 +90,8 @@ NEMO_FEATURES_NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "moe_expert_capacity_factor": (None,),  # tokens would be dropped
     "moe_apply_probs_on_input": _OFF,  # Llama 4
     "moe_input_jitter_eps": (None, 0),
+    "glu_linear_offset": (None, 0),  # GPT-OSS in Megatron-Core's words; here its activation has a name
+    "activation_func_clamp_value": (None,),
 }
 """Keys of NeMo that change what a model computes, and the values with which it can be built here."""
 
@@ -98,7 +104,8 @@ class LayerFeatures:
     normalization: Normalization = "rmsnorm"
     activation: Activation = "silu"
     gated: bool = True  # SwiGLU when activation is silu
-    bias: bool = False  # biases on all linear layers (and LayerNorm has its own always)
+    clamped_swiglu: bool = False  # that of GPT-OSS, see `GATE_SLOPE`
+    bias: bool = False  # biases on all linear layers, routers and experts too (and LayerNorm has its own always)
     qkv_bias: bool = False  # biases on the q, k and v projections only (Qwen2)
     qk_layernorm: bool = False  # RMSNorm over each head of q and k (Qwen3)
     qk_norm_over_heads: bool = False  # over all of a token's heads together instead (OLMo 2)
@@ -123,7 +130,8 @@ class Experts:
     """What a layer has in place of an MLP: experts, of which each token's output is a weighted sum of a few.
 
     A token's scores are those of a linear layer, the router, in fp32. The experts with the largest scores, and bias if
-    there is one, are chosen; their scores, without bias, are their weights. Sigmoids are divided by their sum.
+    there is one, are chosen; their scores, without bias, are their weights. Sigmoids are divided by their sum. Whether
+    router and experts, as linear layers, have biases is the model's `LayerFeatures.bias`.
     """
 
     number: int
@@ -189,15 +197,22 @@ class Experts:
             "moe_shared_expert_intermediate_size": self.shared_ffn_hidden_size or None,
         }
 
-    def parameters(self, hidden_size: int, matrices: int, *, active: bool = False) -> int:
+    def parameters(self, hidden_size: int, matrices: int, bias: bool, *, active: bool = False) -> int:
         """Parameters of one layer's experts and router.
 
         Args:
             matrices: of each expert.
+            bias: whether linear layers have one.
             active: only those that a token's output depends on.
         """
-        experts = (self.per_token if active else self.number) * self.ffn_hidden_size + self.shared_ffn_hidden_size
-        return hidden_size * (matrices * experts + self.number) + (self.number if self.has_bias else 0)
+        experts = (self.per_token if active else self.number) * self.parameters_of_one(hidden_size, matrices, bias)
+        router = self.number * (hidden_size + bias + self.has_bias)
+        return experts + router + hidden_size * matrices * self.shared_ffn_hidden_size
+
+    def parameters_of_one(self, hidden_size: int, matrices: int, bias: bool) -> int:
+        """Parameters of one expert; see `parameters`."""
+        biases = (matrices - 1) * self.ffn_hidden_size + hidden_size if bias else 0
+        return matrices * hidden_size * self.ffn_hidden_size + biases
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +245,7 @@ ENDS = ("embedding_multiplier", "logits_scaling", "final_logit_softcapping")
 
 EVERY_FEATURE = frozenset(
     ("layer_norms", "normalization", "activation", "gated", "bias", "qkv_bias", "qk_layernorm", "qk_norm_over_heads")
-    + ("softmax_scale", "attn_logit_softcapping", "residual_multiplier", "attention_sinks")
+    + ("clamped_swiglu", "softmax_scale", "attn_logit_softcapping", "residual_multiplier", "attention_sinks")
     + ("no_rope", "local_rope", "window", "experts")
 )
 """All that there is today, spelled out: who knows it does not know what is added to `Layer` tomorrow."""
@@ -305,8 +320,12 @@ class ModelArchitecture(LayerFeatures):
         self._check_features()
 
     def _check_features(self) -> None:
-        if self.experts is not None and (self.bias or not self.gated):
-            raise ValueError("experts in a model with biases on all linear layers, or without gates, are not supported")
+        if self.experts is not None and not self.gated:
+            raise ValueError("experts in a model without gates are not supported")
+        if self.experts is not None and self.experts.shared_ffn_hidden_size and self.bias:
+            raise ValueError("a shared expert in a model with biases on all linear layers is not supported")
+        if self.clamped_swiglu and not (self.gated and self.activation == "silu"):
+            raise ValueError(f"clamped_swiglu with activation={self.activation!r}, gated={self.gated}: it is a SwiGLU")
         if self.qk_layernorm and self.norm_has_bias:
             raise ValueError(
                 f"qk_layernorm with normalization={self.normalization!r}: only RMSNorm can normalise queries and keys"
@@ -394,6 +413,7 @@ class ModelArchitecture(LayerFeatures):
             qkv_bias=_flag(cfg, qkv_bias),
             qk_layernorm=_flag(cfg, "qk_layernorm"),
             qk_norm_over_heads=_flag(cfg, "qk_norm_over_heads"),
+            clamped_swiglu=_flag(cfg, "clamped_swiglu"),
             layer_norms=cfg.get("layer_norms") or "before",
             tied_embeddings=_flag(cfg, _TIED),
             rope_scaling=RopeScaling.from_nemo_config(_rope_keys(cfg)),
@@ -429,7 +449,14 @@ class ModelArchitecture(LayerFeatures):
         if self.sliding_window is not None:
             config["window_size"] = [self.sliding_window - 1, 0]
             config["window_attn_skip_freq"] = [int(i in self.windowed_layers) for i in range(self.num_layers)]
-        own = ("layer_norms", "qk_norm_over_heads", "softmax_scale", "local_rotary_base", *MULTIPLIERS, *_SOFTCAPS)
+        own: tuple[str, ...] = (
+            "layer_norms",
+            "qk_norm_over_heads",
+            "softmax_scale",
+            "local_rotary_base",
+            "clamped_swiglu",
+        )
+        own += MULTIPLIERS + _SOFTCAPS
         config |= {key: getattr(self, key) for key in own if getattr(self, key) != DEFAULTS[key]}
         if kind[0] == "gelu":
             config |= {"openai_gelu": is_tanh, "bias_activation_fusion": False}
@@ -519,7 +546,7 @@ class ModelArchitecture(LayerFeatures):
         with_experts = sum(self.expert_layers)
         mlps = (self.num_layers - with_experts) * mlp
         if self.experts is not None:
-            mlps += with_experts * self.experts.parameters(h, matrices, active=active)
+            mlps += with_experts * self.experts.parameters(h, matrices, self.bias, active=active)
         norm = 2 * h if self.norm_has_bias else h
         norms = norm * (4 if self.layer_norms == "both" else 2)
         embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
@@ -565,9 +592,8 @@ class ModelArchitecture(LayerFeatures):
         """Those of `layer_parameters` that belong to experts of which a token has only some."""
         if self.experts is None:
             return 0
-        matrices = 3 if self.gated else 2
-        of_layer = self.experts.number * matrices * self.hidden_size * self.experts.ffn_hidden_size
-        return sum(self.expert_layers) * of_layer
+        of_one = self.experts.parameters_of_one(self.hidden_size, 3 if self.gated else 2, self.bias)
+        return sum(self.expert_layers) * self.experts.number * of_one
 
     def layer_parameters_read(self, num_tokens: float) -> float:
         """Those of `layer_parameters` that a pass of so many tokens reads, if all experts are equally likely."""
@@ -665,11 +691,18 @@ class ModelArchitecture(LayerFeatures):
             ("expert_model_parallel_size", ep_size, "num_moe_experts", self.experts.number),
             ("expert_tensor_parallel_size", etp_size, "moe_ffn_hidden_size", self.experts.ffn_hidden_size),
         )
-        return [
+        problems = [
             f"model.{key}={ranks}: the model's {name}={size} is not a multiple of it"
             for key, ranks, name, size in sizes
             if size % ranks
         ]
+        if self.bias and etp_size > 1:  # each rank would add the whole bias
+            problems.append(
+                f"model.expert_tensor_parallel_size={etp_size}: ranks cannot share experts with biases; set it to 1 "
+                "(null: tensor_model_parallel_size) and divide them by model.expert_model_parallel_size, or divide "
+                "layers into pipeline stages (nsa convert: --pipeline-parallel)"
+            )
+        return problems
 
     def _ffn_sizes(self, with_experts: bool) -> dict[str, int]:
         """The sizes of MLPs that tensor-parallel ranks share, by their names in NeMo's config."""

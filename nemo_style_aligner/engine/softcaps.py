@@ -1,12 +1,14 @@
-"""Soft caps (Gemma 2): numbers are bent so that none leaves (-c, c). Attention that has them, or sinks."""
+"""Numbers that are kept within bounds: soft caps (Gemma 2), attention that has them, or sinks; GPT-OSS' activation."""
 
 from __future__ import annotations
 
 import torch
 
+from nemo_style_aligner.engine.architecture import GATE_LIMIT, GATE_SLOPE
+
 
 def capped(x: torch.Tensor, cap: float | None, *, in_place: bool = False) -> torch.Tensor:
-    """c tanh(x / c); ``x`` itself where the cap c is None. Differentiable unless ``in_place``."""
+    """c tanh(x / c), which never leaves (-c, c); ``x`` itself where c is None. Differentiable unless ``in_place``."""
     if cap is None:
         return x
     return x.div_(cap).tanh_().mul_(cap) if in_place else torch.tanh(x / cap) * cap
@@ -42,3 +44,9 @@ def stored_attention(
         scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1)
     weights = torch.nn.functional.dropout(scores.softmax(-1)[..., : key.shape[-2]], dropout)
     return weights.to(value.dtype) @ value
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The clamped SwiGLU (`architecture.GATE_SLOPE`) of two tensors of one shape, in their dtype."""
+    gate, up = gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT)
+    return gate * torch.sigmoid(GATE_SLOPE * gate) * (up + 1)

@@ -125,20 +125,21 @@ class MlpWeights:
 
 
 class ExpertWeights:
-    """A layer's router [experts, h] and its bias, float32 [experts], or None; this rank's part of each expert."""
+    """A layer's router [experts, h], its bias and that of its choice, float32 [experts], or None; this rank's part of
+    each expert.
+    """
 
     fc2_bias = None
 
     def __init__(self, weights: TorchWeights, prefix: str) -> None:
         experts, shard = weights.shape.architecture.experts, weights.shape.shard
         assert experts is not None
-        self.router, _ = weights.linear(
-            {f"{prefix}gate": Rows(0, experts.number)}, shard.architecture.hidden_size, False
-        )
-        self.router_bias = None
+        a, rows = shard.architecture, Rows(0, experts.number)
+        self.router, self.router_bias = weights.linear({f"{prefix}gate": rows}, a.hidden_size, a.bias)
+        self.choice_bias = None
         if experts.has_bias:
-            names, size = {f"{prefix}gate.{ROUTER_BIAS}": Rows(0, experts.number)}, (experts.number,)
-            self.router_bias = weights.tensor(names, size, torch.float32)
+            names, size = {f"{prefix}gate.{ROUTER_BIAS}": rows}, (experts.number,)
+            self.choice_bias = weights.tensor(names, size, torch.float32)
         self.shared: MlpWeights | None = None
         if experts.shared_ffn_hidden_size:
             self.shared = MlpWeights(weights, f"{prefix}shared_experts.", experts.shared_ffn_hidden_size // shard.size)
@@ -205,7 +206,8 @@ class TorchModel:
 
     def _experts(self, x: torch.Tensor, mlp: ExpertWeights, batch: Batch) -> torch.Tensor:
         """The same of experts; the batch gets which of them each token has."""
-        chosen, weights = self._operations.route(_wide_product(x, mlp.router), mlp.router_bias)
+        logits = _wide_product(x, mlp.router, mlp.router_bias)
+        chosen, weights = self._operations.route(logits, mlp.choice_bias)
         batch.routes.append(chosen)
         out = self._operations.experts(x, chosen, weights, mlp.matrices)
         return out if mlp.shared is None else out + self._mlp(x, mlp.shared)
@@ -234,11 +236,12 @@ class TorchModel:
         return torch.cat(self._tensor_parallel.all_gather(logits), dim=-1)[:, : self._a.vocab_size]
 
 
-def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` in float32: products of two numbers of 16 bits are exact in it."""
+def _wide_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x @ weight.T + bias`` in float32: products of two numbers of 16 bits are exact in it."""
     if x.dtype != torch.float32 and x.device.type == "cuda":
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return F.linear(x.float(), weight.float())
+        product = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return product if bias is None else product + bias
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from nemo_style_aligner.engine.architecture import Layer
 from nemo_style_aligner.engine.embedded.routing import computed_by_experts, routed
 from nemo_style_aligner.engine.embedded.step import PAGE_TOKENS, EngineShape
-from nemo_style_aligner.engine.softcaps import stored_attention
+from nemo_style_aligner.engine.softcaps import clamped_swiglu, stored_attention
 from nemo_style_aligner.engine.transfers import moved
 
 _MOST_QUERIES = 1024  # of a chunk at a time: masks, and scores where they are stored, have as many rows
@@ -175,6 +175,8 @@ class TorchOperations:
     def activate(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP's non-linearity on [t, fc1 rows]: gate and value side by side where it is gated."""
         gate, value = x.chunk(2, dim=-1) if self.architecture.gated else (x, None)
+        if self.architecture.clamped_swiglu and value is not None:
+            return clamped_swiglu(gate.float(), value.float()).to(x.dtype)
         if self.architecture.activation == "silu":
             active = F.silu(gate)
         elif self.architecture.activation == "gelu":

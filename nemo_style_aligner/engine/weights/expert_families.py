@@ -1,15 +1,16 @@
 """How Hugging Face's model families describe their experts: keys of ``config.json``, and tensors' names in files.
 
-Within this project all have the names of Qwen3-MoE's files: ``mlp.gate``, ``mlp.experts.3.up_proj``.
+Within this project all have the names of Qwen3-MoE's files: ``mlp.gate``, ``mlp.experts.3.up_proj``. Files that have
+experts in tensors of all of a layer's: see `stacked_experts`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
+from nemo_style_aligner.engine.architecture import GATE_LIMIT, GATE_SLOPE, Experts, ModelArchitecture
 
 
 class ExpertFamily(Protocol):
@@ -17,6 +18,9 @@ class ExpertFamily(Protocol):
 
     stored: Mapping[str, str]
     """Modules of a layer -> their names in files, where these differ; ``{}`` stands for an expert's number."""
+
+    is_stacked: bool
+    """Whether files have each layer's experts in tensors of all of them."""
 
     def read(self, config: Mapping[str, Any]) -> tuple[Experts, tuple[int, ...]]:
         """The experts that a config describes, and the layers (0-based) that have an MLP instead."""
@@ -29,6 +33,7 @@ class Qwen3Moe:
     """Every n-th layer may have experts, and layers may be named that have none."""
 
     stored: Mapping[str, str] = {}
+    is_stacked = False
 
     def read(self, config: Mapping[str, Any]) -> tuple[Experts, tuple[int, ...]]:
         """See `ExpertFamily`."""
@@ -67,6 +72,7 @@ class Mixtral:
         "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
         "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
     }
+    is_stacked = False
 
     def read(self, config: Mapping[str, Any]) -> tuple[Experts, tuple[int, ...]]:
         """See `ExpertFamily`."""
@@ -93,6 +99,7 @@ class Glm4Moe:
     """The first layers have an MLP. Layers behind the last, which predict further tokens, are left out of files."""
 
     stored: Mapping[str, str] = {}
+    is_stacked = False
 
     def read(self, config: Mapping[str, Any]) -> tuple[Experts, tuple[int, ...]]:
         """See `ExpertFamily`."""
@@ -131,10 +138,30 @@ class Glm4Moe:
         }
 
 
+class GptOss(Mixtral):
+    """As Mixtral, but for an activation that has two constants, and for the files."""
+
+    stored: Mapping[str, str] = {"mlp.gate": "mlp.router"}
+    is_stacked = True
+    _CONSTANTS: ClassVar[dict[str, float]] = {"swiglu_alpha": GATE_SLOPE, "swiglu_limit": GATE_LIMIT}
+
+    def read(self, config: Mapping[str, Any]) -> tuple[Experts, tuple[int, ...]]:
+        """See `ExpertFamily`. Versions of transformers that have not all of these keys take the same constants."""
+        others = {key: config[key] for key, known in self._CONSTANTS.items() if config.get(key, known) != known}
+        if others:
+            raise ValueError(f"{others}: only an activation with {dict(self._CONSTANTS)} is supported")
+        return super().read(config)
+
+    def write(self, a: ModelArchitecture) -> dict[str, Any]:
+        """See `ExpertFamily`."""
+        return super().write(a) | self._CONSTANTS
+
+
 EXPERT_FAMILIES: Mapping[str, ExpertFamily] = {
     "qwen3_moe": Qwen3Moe(),
     "mixtral": Mixtral(),
     "glm4_moe": Glm4Moe(),
+    "gpt_oss": GptOss(),
 }
 """By ``model_type``."""
 

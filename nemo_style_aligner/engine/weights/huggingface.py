@@ -24,9 +24,10 @@ from nemo_style_aligner.engine.text.tokenizer import (
     load_tokenizer,
     tokenizer_files,
 )
-from nemo_style_aligner.engine.weights.expert_families import own_name, stored_name
+from nemo_style_aligner.engine.weights.expert_families import EXPERT_FAMILIES, own_name, stored_name
 from nemo_style_aligner.engine.weights.huggingface_config import FAMILIES, hf_config, hf_family, read_architecture
 from nemo_style_aligner.engine.weights.layout import fused_name, hf_tensors, weight_layout
+from nemo_style_aligner.engine.weights.stacked_experts import ExpertTensor, Stored, apart, is_stack, together
 from nemo_style_aligner.errors import LFS_POINTER, is_lfs_pointer
 from nemo_style_aligner.guard.file_source import MOST_BESIDE_WEIGHTS
 from nemo_style_aligner.guard.parsing import parse_json, read_json
@@ -51,6 +52,22 @@ class _Place(NamedTuple):
     stored: str
     first: int
     shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype, by safetensors' name for it."""
+        dtype: str = self.file.get_slice(self.stored).get_dtype()
+        return dtype
+
+    def read(self, dim: int, start: int, length: int) -> torch.Tensor:
+        """See `HuggingFaceCheckpoint.read`."""
+        lazy = self.file.get_slice(self.stored)
+        part: torch.Tensor
+        if dim == 0:
+            part = lazy[self.first + start : self.first + start + length]
+        else:
+            part = lazy[self.first : self.first + self.shape[0], start : start + length]
+        return part
 
 
 def _unfused(places: Mapping[str, _Place], architecture: ModelArchitecture) -> Iterator[tuple[str, _Place]]:
@@ -89,30 +106,39 @@ class HuggingFaceCheckpoint:
         if missing:
             hint = " (pytorch_model.bin files must be converted to safetensors first)" if not index.is_file() else ""
             raise FileNotFoundError(f"{self.directory} lacks {some_of(missing)}{hint}")
-        self._places: dict[str, _Place] = {}
+        places: dict[str, _Place] = {}
         for file in (_open_safetensors(self.directory / name) for name in files):
             for stored in file.keys():  # noqa: SIM118 (not a dict)
                 name = own_name(stored)
-                if name in self._places:
+                if name in places:
                     raise ValueError(f"{self.directory} has two tensors {stored}, in two of its files")
                 if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old Llama checkpoints carry
-                    self._places[name] = _Place(file, stored, 0, tuple(file.get_slice(stored).get_shape()))
-        self._leave_out_further_tokens()
-        for name, place in self._places.items():
-            if (dtype := place.file.get_slice(place.stored).get_dtype()) not in _DTYPES:
+                    places[name] = _Place(file, stored, 0, tuple(file.get_slice(stored).get_shape()))
+        places = self._without_further_tokens(places)
+        stacks = self._stacks(places)
+        others, experts = {name: place for name, place in places.items() if name not in stacks}, apart(stacks)
+        for name, found in (others | experts).items():
+            if found.dtype not in _DTYPES:
                 raise ValueError(
-                    f"{self.directory}: {name} is of type {dtype}, as quantized weights are: take the model's "
+                    f"{self.directory}: {name} is of type {found.dtype}, as quantized weights are: take the model's "
                     "unquantized weights (bf16, fp16 or fp32)"
                 )
-        if any(name.endswith(".qkv_proj.weight") for name in self._places):
-            self._places = dict(_unfused(self._places, self.architecture))
+        if any(name.endswith(".qkv_proj.weight") for name in others):
+            others = dict(_unfused(others, self.architecture))
+        self._places: dict[str, _Place | ExpertTensor] = others | experts
 
-    def _leave_out_further_tokens(self) -> None:
-        """Forget layers behind the model's own that predict the token after the next (MTP: GLM-4.5, DeepSeek)."""
-        found = {name.removesuffix("eh_proj.weight") for name in self._places if name.endswith(".eh_proj.weight")}
+    def _stacks(self, places: Mapping[str, _Place]) -> dict[str, Stored]:
+        """The tensors of all of a layer's experts, in families whose files have such."""
+        found = {name: Stored(place.file, place.stored) for name, place in places.items() if is_stack(name)}
+        family = EXPERT_FAMILIES.get(self.architecture.family) if found else None
+        return found if family is not None and family.is_stacked else {}
+
+    def _without_further_tokens(self, places: Mapping[str, _Place]) -> dict[str, _Place]:
+        """Without layers behind the model's own that predict the token after the next (MTP: GLM-4.5, DeepSeek)."""
+        found = {name.removesuffix("eh_proj.weight") for name in places if name.endswith(".eh_proj.weight")}
         if found:
             logger.warning("%s: %s predict further tokens and are left out", self.directory, some_of(sorted(found)))
-        self._places = {name: p for name, p in self._places.items() if not name.startswith(tuple(found))}
+        return {name: place for name, place in places.items() if not name.startswith(tuple(found))}
 
     @functools.cached_property
     def architecture(self) -> ModelArchitecture:
@@ -120,20 +146,16 @@ class HuggingFaceCheckpoint:
         return read_architecture(self.directory)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's name and shape; fused ones' parts in place of them."""
+        """Every tensor's name and shape; the parts of fused ones and of all experts' in place of them."""
         return {name: place.shape for name, place in self._places.items()}
 
     def read(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        """A slice of a tensor, in the file's dtype."""
-        file, stored, first, shape = self._places[name]
-        lazy = file.get_slice(stored)
-        if dim == 0:
-            return lazy[first + start : first + start + length]
-        return lazy[first : first + shape[0], start : start + length]
+        """A slice of a tensor, in the file's dtype; in bfloat16, if it is quantised there."""
+        return self._places[name].read(dim, start, length)
 
     def dtypes(self) -> list[str]:
         """Every tensor's dtype, by safetensors' name for it."""
-        return [place.file.get_slice(place.stored).get_dtype() for place in self._places.values()]
+        return [place.dtype for place in self._places.values()]
 
     @property
     def num_attributes(self) -> int:
@@ -181,7 +203,8 @@ def write_checkpoint(
     tokenizer_dir: str | Path | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Write a model directory that transformers loads. At most one shard is held in memory.
+    """Write a model directory that transformers loads. At most one shard is held in memory, or a layer's experts where
+    a file has them together.
 
     A new directory is written under a temporary name beside ``directory``, and renamed when it is complete and on disk.
     One that exists may be a mount point or the working directory, which cannot be replaced: the files are written in a
@@ -208,6 +231,8 @@ def write_checkpoint(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     weights = _fused(weights) if FAMILIES[family].fused else weights
+    if architecture.experts is not None and EXPERT_FAMILIES[family].is_stacked:
+        weights = together(weights, architecture.experts.number)
     dtype = _write_shards(work, ((stored_name(family, name), t) for name, t in weights), max_shard_bytes)
     token_ids = {}
     if tokenizer_dir:

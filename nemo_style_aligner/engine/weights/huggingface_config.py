@@ -47,17 +47,20 @@ class Family:
         fixed: fields of the architecture that are the same in all its models, and not Llama's.
         keys: further fields that its configs say, or say under another key than Llama's -> the key.
         bias_keys: which of ``attention_bias`` (on q, k, v and o) and ``mlp_bias`` it has.
+        biased_mlp: MLPs, or routers and experts, have biases always.
         scales_embeddings: by the root of the hidden size.
         fused: q, k and v are one tensor, gate and up another.
         windows: which layers can have a sliding window: none, all if one has, or any (``layer_types``).
         window_flag: ``use_sliding_window`` says whether any has.
         local_rope: layers with a window have a rotary base of their own.
+        scaled: a config that says nothing of rotary scaling means one.
     """
 
     class_prefix: str
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bias_keys: tuple[str, ...] = ("attention_bias",)
+    biased_mlp: bool = False
     scales_embeddings: bool = False
     partial_rotary: bool = False
     scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
@@ -66,6 +69,7 @@ class Family:
     windows: Literal["none", "all", "any"] = "none"
     window_flag: bool = False
     local_rope: bool = False
+    scaled: bool = False
     classifier_prefix: str = ""
 
     def key(self, field: str) -> str | None:
@@ -104,6 +108,9 @@ FAMILIES: dict[str, Family] = {
         keys={"qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"},
         bias_keys=(),
         partial_rotary=True,
+    ),
+    "gpt_oss": Family(
+        "GptOss", {"clamped_swiglu": True, "attention_sinks": True}, biased_mlp=True, windows="any", scaled=True
     ),
     "nemotron": Family(
         "Nemotron",
@@ -198,11 +205,14 @@ def architecture_from_config(config: Mapping[str, Any]) -> ModelArchitecture:
     """As `read_architecture`, from a complete config in transformers' current form (with ``rope_parameters``)."""
     name = _family_name(config)
     family = FAMILIES[name]
-    attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    attention_bias, mlp_bias = bool(config.get("attention_bias")), family.biased_mlp or bool(config.get("mlp_bias"))
     if family.key("qkv_bias") == "attention_bias":
         attention_bias = False
     if attention_bias != mlp_bias:
-        raise ValueError("attention_bias and mlp_bias differ: biases on some linear layers only are not supported")
+        differ = "attention_bias and mlp_bias differ"
+        if family.biased_mlp:
+            differ = f"attention_bias=False, but the experts of {name} always have biases"
+        raise ValueError(f"{differ}: biases on some linear layers only are not supported")
     rope = _full_rope(family, config)
     turned = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if turned != 1.0 and not family.partial_rotary:
@@ -283,6 +293,9 @@ def _refuse_quantization(config: Mapping[str, Any]) -> None:
     if quantization:
         named = quantization if isinstance(quantization, Mapping) else {}
         method = named.get("quant_method") or named.get("quant_algo") or "unnamed"
+        experts = EXPERT_FAMILIES.get(config["model_type"])
+        if method == "mxfp4" and experts is not None and experts.is_stacked:
+            return  # see `stacked_experts`
         raise ValueError(
             f"the weights are quantized (quantization_config: {method}), which is not supported: take the model's "
             "unquantized weights (bf16, fp16 or fp32)"
@@ -399,7 +412,7 @@ def _can_express(family: Family, a: ModelArchitecture) -> bool:
     return (
         all(getattr(a, field) == family.fixed_value(field, a.hidden_size) for field in fixed)
         and (family.key("softmax_scale") != _INVERSE or math.isclose(round(scale**-2) ** -0.5, scale))
-        and (not a.bias or family.bias_keys == _BOTH_BIASES)
+        and (a.bias if family.biased_mlp else not a.bias or family.bias_keys == _BOTH_BIASES)
         and (family.partial_rotary or a.rotary_percentage == 1.0)
         and (a.rope_scaling is None or a.rope_scaling.rope_type in family.scalings)
         and (family.no_rope_layers or not a.no_rope_layers)
@@ -486,7 +499,7 @@ def hf_config(
         "initializer_range": a.init_method_std,
         "tie_word_embeddings": a.tied_embeddings,
         "rope_theta": a.rotary_base,
-        "rope_scaling": None,
+        "rope_scaling": {"rope_type": "default"} if family.scaled else None,
         "use_cache": True,
         "pad_token_id": None,  # some families' default lies beyond small vocabularies
         **(token_ids or {}),

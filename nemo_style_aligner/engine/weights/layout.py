@@ -335,6 +335,8 @@ def _mlp(a: ModelArchitecture, layer: int) -> Iterator[LayoutEntry]:
         yield from _two_matrices(a, layer, "mlp", hf, a.ffn_hidden_size)
         return
     yield _replicated(_names(layer, "mlp.router.weight"), f"{hf}.gate.weight", (experts.number, a.hidden_size), layer)
+    if a.bias:
+        yield _replicated(_names(layer, "mlp.router.bias"), f"{hf}.gate.bias", (experts.number,), layer)
     if experts.has_bias:
         yield _replicated(_names(layer, "mlp.router.expert_bias"), f"{hf}.gate.{ROUTER_BIAS}", (experts.number,), layer)
     if experts.shared_ffn_hidden_size:

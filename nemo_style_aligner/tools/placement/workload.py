@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
+from nemo_style_aligner.engine.rope import RopeScaling
 from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.tools.placement.costs import Sample
 
@@ -26,6 +27,21 @@ def _mixture(shape: ModelArchitecture, experts: int, size: int) -> ModelArchitec
     return dataclasses.replace(shape, kv_channels=128, qk_layernorm=True, experts=of_8, family="qwen3_moe")
 
 
+def _gpt_oss(layers: int, experts: int) -> ModelArchitecture:
+    shape = ModelArchitecture(layers, 2880, 2880, 64, 8, 201088, 64, max_position_embeddings=131072, bias=True)
+    return dataclasses.replace(
+        shape,
+        clamped_swiglu=True,
+        attention_sinks=True,
+        sliding_window=128,
+        windowed_layers=tuple(range(0, layers, 2)),
+        rotary_base=150000.0,
+        rope_scaling=RopeScaling("yarn", 32.0, 4096, truncate=False),
+        experts=Experts(number=experts, per_token=4, ffn_hidden_size=2880),
+        family="gpt_oss",
+    )
+
+
 MODELS = {
     "1b": dataclasses.replace(_shape(16, 2048, 8192, 32, 8, 128256), tied_embeddings=True),  # Llama 3.2
     "7b": dataclasses.replace(_shape(28, 3584, 18944, 28, 4, 152064), qkv_bias=True),  # Qwen2.5
@@ -35,6 +51,8 @@ MODELS = {
     "14b": dataclasses.replace(_shape(48, 5120, 13824, 40, 8, 152064), qkv_bias=True),  # Qwen2.5, as the next
     "qwen3-30b-a3b": _mixture(_shape(48, 2048, 6144, 32, 4, 151936), 128, 768),
     "qwen3-235b-a22b": _mixture(_shape(94, 4096, 12288, 64, 4, 151936), 128, 1536),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "32b": dataclasses.replace(_shape(64, 5120, 27648, 40, 8, 152064), qkv_bias=True),
 }
 

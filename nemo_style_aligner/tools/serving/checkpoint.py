@@ -90,6 +90,11 @@ def _open(path: Path, precision: str, num_ranks: int) -> tuple[ModelArchitecture
         base = read_base_model(str(path), {}, precision)
         if "reward_model_type" in base.config:
             raise UserError(f"{path} {_NO_LANGUAGE_MODEL}")
+        if num_ranks > 1 and base.architecture.experts is not None and base.architecture.bias:
+            raise UserError(
+                f"{path} has experts with biases, an archive of which ranks cannot share: serve it on one rank, or a "
+                "Hugging Face folder of it (nsa convert)"
+            )
         compile_ahead("auto", base.architecture, base.dtype, device(), num_ranks)
         return base.architecture, base.tokenizer, export_weights(base.load(trainable=False))
     if kind not in ("Hugging Face directory", "GGUF file"):

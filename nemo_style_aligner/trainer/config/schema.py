@@ -1282,6 +1282,7 @@ _EXAMPLE = ModelArchitecture(
     windowed_layers=(0,),
     local_rotary_base=2.0,
     attention_sinks=True,
+    clamped_swiglu=True,
     layer_norms="both",
     normalization="rmsnorm1p",
     qk_layernorm=True,

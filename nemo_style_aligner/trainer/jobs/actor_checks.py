@@ -15,6 +15,7 @@ from nemo_style_aligner.errors import UserError
 from nemo_style_aligner.trainer.config.schema import ListedReward
 from nemo_style_aligner.trainer.jobs.job_view import (
     BEST,
+    ETP,
     GLOBAL_BATCH,
     GROUP,
     KL_PENALTY,
@@ -420,8 +421,10 @@ def _layout_problems(view: JobView, spec: ListedReward, role: str, architecture:
     tp, pp = spec.tensor_parallel_size, spec.pipeline_parallel_size
     if spec.devices % (tp * pp):
         yield f"{role}.devices={spec.devices}: not a multiple of its parallel sizes, {tp} x {pp}"
-    for problem in architecture.layout_problems(tp, pp):
-        yield problem.replace(TP, f"{role}.tensor_parallel_size").replace(PP, f"{role}.pipeline_parallel_size")
+    for problem in [*architecture.layout_problems(tp, pp), *architecture.expert_layout_problems(1, tp)]:
+        for key, own in ((TP, "tensor_parallel_size"), (ETP, "tensor_parallel_size"), (PP, "pipeline_parallel_size")):
+            problem = problem.replace(key, f"{role}.{own}")
+        yield problem
 
 
 def _missing(spec: ListedReward, key: str) -> Iterator[str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
+from nemo_style_aligner.engine.architecture import GATE_LIMIT, GATE_SLOPE
+from nemo_style_aligner.engine.softcaps import clamped_swiglu
 from nemo_style_aligner.trainer.models.gpu_kernels import elementwise_kernels_for
 from nemo_style_aligner.trainer.models.layer_kernels import kernels_for
 from nemo_style_aligner.trainer.models.recompute import computed_again, recomputes_inputs
+
+if TYPE_CHECKING:
+    from nemo_style_aligner.trainer.models.attention import LayerConfig
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -53,14 +58,23 @@ class RMSNorm(torch.autograd.Function):
 
 
 class SwiGLU(MegatronModule):
-    """silu(first half) * second half of the last dimension (arXiv:2002.05202): [..., 2 f] -> [..., f]."""
+    """silu(first half) * second half of the last dimension (arXiv:2002.05202): [..., 2 f] -> [..., f].
+
+    Or the clamped form of it, in models that have that (`architecture.GATE_SLOPE`).
+    """
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__(config=config)
+        is_clamped = config.layers[0].clamped_swiglu
+        self.function: type[torch.autograd.Function] = _ClampedSwiGLU if is_clamped else _SwiGLU
+        self.compute = _clamped_swiglu if is_clamped else _swiglu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What `MLP` calls between its two linear layers."""
-        out = _SwiGLU.apply(x)
+        out: torch.Tensor = self.function.apply(x)
         if recomputes_inputs(self.config) and out.requires_grad:
-            kept = x.detach()
-            computed_again(out, lambda: _swiglu(kept))
+            kept, compute = x.detach(), self.compute
+            computed_again(out, lambda: compute(kept))
         return out
 
 
@@ -90,3 +104,31 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
         return kernels.swiglu(x.contiguous())
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """Saves its input and nothing else; computed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return _clamped_swiglu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        whole, grad = x.float(), grad.float()
+        whole_gate, whole_up = whole.chunk(2, dim=-1)
+        gate, up = whole_gate.clamp(max=GATE_LIMIT), whole_up.clamp(-GATE_LIMIT, GATE_LIMIT)
+        open_by = (GATE_SLOPE * gate).sigmoid_()
+        grad_x = torch.empty_like(whole)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(gate * open_by, grad, out=grad_up).masked_fill_(whole_up != up, 0)
+        # d g s(a g) / d g = s (1 + a g (1 - s)), with s = sigmoid(a g)
+        slope = (1 - open_by).mul_(gate).mul_(GATE_SLOPE).add_(1).mul_(open_by)
+        torch.mul(slope, (up + 1).mul_(grad), out=grad_gate).masked_fill_(whole_gate != gate, 0)
+        return grad_x.to(x.dtype)
+
+
+def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    return clamped_swiglu(*x.float().chunk(2, dim=-1)).to(x.dtype)

@@ -336,6 +336,9 @@ def build_model(
     for name, parameter in gpt.named_parameters():
         if ".local_experts." in name:  # without expert parallelism, megatron-core takes their replicas for the others'
             parameter.allreduce = not layout.cuts_experts  # type: ignore[attr-defined]
+            # Biases, too, are those of one rank's experts, or of replicas: as gradients are summed, and in their norm.
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     module: torch.nn.Module = gpt.to(device())
     if dtype == torch.bfloat16:

@@ -85,6 +85,12 @@ class ColumnLinear(_SummingInPlace, ColumnParallelLinear):
 class RowLinear(_SummingInPlace, RowParallelLinear):
     """megatron-core's `RowParallelLinear` with `_SummingInPlace`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Ranks' sums over an expert are its dispatcher's. One rank's "sum" here would be a view, and megatron-core adds
+        # experts' biases in place.
+        self.explicit_expert_comm = self.is_expert
+
 
 def multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., k] @ weight.T -> [..., n], of their dtype. Not differentiable: see the next two functions."""

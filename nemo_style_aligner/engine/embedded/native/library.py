@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_style_aligner.engine.architecture import ENDS, LayerFeatures, ModelArchitecture
+from nemo_style_aligner.engine.architecture import ENDS, GATE_LIMIT, GATE_SLOPE, LayerFeatures, ModelArchitecture
 from nemo_style_aligner.engine.embedded.step import EngineShape
 from nemo_style_aligner.engine.native.compilation import (
     INCLUDES,
@@ -114,6 +114,8 @@ def _macros(shape: EngineShape) -> dict[str, object]:
         **_expert_macros(a, shard.size),
         "VOCAB_ROWS": shard.vocab_rows,
         "RANKS": shard.size,
+        "GATE_SLOPE": repr(GATE_SLOPE),
+        "GATE_LIMIT": repr(GATE_LIMIT),
         "EPSILON": repr(a.layernorm_epsilon),
         "SOFTMAX_SCALE": repr(a.attention_scale),
         "STORAGE_F32": int(shape.dtype == torch.float32),

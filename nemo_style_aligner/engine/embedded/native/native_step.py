@@ -200,12 +200,14 @@ class NativeStep(ModelStep):
                 panels = -(-outputs // _PANEL), _round_up(columns, 32), _PANEL
                 experts = (a.experts.number,) if a.experts is not None and kind.startswith("expert") else ()
                 regions[f"{index}.{kind}"] = ((*experts, *panels), shape.dtype)
-                regions[f"{index}.{kind}_bias"] = ((panels[0] * _PANEL,), torch.float32)
+                regions[f"{index}.{kind}_bias"] = ((*experts, panels[0] * _PANEL), torch.float32)
         panels = -(-shard.vocab_rows // _PANEL), _round_up(a.hidden_size, 32), _PANEL
         regions["head"], regions["head_bias"] = (panels, shape.dtype), ((panels[0] * _PANEL,), torch.float32)
         if not a.tied_embeddings:
             regions["embedding"] = ((shard.vocab_rows, a.hidden_size), shape.dtype)
         for index, layer in enumerate(a.layers):
+            if layer.experts is not None and layer.experts.has_bias:
+                regions[f"{index}.choice_bias"] = ((layer.experts.number,), torch.float32)
             for name in LAYER_NORMS[layer.layer_norms]:
                 regions[f"{index}.{name}"] = regions[f"{index}.{name}_bias"] = ((a.hidden_size,), torch.float32)
             for name, size in zip(_HEAD_NORMS, shard.qk_norm_sizes, strict=False):  # there may be none
@@ -227,7 +229,7 @@ class NativeStep(ModelStep):
             biases = [f"{norm}_bias" for norm in norms if a.norm_has_bias]
             matrices = list(_sizes(self._shape.shard, index))
             biases += [f"{matrix}_bias" for matrix in matrices if _has_bias(a, matrix) and self._adds_bias(matrix)]
-            biases += ["router_bias"] if features.experts is not None and features.experts.has_bias else []
+            biases += ["choice_bias"] if features.experts is not None and features.experts.has_bias else []
             heads = [*(_HEAD_NORMS if features.qk_layernorm else ()), *(["sinks"] if features.attention_sinks else ())]
             for name in (*matrices, *norms, *biases, *heads):
                 setattr(layer, name, weights[f"{index}.{name}"].data_ptr())
@@ -253,7 +255,7 @@ class NativeStep(ModelStep):
 
     def _adds_bias(self, matrix: str) -> bool:
         """Biases of row-parallel products are added once, by the first rank."""
-        return matrix in ("qkv", "fc1") or self._shape.tensor_parallel.rank == 0
+        return matrix not in ("output", "fc2", "expert_fc2") or self._shape.tensor_parallel.rank == 0
 
     def _weight_table(self) -> WeightTable:
         """Where each tensor goes, from a refit's stream or from the trainer's memory."""
@@ -277,7 +279,8 @@ class NativeStep(ModelStep):
                     packed.add(f"{module}.weight", to, source, rows)
                 count = rows.count * rows.groups
                 if _has_bias(a, matrix.rpartition(".")[2]):
-                    writes[f"{module}.bias"] = _into(weights[f"{matrix}_bias"], _lane_places(count, first_row, half))
+                    lanes = weights[f"{matrix}_bias"] if expert is None else weights[f"{matrix}_bias"][expert]
+                    writes[f"{module}.bias"] = _into(lanes, _lane_places(count, first_row, half))
                 first_row += count if half == _WHOLE else 0
 
         for layer in range(a.num_layers):
@@ -285,7 +288,7 @@ class NativeStep(ModelStep):
             for kind, parts, expert in _matrices(shard, layer):
                 pack(f"{layer}.{kind}", parts, Rows.total(parts), _sizes(shard, layer)[kind][1], expert)
             if (experts := a.layers[layer].experts) is not None and experts.has_bias:
-                writes[f"{prefix}mlp.gate.{ROUTER_BIAS}"] = weights[f"{layer}.router_bias"][: experts.number].copy_
+                writes[f"{prefix}mlp.gate.{ROUTER_BIAS}"] = weights[f"{layer}.choice_bias"].copy_
             norms = LAYER_NORMS[a.layers[layer].layer_norms]
             for region, module in {**norms, **(_HEAD_NORMS if a.qk_layernorm else {})}.items():
                 writes[f"{prefix}{module}.weight"] = weights[f"{layer}.{region}"].copy_

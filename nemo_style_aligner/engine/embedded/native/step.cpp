@@ -5,6 +5,7 @@
 //   the fields of `architecture.LayerFeatures`, and of the model's ends, in capitals; 0 for None
 //   EXPERTS EXPERTS_PER_TOKEN EXPERT_FFN SHARED_FFN ROUTER_SCALING  0 in a model without experts
 //   ROUTER_SIGMOID ROUTER_NORMALIZED: the scores' function, and whether weights are of the chosen alone
+//   GATE_SLOPE GATE_LIMIT  of a clamped SwiGLU
 //   EPSILON  RANKS: how many ranks hold the model together
 //   STORAGE_F32 (else bf16)  KERNEL  LANES  EMULATE
 #include "attention.h"
@@ -40,7 +41,8 @@ struct Layer {
     panel_t *keys, *values; // [page][GROUPS][PAGE_SIZE]
     const float* sinks; // [HEADS]; null: none
     const panel_t *router, *expert_fc1, *expert_fc2; // [EXPERTS] of the latter; null: an MLP. With them, fc1 and fc2 are
-    const float* router_bias;                        // the shared expert's. [EXPERTS]; null: none
+                                                     // the shared expert's
+    const float *router_bias, *expert_fc1_bias, *expert_fc2_bias, *choice_bias; // the last: [EXPERTS]; null: none
     int32_t window; // positions that a query sees, its own included; 0: all before it
 };
 struct Model {
@@ -159,18 +161,30 @@ static INLINE vf activate(vf x) {
     return y;
 }
 
-// out = (row + bias) * multiplier, or out += that, for `width` numbers of a panel's row: PANEL, or fewer in the last panel.
+// Of a gate and what it lets through.
+static INLINE vf gated(vf gate, vf up) {
+    if (!CLAMPED_SWIGLU) return activate(gate) * up;
+    constexpr float SLOPE = GATE_SLOPE, LIMIT = GATE_LIMIT;
+    gate = gate > LIMIT ? splat(LIMIT) : gate; // NaN stays NaN
+    up = up > LIMIT ? splat(LIMIT) : up;
+    up = up < -LIMIT ? splat(-LIMIT) : up;
+    return gate / (1.0f + vexp(-SLOPE * gate)) * (up + 1.0f);
+}
+
+// out = (row + weight * bias) * multiplier, or out += that, for `width` numbers of a panel's row: PANEL, or fewer in the
+// last panel.
 template <bool ADD>
-static INLINE void write_row(float* out, const float* row, const float* bias, int width, float multiplier = 1.0f) {
+static INLINE void write_row(float* out, const float* row, const float* bias, int width, float multiplier = 1.0f,
+                             float weight = 1.0f) {
     int j = 0;
     for (; j + LANES <= width; j += LANES) {
         vf y = load<vf>(row + j);
-        if (bias) y += load<vf>(bias + j);
+        if (bias) y += load<vf>(bias + j) * weight;
         y *= multiplier;
         store(out + j, ADD ? load<vf>(out + j) + y : y);
     }
     for (; j < width; ++j) {
-        const float y = (row[j] + (bias ? bias[j] : 0.0f)) * multiplier;
+        const float y = (row[j] + (bias ? bias[j] * weight : 0.0f)) * multiplier;
         out[j] = ADD ? out[j] + y : y;
     }
 }
@@ -326,10 +340,8 @@ class Worker {
                 float* x = block + i * PANEL;
                 if (layer.fc1_bias) write_row<true>(x, layer.fc1_bias + panel * PANEL, nullptr, PANEL);
                 act_t* out = m.inner + (size_t)(first + i) * INNER_K + panel * WIDTH;
-                for (int j = 0; j < WIDTH; j += LANES) {
-                    vf y = activate(load<vf>(x + j));
-                    store_as(out + j, GATED ? y * load<vf>(x + 16 + j) : y);
-                }
+                for (int j = 0; j < WIDTH; j += LANES)
+                    store_as(out + j, GATED ? gated(load<vf>(x + j), load<vf>(x + 16 + j)) : activate(load<vf>(x + j)));
             }
         });
         residual_product(m.inner, INNER_K, layer.fc2, layer.fc2_bias, next);
@@ -341,7 +353,8 @@ class Worker {
         if (SHARED_FFN) dense<std::max(1, SHARED_FFN)>(layer, first_panel(layer.router, HIDDEN_K));
         product(m.normed, HIDDEN_K, layer.router, panels(EXPERTS), layer.expert_fc1, [&](int panel, int first, int n, const float* block) {
             for (int i = 0; i < n; ++i)
-                memcpy(m.routing + (size_t)(first + i) * ROUTING + panel * PANEL, block + i * PANEL, PANEL * sizeof(float));
+                write_row<false>(m.routing + (size_t)(first + i) * ROUTING + panel * PANEL, block + i * PANEL,
+                                 panel_bias(layer.router_bias, panel), PANEL);
         });
         each(pass.num_tokens, rows_chunk(), [&](int row) {
             choose(layer, row);
@@ -366,12 +379,14 @@ class Worker {
             const int expert = routes.hit[i / EXPERT_PANELS], panel = i % EXPERT_PANELS, begin = routes.begin[expert];
             const panel_t* ahead = following < count ? fc1(following) : first_panel(fc2, EXPERT_FFN_K);
             multiply_panel(m.gathered + (size_t)begin * HIDDEN_K, HIDDEN_K, routes.begin[expert + 1] - begin,
-                           layer.expert_fc1 + (size_t)expert * EXPERT_FC1, panel, ahead, [&](int first, int n, const float* block) {
+                           layer.expert_fc1 + (size_t)expert * EXPERT_FC1, panel, ahead, [&](int first, int n, float* block) {
+                const float* bias = panel_bias(layer.expert_fc1_bias, expert * EXPERT_PANELS + panel);
                 for (int r = 0; r < n; ++r) {
-                    const float* x = block + r * PANEL;
+                    float* x = block + r * PANEL;
+                    if (bias) write_row<true>(x, bias, nullptr, PANEL);
                     act_t* out = m.expert_inner + (size_t)(begin + first + r) * EXPERT_FFN_K + panel * 16;
                     for (int j = 0; j < 16; j += LANES)
-                        store_as(out + j, activate(load<vf>(x + j)) * load<vf>(x + 16 + j) * routes.factors[begin + first + r]);
+                        store_as(out + j, gated(load<vf>(x + j), load<vf>(x + 16 + j)) * routes.factors[begin + first + r]);
                 }
             });
         });
@@ -383,13 +398,14 @@ class Worker {
             for (int h = 0; h < hit; ++h) {
                 const int begin = routes.begin[routes.hit[h]];
                 const panel_t* matrix = layer.expert_fc2 + (size_t)routes.hit[h] * EXPERT_FC2;
+                const float* bias = panel_bias(layer.expert_fc2_bias, routes.hit[h] * OUT_PANELS + panel);
                 const panel_t* ahead = h + 1 < hit ? layer.expert_fc2 + (size_t)routes.hit[h + 1] * EXPERT_FC2 + (size_t)panel * EXPERT_FFN_K * PANEL
                                      : following < OUT_PANELS ? fc2 + (size_t)following * EXPERT_FFN_K * PANEL : next;
                 multiply_panel(m.expert_inner + (size_t)begin * EXPERT_FFN_K, EXPERT_FFN_K, routes.begin[routes.hit[h] + 1] - begin,
                                matrix, panel, ahead, [&](int first, int n, const float* block) {
                     for (int r = 0; r < n; ++r)
-                        write_row<true>(out + (size_t)routes.rows[begin + first + r] * HIDDEN, block + r * PANEL, nullptr, width,
-                                        OUT_NORMS ? 1.0f : (float)RESIDUAL_MULTIPLIER);
+                        write_row<true>(out + (size_t)routes.rows[begin + first + r] * HIDDEN, block + r * PANEL, bias, width,
+                                        OUT_NORMS ? 1.0f : (float)RESIDUAL_MULTIPLIER, routes.factors[begin + first + r]);
                 });
             }
         });
@@ -402,7 +418,7 @@ class Worker {
         float scores[EXPERTS + 1], keys[EXPERTS + 1], sum = 0, most = -INFINITY;
         for (int e = 0; e < EXPERTS; ++e) {
             scores[e] = ROUTER_SIGMOID ? 1.0f / (1.0f + std::exp(-logits[e])) : logits[e];
-            keys[e] = scores[e] + (layer.router_bias ? layer.router_bias[e] : 0.0f);
+            keys[e] = scores[e] + (layer.choice_bias ? layer.choice_bias[e] : 0.0f);
             most = std::max(most, logits[e]);
         }
         int32_t* chosen = c.routes.chosen.data() + (size_t)row * EXPERTS_PER_TOKEN;

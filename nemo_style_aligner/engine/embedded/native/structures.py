@@ -20,7 +20,8 @@ class Layer(ctypes.Structure):
         *[(name, Pointer) for name in ("attention_out_norm", "attention_out_norm_bias")],
         *[(name, Pointer) for name in ("mlp_out_norm", "mlp_out_norm_bias")],
         *[(name, Pointer) for name in ("query_norm", "key_norm", "cosines", "sines", "keys", "values", "sinks")],
-        *[(name, Pointer) for name in ("router", "expert_fc1", "expert_fc2", "router_bias")],
+        *[(name, Pointer) for name in ("router", "expert_fc1", "expert_fc2")],
+        *[(name, Pointer) for name in ("router_bias", "expert_fc1_bias", "expert_fc2_bias", "choice_bias")],
         ("window", ctypes.c_int32),
     ]
 
