@@ -53,7 +53,7 @@ for each in (LARGE, ZERO_CENTERED, WINDOWS, LONG_WINDOWS, *map(architecture, FAM
     checked(each, torch.float32)
 checked(ONE_GROUP, torch.float16)
 multiply_bf16()
-checked(MIXTURE, torch.bfloat16)
+checked(dataclasses.replace(MIXTURE, bias=True, clamped_swiglu=True), torch.bfloat16)
 
 with pytest.MonkeyPatch.context() as patch:
     for name, wrong in (
@@ -89,7 +89,7 @@ def responses(family: str, model: PreTrainedModel) -> list[GenerationResult]:
     return sorted(engine.generate(requests, SamplingParams(max_new_tokens=3, seed=2)), key=lambda r: r.request_id)
 
 
-for family in ("llama", "gemma2", "glm4-moe"):
+for family in ("gemma2", "glm4-moe", "gpt-oss"):
     model = hf_model(family)
     expected = responses(family, model)
     with pytest.MonkeyPatch.context() as patch:

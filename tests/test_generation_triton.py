@@ -60,6 +60,8 @@ LLAMA = architecture_of(4096, 32, 8, 128)
 BIASED = architecture_of(1152, 16, 1, 256, normalization="layernorm", activation="gelu", bias=True)
 NORMED_HEADS = architecture_of(2048, 16, 8, 64, qk_layernorm=True, rotary_percentage=0.5)
 GEMMA = architecture_of(2304, 8, 4, 192, normalization="rmsnorm1p", layer_norms="both", attn_logit_softcapping=50.0)
+GPT_OSS = architecture_of(2880, 64, 8, 64, bias=True, clamped_swiglu=True,
+                          experts=Experts(number=8, per_token=2, ffn_hidden_size=2880))  # fmt: skip
 MIXTURE = architecture_of(3072, 32, 4, 96, experts=Experts(number=8, per_token=2, ffn_hidden_size=768))
 
 
@@ -76,6 +78,8 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
     if a.experts is not None:
         fc1, fc2 = ((torch.empty(a.hidden_size, n * a.experts.ffn_hidden_size).bfloat16(),) * 8 for n in (2, 1))
         matrices = ExpertMatrices(fc1, fc2)
+        if a.bias:
+            matrices = ExpertMatrices(fc1, fc2, (hidden[0].bfloat16(),) * 8, (hidden[0].bfloat16(),) * 8)
         for tokens in (rows, 40 * rows):
             chosen = torch.zeros(tokens, a.experts.per_token, dtype=torch.int64)
             operations.route(torch.empty(tokens, 8), None)
@@ -90,7 +94,7 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "architectures"),
-    [(80, [MIXTURE]), (90, [LLAMA, BIASED, NORMED_HEADS, GEMMA, MIXTURE]), (100, [LLAMA, MIXTURE])],
+    [(80, [MIXTURE]), (90, [LLAMA, BIASED, NORMED_HEADS, GEMMA, MIXTURE]), (100, [LLAMA, GPT_OSS])],
 )
 def test_kernels_compile(
     capability: int, architectures: list[ModelArchitecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Largest error, relative to the largest magnitude of the exact result.
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 2e-5}
-_KNOWN = EVERY_FEATURE - {"qk_norm_over_heads", "clamped_swiglu"} | {*ENDS}
+_KNOWN = EVERY_FEATURE - {"qk_norm_over_heads"} | {*ENDS}
 _POSITIONS = 1280  # of the longest sequence in the check
 _MANY_PROCESSORS = 2**16  # so many that the check divides attention into parts, whatever the number of heads
 

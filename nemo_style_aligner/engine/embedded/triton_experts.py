@@ -16,11 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nemo_style_aligner.engine.architecture import Experts
+from nemo_style_aligner.engine.architecture import GATE_LIMIT, GATE_SLOPE, Experts, LayerFeatures
 from nemo_style_aligner.engine.embedded.torch_operations import LOADED_BYTES, ExpertMatrices
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
-"""The numbers by which `activated` knows them."""
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
+_CLAMPED_SWIGLU = tl.constexpr(4)
+_SLOPE, _LIMIT = tl.constexpr(GATE_SLOPE), tl.constexpr(GATE_LIMIT)
 
 FEW_ROWS, MANY_ROWS = 16, 64
 """Pairs in a block: the least of a product on tensor cores where experts have few each, else more."""
@@ -33,19 +34,24 @@ _LEAST_BINS = 32  # of a histogram: Triton divides them over a warp
 _ADDED = 1024  # results per program of `add_experts_kernel`
 
 
+def activation_number(features: LayerFeatures) -> int:
+    """The number by which `activated` and `gated` know the activation of MLPs."""
+    return _CLAMPED_SWIGLU.value if features.clamped_swiglu else _ACTIVATIONS[features.activation]
+
+
 class TritonExperts:
     """The kernels for one shape of experts; each is compiled at its first call, for passes of all sizes.
 
     Each way of cutting pairs into blocks has kernels of its own (`rows`).
     """
 
-    def __init__(self, experts: Experts, activation: str, adds_bias: bool = True) -> None:
-        """``activation``: of gates. ``adds_bias``: the second ones, if there are any, as one of the ranks does."""
+    def __init__(self, experts: Experts, activation: int, adds_bias: bool = True) -> None:
+        """``activation``: its number. ``adds_bias``: the second ones, if there are any, as one of the ranks does."""
         self._kind = experts
         self._number = experts.number
         self._per_token = experts.per_token
         self._bins = max(_LEAST_BINS, triton.next_power_of_2(experts.number + 1))
-        self._activation = ACTIVATIONS[activation]
+        self._activation = activation
         self._adds_bias = adds_bias
 
     def rows(self, num_tokens: int) -> int:
@@ -128,7 +134,7 @@ class TritonExperts:
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton looks annotations up
-    """One of `ACTIVATIONS`, in float32."""
+    """An activation that is known by its number; in float32."""
     if ACTIVATION == 0:
         active = x * tl.sigmoid(x)
     elif ACTIVATION == 1:
@@ -138,6 +144,17 @@ def activated(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # T
     else:
         active = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     return active
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a gate lets through, in float32."""
+    if ACTIVATION == _CLAMPED_SWIGLU:  # what is not a number stays so
+        gate, up = tl.where(gate > _LIMIT, _LIMIT, gate), tl.where(up > _LIMIT, _LIMIT, up)
+        through = gate * tl.sigmoid(gate * _SLOPE) * (tl.where(up < -_LIMIT, -_LIMIT, up) + 1.0)
+    else:
+        through = activated(gate, ACTIVATION) * up
+    return through
 
 
 @triton.jit
@@ -291,7 +308,7 @@ def multiply_by_experts_kernel(  # type: ignore[no-untyped-def]
         if IS_FIRST:
             up += tl.load(own_bias + RESULTS, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if IS_FIRST:
-        product = activated(product, ACTIVATION) * up
+        product = gated(product, up, ACTIVATION)
     write = out + results.to(tl.int64)[:, None] * RESULTS + columns[None, :]
     tl.store(write, product.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 

@@ -22,7 +22,7 @@ from nemo_style_aligner.engine.embedded.torch_operations import (
     Norm,
     TorchOperations,
 )
-from nemo_style_aligner.engine.embedded.triton_experts import ACTIVATIONS, TritonExperts, activated
+from nemo_style_aligner.engine.embedded.triton_experts import TritonExperts, activated, activation_number, gated
 
 _ACTIVE_BLOCK = 1024  # results per program of `activate_kernel`
 
@@ -36,13 +36,13 @@ class TritonOperations(TorchOperations):
         """``num_processors``: of the GPU (streaming multiprocessors)."""
         super().__init__(shape, device)
         a = self.architecture
-        self._activation = ACTIVATIONS[a.activation]
+        self._activation = activation_number(a)
         self._rows = triton.next_power_of_2(self.heads + 1)
         self._width = triton.next_power_of_2(a.kv_channels)
         self._paged = PagedAttention(self.groups, self.heads, a.kv_channels, a.attention_scale, num_processors)
         self._experts: TritonExperts | None = None
         if a.experts is not None:
-            self._experts = TritonExperts(a.experts, a.activation, adds_bias=shape.tensor_parallel.rank == 0)
+            self._experts = TritonExperts(a.experts, self._activation, adds_bias=shape.tensor_parallel.rank == 0)
 
     def add_and_norm(
         self,
@@ -213,9 +213,10 @@ def activate_kernel(  # type: ignore[no-untyped-def]
     is_column = columns < SIZE
     row = x + token * (2 * SIZE if IS_GATED else SIZE)
     gate = tl.load(row + columns, mask=is_column, other=0.0).to(tl.float32)
-    active = activated(gate, ACTIVATION)
     if IS_GATED:
-        active *= tl.load(row + SIZE + columns, mask=is_column, other=0.0).to(tl.float32)
+        active = gated(gate, tl.load(row + SIZE + columns, mask=is_column, other=0.0).to(tl.float32), ACTIVATION)
+    else:
+        active = activated(gate, ACTIVATION)
     tl.store(out + token * SIZE + columns, active.to(out.dtype.element_ty), mask=is_column)
 
 
