@@ -51,6 +51,7 @@ _APART = ("trainer.ppo.rollout_devices=1",)
 _AHEAD = (*_APART, "trainer.ppo.staleness=1", "trainer.ppo.in_flight=wait")
 _OF_STEP = ("trainer.ppo.trust_region=step", "trainer.ppo.importance_weight_cap=2")
 _OF_SAMPLING = ("trainer.ppo.trust_region=sampling", "trainer.ppo.importance_weight_cap=null")
+_OF_BOTH = (*_OF_STEP[1:], "trainer.ppo.trust_region=both")
 VARIANTS = {
     "default": Variant("the demo as it is"),
     "unpacked": Variant(
@@ -85,7 +86,7 @@ VARIANTS = {
         "the same, with the engine's log-probs as the policy's",
         (*_AHEAD, "trainer.ppo.policy_logprobs=engine", "trainer.ppo.importance_weight_cap=null"),
     ),
-    "ahead-both": Variant("ahead, clipped around both", (*_AHEAD, *_OF_STEP, "trainer.ppo.trust_region=both")),
+    "ahead-both": Variant("ahead, clipped around both", (*_AHEAD, *_OF_BOTH)),
     "ahead-tokens": Variant(
         "ahead, without tokens whose ratio is beyond [0.5, 2]",
         (*_AHEAD, *_OF_STEP, "trainer.ppo.importance_token_bounds=[0.5,2]"),
@@ -110,7 +111,9 @@ VARIANTS = {
         for name, what, loss in (
             ("step", "the step's weights", _OF_STEP),
             ("sampling", "the weights that sampled", _OF_SAMPLING),
-            ("both", "both", (*_OF_STEP, "trainer.ppo.trust_region=both")),
+            ("both", "both", _OF_BOTH),
+            ("tight", "both, half as far", (*_OF_BOTH, "model.ppo.ratio_eps=0.1")),
+            ("kl", "both, with a KL penalty of 0.1 towards what sampled", (*_OF_BOTH, "trainer.ppo.sampling_kl=0.1")),
         )
     },
     "ahead-half-rate": Variant(

@@ -230,10 +230,10 @@ class Others:
         found = simulate(dataclasses.replace(job, costs=costs), self.draw(steps))
         return statistics.fmean(each["step"] for each in found[steps // 4 : -(steps // 4) or None])
 
-    def asynchronous(self, training: int, generating: int, staleness: int, ahead: int = 1) -> float:
+    def asynchronous(self, training: int, generating: int, staleness: int) -> float:
         """Seconds of a step whose responses outlive it, by whichever engine has a slot."""
         engines = self.engines(generating, is_one=True)
-        job = SimulatedJob(engines, lambda _: StepCosts(), staleness=staleness, keeps=True, ahead=ahead)
+        job = SimulatedJob(engines, lambda _: StepCosts(), staleness=staleness, keeps=True)
         return self.step(training, generating, job, 16)
 
 
@@ -293,12 +293,10 @@ def areal() -> Any:
     for name, mean in means.items():
         run, training = of_areal(name, mean, beside), gpus[name] // 4
         generating, published = gpus[name] - training, hours[name][1]
-        found = run.asynchronous(training, generating, staleness=4, ahead=4)
+        found = run.asynchronous(training, generating, staleness=4)
         rows.append((f"{name}, {training}+{generating} GPUs; {run.fit}", published, found, off(found, published)))
         ours = SimulatedJob(run.engines(generating), lambda _: StepCosts(), staleness=4, keeps=True)
-        rows.append(
-            ("  by our rules: engines' shares fixed, one step ahead", "", run.step(training, generating, ours, 16), "")
-        )
+        rows.append(("  by our rules: engines' shares fixed", "", run.step(training, generating, ours, 16), ""))
     return show("AReaL, staleness 4, on H800 (as H100)", _HEADER, rows)
 
 

@@ -127,8 +127,8 @@ def test_a_long_response_holds_up_no_step_if_it_goes_on() -> None:
     # 4 responses are under way, two of them long: a pair ends every 2 or 18 passes, and all have been trained at last.
     assert sum(step["generate"] for step in kept) < 0.7 * sum(step["generate"] for step in by_rounds)
     # With 8 under way, of three steps more, 4 short ones end at once.
-    wider = SimulatedJob(steady(1, 8), lambda _: costs, staleness=1, keeps=True, ahead=3)
-    assert [step["generate"] for step in simulate(wider, rounds)[:3]] == [2, 0, 1]
+    wider = SimulatedJob(steady(1, 8), lambda _: costs, staleness=3, keeps=True)
+    assert [step["generate"] for step in simulate(wider, rounds)[:3]] == [2, 0, 0]
     on_policy = SimulatedJob(steady(1, 4), lambda _: costs)
     assert simulate(dataclasses.replace(on_policy, keeps=True), rounds) == simulate(on_policy, rounds)
 

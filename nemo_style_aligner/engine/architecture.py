@@ -622,6 +622,8 @@ class ModelArchitecture(LayerFeatures):
 
     def keys_read(self, num_sequences: float, num_tokens: float) -> float:
         """Of so many tokens of some equal sequences, those whose keys the next queries see, on average over layers."""
+        if not self.windowed_layers:
+            return num_tokens
         seen = (n * min(num_tokens, (w or math.inf) * num_sequences) for w, n in self._num_by_window.items())
         return sum(seen) / self.num_layers
 

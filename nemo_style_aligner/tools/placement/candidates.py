@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from nemo_style_aligner.engine.architecture import ModelArchitecture
@@ -278,8 +278,12 @@ class _Split(NamedTuple):
     engine_tp: int
 
 
-_Use = Callable[[Layout, Savings], tuple[dict[str, float], int]]
-"""Bytes of a rank by use, and the slots of its engine."""
+class _Kind(NamedTuple):
+    """Ranks that train: a ``critic``'s, or an ``actor``'s with or without the critic, and engines (of TP 0: none)."""
+
+    who: str
+    has_critic: bool = False
+    engine_tp: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,12 +292,14 @@ class _Search:
 
     Attributes:
         unit: ranks are dealt out in so many: machines, or the devices of a single one.
+        _found: what `_fitting` has found; splits ask for the same again and again.
     """
 
     run: Run
     cluster: Cluster
     strategy: str
     unit: int
+    _found: dict[tuple[_Kind, int], tuple[list[Fit], str]] = dataclasses.field(default_factory=dict)
 
     def model(self, shape: ModelArchitecture) -> Model:
         """The bytes and seconds of a model here."""
@@ -347,11 +353,11 @@ class _Search:
         policy, samples = self.model(run.policy), run.steps[0]
         critics, slots, used = list[Fit](), 0, dict[str, float]()
         if split.critic:
-            critics = self._fitting(run.value_shape, split.critic, "critic", self._critic_use, lacking)
+            critics = self._fitting(_Kind("critic"), split.critic, lacking)
         if split.generating:
             slots, used = self._engine_apart(split, lacking)
-        use = functools.partial(self._actor_use, split)
-        fits = self._fitting(run.policy, split.training, "actor", use, lacking)
+        has_critic = run.critic is not None and not split.critic
+        fits = self._fitting(_Kind("actor", has_critic, 0 if split.generating else tp), split.training, lacking)
         if lacking:
             raise DoesNotFitError("; ".join(lacking))
 
@@ -377,32 +383,43 @@ class _Search:
 
     # ---- memory -----------------------------------------------------------------------------
 
-    def _fitting(self, shape: ModelArchitecture, ranks: int, who: str, use: _Use, lacking: list[str]) -> list[Fit]:
+    def _fitting(self, kind: _Kind, ranks: int, lacking: list[str]) -> list[Fit]:
         """Layouts over so many ranks that fit, each with as little given up as leaves enough slots.
 
         If none does, what the one needs that lacks least is added to ``lacking``.
         """
+        if (kind, ranks) not in self._found:
+            self._found[kind, ranks] = self._try_layouts(kind, ranks)
+        found, problem = self._found[kind, ranks]
+        lacking += [] if found else [problem]
+        return found
+
+    def _try_layouts(self, kind: _Kind, ranks: int) -> tuple[list[Fit], str]:
+        """See `_fitting`; and what is lacking."""
+        shape = self.run.policy if kind.who == "actor" else self.run.value_shape
+        use = self._actor_use if kind.who == "actor" else self._critic_use
         found: list[Fit] = []
-        short: list[tuple[float, str]] = []
+        short: list[tuple[float, Layout, Mapping[str, float], int]] = []
         # Sequences are divided only where nothing else fits.
         for layout in itertools.chain.from_iterable(self._layouts(shape, ranks, cp) for cp in (1, 2, 4, 8)):
             if found and layout.cp > found[-1].layout.cp:
                 break
             best: Fit | None = None
             for saved in LADDER:
-                used, slots = use(layout, saved)
+                used, slots = use(kind, layout, saved)
                 if (total := sum(used.values())) > self.cluster.room or not slots:
-                    short.append((total, self._shortage(who, layout, used, slots)))
+                    short.append((total, layout, used, slots))
                 elif best is None or slots > best.slots:
                     best = Fit(layout, saved, slots, used)
                     if slots >= _ENOUGH_SLOTS:
                         break
             found += [best] if best is not None else []
-        if not found:
-            update = self.run.update
-            needs = f"no layout of the {who} over {ranks} ranks divides updates of {update} samples, layers and heads"
-            lacking.append(min(short)[1] if short else needs)
-        return found
+        if short and not found:
+            least = min(total for total, *_ in short)
+            nearest = [(layout, used, slots) for total, layout, used, slots in short if total == least]
+            return [], min(self._shortage(kind.who, *what) for what in nearest)
+        update = f"updates of {self.run.update} samples"
+        return found, f"no layout of the {kind.who} over {ranks} ranks divides {update}, layers and heads"
 
     def _shortage(self, who: str, layout: Layout, used: Mapping[str, float], slots: int) -> str:
         device = self.cluster.device
@@ -433,22 +450,22 @@ class _Search:
         wanted, held = -(-len(run.steps[0]) // engines), run.held_tokens * of_token
         return next(slots for slots in SLOTS if (slots <= wanted and slots * held <= free) or slots == 1)
 
-    def _critic_use(self, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
-        """`_Use` of a rank that has only the critic and its reward model."""
+    def _critic_use(self, kind: _Kind, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
+        """Bytes by use of a rank that has only the critic and its reward model, which lacks no slots."""
         used = self._trained(self.run.value_shape, layout, saved)
         return used | {"reward model": self._frozen(self.run.value_shape, layout, saved)}, _ENOUGH_SLOTS
 
-    def _actor_use(self, split: _Split, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
-        """`_Use` of a rank that trains the policy and, unless that is apart, the critic: either rests meanwhile."""
-        run, sizes, engine_tp = self.run, self.model(self.run.policy), split.engine_tp
+    def _actor_use(self, kind: _Kind, layout: Layout, saved: Savings) -> tuple[dict[str, float], int]:
+        """Bytes by use of a rank that trains the policy, and its engine's slots. It may train the critic, in turns."""
+        run, sizes, engine_tp = self.run, self.model(self.run.policy), kind.engine_tp
         trained = self._trained(run.policy, layout, saved)
         used = trained | {"initial policy": self._frozen(run.policy, layout, saved)}
-        if run.critic is not None and not split.critic:
+        if run.critic is not None and kind.has_critic:
             value = self._trained(run.critic, layout, saved)
             more = max(0.0, _in_turn(value, saved) - _in_turn(trained, saved))
             used["critic"] = sum(value.values()) - _in_turn(value, saved) + more
             used["reward model"] = self._frozen(run.critic, layout, saved)
-        if split.generating:
+        if not engine_tp:
             return used, _ENOUGH_SLOTS
         engine = 0.0 if layout.pp == 1 and layout.tp == engine_tp else sizes.weights(Layout(engine_tp))
         beside = sum(used.values()) - (_in_turn(trained, saved) if saved.unload else 0.0)

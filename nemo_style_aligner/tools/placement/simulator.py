@@ -336,9 +336,9 @@ class SimulatedJob:
         score: of the service, see `Service`; None: no service.
         score_batch: samples that the service scores at once.
         staleness: k: a step's samples are generated on ranks of their own while the k steps before train.
-        keeps: with staleness, responses outlive the rounds in which they began; else a round waits for its longest.
+        keeps: with staleness, responses outlive the rounds in which they began, and prompts of so many steps are
+            admitted beyond a round's own; else a round waits for its longest.
         foresight: the queue knows how long responses will be, as it learns over the epochs; else it goes in order.
-        ahead: where responses outlive rounds, prompts of so many steps are admitted beyond a round's own.
     """
 
     engines: Engines
@@ -348,7 +348,6 @@ class SimulatedJob:
     staleness: int = 0
     keeps: bool = False
     foresight: bool = False
-    ahead: int = 1
 
 
 def simulate(job: SimulatedJob, steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
@@ -400,7 +399,7 @@ class _Generating:
         if not (job.keeps and job.staleness):
             expected = [float(sample.response) for sample in samples] if job.foresight else None
             return start_round(self._clock, job.engines, samples, expected, lambda number: on_end(first + number))
-        begin, end = (min(each + job.ahead, len(self._steps)) for each in (step, step + 1))
+        begin, end = (min(each + job.staleness, len(self._steps)) for each in (step, step + 1))
         new = range(self._firsts[begin] if step else 0, self._firsts[end])
         own = range(first, self._firsts[step + 1])
         return go_on(self._clock, job.engines, self._shares, whole, new, own, on_end)

@@ -481,6 +481,7 @@ class _Signals:
         self._closed = threading.Event()
         stops.hold()
         stops.divert(self._take)
+        self._unsent += map(int, stops.received)  # those that came before
         self._thread = threading.Thread(target=self._listen, name="end of the job", daemon=True)
         self._thread.start()
 

@@ -260,7 +260,7 @@ class EngineShare:
 
 
 class Admissions:
-    """Which prompts are admitted when: with a step's round those of the next step, so that no engine runs dry.
+    """Which prompts are admitted when: with a step's round those of the steps after it, so that no engine runs dry.
 
     The same on every rank that trains.
 
@@ -280,7 +280,7 @@ class Admissions:
         self._steps: dict[int, tuple[int, int]] = {}  # first number and count of the steps that are admitted
 
     def order(self, step: int, batches: Sequence[tuple[int, Sequence[Prompt]]]) -> Order:
-        """The round of ``step``; ``batches``: seed and prompts of this one, and of the next unless it is the last."""
+        """The round of ``step``; ``batches``: seed and prompts of this one, and of those that are admitted ahead."""
         admissions = []
         for number, (seed, prompts) in enumerate(batches, step):
             if number not in self._steps:

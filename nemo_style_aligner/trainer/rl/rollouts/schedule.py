@@ -136,18 +136,19 @@ class GenerationSchedule:
         for number in numbers:
             if number not in self._rounds and number <= last:
                 self.refit(version, is_ahead=True)
-                self._rounds[number] = self._begin(prompts, start, number, is_last=number == last)
+                self._rounds[number] = self._begin(prompts, start, number, last)
                 self._versions[number] = version
             start = prompts.after(start)
 
-    def _begin(self, prompts: PromptSource, start: int, number: int, *, is_last: bool) -> RemoteRound:
+    def _begin(self, prompts: PromptSource, start: int, number: int, last: int) -> RemoteRound:
         generator, seed = self._collector.generator, functools.partial(self._sampling_seed, stream=TRAINING)
         assert isinstance(generator, RemoteGenerator)  # the config's checks have seen to it
         if self._admissions is None:
             return generator.start(prompts.batch(start), seed(number))
-        batches = [(seed(number), prompts.batch(start))]
-        if not is_last:
-            batches.append((seed(number + 1), prompts.batch(prompts.after(start))))
+        batches = []
+        for admitted in range(number, min(number + self._staleness, last) + 1):
+            batches.append((seed(admitted), prompts.batch(start)))
+            start = prompts.after(start)
         return generator.go_on(self._admissions.order(number, batches), self._admissions.prompts)
 
     def refit(self, version: int, *, is_ahead: bool = False) -> None:
