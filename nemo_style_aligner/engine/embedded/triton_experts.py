@@ -1,11 +1,12 @@
-"""Experts' MLPs: five Triton kernels, for NVIDIA GPUs.
+"""Experts' MLPs: four Triton kernels, for NVIDIA GPUs.
 
 The first chooses each token's experts. The second sorts the pairs of tokens and experts by expert, on the device, and
-cuts each expert's into blocks. A program of the third and of the fourth, which are one, multiplies a block by some
-columns of its expert's matrix, so that a matrix is read for those alone that have the expert, and for all of them at
-once. The last adds up what a token's experts have computed, in
-the order in which they were chosen. Blocks are so many that every choice has enough, and those left over do nothing:
-shapes depend on the number of tokens alone, as CUDA graphs demand, and no number on who else is in the pass.
+cuts each expert's into blocks. A program of the third, which is called twice, multiplies a block by some columns of its
+expert's matrix: a matrix is read for those alone that have the expert, and for all of them at once. The last adds up
+what a token's experts have computed, in the order in which they were chosen.
+
+Blocks are so many that every choice has enough, and those left over do nothing: shapes depend on the number of tokens
+alone, as CUDA graphs demand, and no number on who else is in the pass.
 
 Import this module where Triton is installed only; `choose_operations` does.
 """
@@ -46,7 +47,12 @@ class TritonExperts:
     """
 
     def __init__(self, experts: Experts, activation: int, adds_bias: bool = True) -> None:
-        """``activation``: its number. ``adds_bias``: the second ones, if there are any, as one of the ranks does."""
+        """Of a model's experts.
+
+        Args:
+            activation: `activation_number` of their gates.
+            adds_bias: where second matrices have biases, these: one of the ranks that share experts does.
+        """
         self._kind = experts
         self._number = experts.number
         self._per_token = experts.per_token
