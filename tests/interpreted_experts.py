@@ -54,19 +54,20 @@ def exact(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, matrices
 
 
 multiply_bf16()
+SILU = 0
 KIND = Experts(number=NUMBER, per_token=PER_TOKEN, ffn_hidden_size=INNER)
 SIGMOIDS = dataclasses.replace(KIND, scores="sigmoid", scaling=1.5, has_bias=True)
-experts, second = (TritonExperts(KIND, "silu", adds_bias=rank == 0) for rank in range(2))
+experts, second = (TritonExperts(KIND, SILU, adds_bias=rank == 0) for rank in range(2))
 for kind in (KIND, dataclasses.replace(KIND, normalized=False), SIGMOIDS, dataclasses.replace(SIGMOIDS, per_token=1)):
     draw = torch.Generator().manual_seed(9)
     logits, bias = 3 * torch.randn(8, NUMBER, generator=draw), torch.randn(NUMBER, generator=draw)
     bias_of = bias if kind.has_bias else None
-    chosen, weights = TritonExperts(kind, "silu").route(logits, bias_of)
+    chosen, weights = TritonExperts(kind, SILU).route(logits, bias_of)
     expected_choice, expected_weights = routed(logits.double(), kind, bias_of)
     assert torch.equal(chosen, expected_choice)
     torch.testing.assert_close(weights.double(), expected_weights, atol=1e-6, rtol=1e-5)
     logits[0], logits[1, 2], logits[2] = torch.nan, torch.nan, -torch.inf
-    chosen, weights = TritonExperts(kind, "silu").route(logits, bias_of)
+    chosen, weights = TritonExperts(kind, SILU).route(logits, bias_of)
     assert ((chosen >= 0) & (chosen < NUMBER)).all() and all(len({*row}) == len(row) for row in chosen.tolist())
     assert weights[0].isnan().all() and torch.equal(chosen[3:], expected_choice[3:])
 assert [experts.rows(count) for count in (1, 40, 70)] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]

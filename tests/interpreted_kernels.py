@@ -47,13 +47,13 @@ WINDOWS = dataclasses.replace(
 )
 LONG_WINDOWS = dataclasses.replace(WINDOWS, sliding_window=700, attention_sinks=False)
 MIXTURE = dataclasses.replace(architecture(), experts=Experts(number=5, per_token=2, ffn_hidden_size=24))
-FAMILIES = ("llama-geglu-bias", "nemotron", "gemma2")
+FAMILIES = ("llama-geglu-bias", "nemotron")
 
 for each in (LARGE, ZERO_CENTERED, WINDOWS, LONG_WINDOWS, *map(architecture, FAMILIES)):
     checked(each, torch.float32)
 checked(ONE_GROUP, torch.float16)
 multiply_bf16()
-checked(MIXTURE, torch.bfloat16)
+checked(dataclasses.replace(MIXTURE, bias=True, clamped_swiglu=True), torch.bfloat16)
 
 with pytest.MonkeyPatch.context() as patch:
     for name, wrong in (
@@ -89,7 +89,7 @@ def responses(family: str, model: PreTrainedModel) -> list[GenerationResult]:
     return sorted(engine.generate(requests, SamplingParams(max_new_tokens=3, seed=2)), key=lambda r: r.request_id)
 
 
-for family in ("llama", "gemma2", "glm4-moe"):
+for family in ("gemma2", "olmo2", "glm4-moe", "gpt-oss"):
     model = hf_model(family)
     expected = responses(family, model)
     with pytest.MonkeyPatch.context() as patch:

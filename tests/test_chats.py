@@ -83,6 +83,13 @@ MISTRAL = """{{- bos_token }}{%- set system = messages[0].content if messages[0]
 {%- for m in messages %}{%- if m.role == 'user' %}
 {{- '[INST] ' + (system + '\\n\\n' if loop.last and system else '') + m.content + '[/INST]' }}
 {%- elif m.role == 'assistant' %}{{- ' ' + m.content | trim + eos_token }}{%- endif %}{%- endfor %}"""
+HARMONY = """{{- '<|start|>system<|message|>Channels: analysis, final<|end|>' }}{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}
+{%- elif m.role == 'assistant' %}{%- set is_newest = loop.last and not add_generation_prompt %}
+{%- if is_newest and m.thinking %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{%- endif %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if is_newest else '<|end|>') }}
+{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}assistant:"
     "{% endif %}"
@@ -90,7 +97,8 @@ PLAIN = (
 SPECIAL = (
     "<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
     "<end_of_turn>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "<extra_id_0>",
-    "<extra_id_1>", "<|User|>", "<|Assistant|>", "<|end|>", "[INST]", "[/INST]",
+    "<extra_id_1>", "<|User|>", "<|Assistant|>", "<|end|>", "[INST]", "[/INST]", "<|start|>", "<|channel|>",
+    "<|message|>", "<|return|>",
 )  # fmt: skip
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # in the vocabulary, but not special
 USER, ANSWER, AGAIN = ({"role": r, "content": c} for r, c in (("user", "q1"), ("assistant", "a1"), ("user", "q2")))
@@ -187,9 +195,10 @@ def texts(tokenizer: Tokenizer, data: SFTDataset) -> list[str]:
         (NEMOTRON, [["a1\n<extra_id_1>", "a2\n<extra_id_1>"]]),
         (R1, [["a1<|end|>", "a2<|end|>"]]),
         (MISTRAL, [[" a1<|endoftext|>", " a2<|endoftext|>"]]),
+        (HARMONY, [[f"<|channel|>final<|message|>a{n}<|return|>"] for n in (1, 2)]),
         (PLAIN, [[" a1\n\n<|endoftext|>"], [" a2\n\n<|endoftext|>"]]),
     ],
-    ids=["chatml", "qwen2", "qwen3", "llama3", "gemma", "glm", "nemotron", "r1", "mistral", "plain"],
+    ids=["chatml", "qwen2", "qwen3", "llama3", "gemma", "glm", "nemotron", "r1", "mistral", "gpt-oss", "plain"],
 )
 def test_every_answer_is_learnt_to_its_end(
     make: Any, tmp_path: Path, template: str, answers: list[list[str]], caplog: pytest.LogCaptureFixture
@@ -246,6 +255,17 @@ def test_thoughts_and_calls_are_learnt_where_they_are_the_newest(make: Any, tmp_
         ["<think>\nhm1\n</think>\n\na2<|im_end|>"],
     ]
     assert "hm0" not in texts(tokenizer, data)[2] and '"16"' in texts(tokenizer, data)[2]
+
+
+def test_thoughts_of_earlier_answers_are_learnt_where_these_are_the_newest(make: Any, tmp_path: Path) -> None:
+    """GPT-OSS' template has them in a channel of their own, and leaves them out once other turns follow."""
+    thoughtful = [turn | {"reasoning_content": f"hm{n}"} for n, turn in enumerate((ANSWER, LAST))]
+    data = sft(tmp_path, tokenizer := make(HARMONY), chat(USER, thoughtful[0], AGAIN, thoughtful[1]))
+    assert learnt(tokenizer, data) == [
+        [f"<|channel|>analysis<|message|>hm{n}<|end|><|start|>assistant<|channel|>final<|message|>a{n + 1}<|return|>"]
+        for n in (0, 1)
+    ]
+    assert "hm0" not in texts(tokenizer, data)[1]
 
 
 def test_a_call_ends_with_the_marker_of_its_result(make: Any, tmp_path: Path) -> None:

@@ -367,7 +367,8 @@ def test_every_job_takes_a_mixture(artefacts: Artefacts, tmp_path: Path) -> None
     """On two ranks that share experts, and whose last batches leave one of them without rows."""
     ranks = ("trainer.devices=2", "model.expert_model_parallel_size=2")
     (tmp_path / "start").mkdir()
-    base = base_model(artefacts, tmp_path / "start", "--num-experts", "4", "--expert-size", "24")
+    size = ("--num-experts", "4", "--expert-size", "24", "--family", "gpt_oss")
+    base = base_model(artefacts, tmp_path / "start", *size)
     few = ("trainer.sft.max_steps=3", "trainer.sft.val_check_interval=2")
     lora = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
     validated = (f"model.data.validation_ds.file_path={artefacts.data('test_sft')}",)

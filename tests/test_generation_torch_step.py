@@ -230,7 +230,9 @@ def errors(results: list[GenerationResult], model: PreTrainedModel, exact: PreTr
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3", "nemotron"))])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3", "nemotron", "glm4-moe"))]
+)
 def test_long_prompts_in_bf16_by_graphs_and_eagerly(
     family: str, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

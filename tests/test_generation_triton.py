@@ -59,7 +59,10 @@ def architecture_of(hidden: int, heads: int, groups: int, channels: int, **featu
 LLAMA = architecture_of(4096, 32, 8, 128)
 BIASED = architecture_of(1152, 16, 1, 256, normalization="layernorm", activation="gelu", bias=True)
 NORMED_HEADS = architecture_of(2048, 16, 8, 64, qk_layernorm=True, rotary_percentage=0.5)
+OLMO = architecture_of(4096, 32, 32, 128, qk_layernorm=True, qk_norm_over_heads=True, layer_norms="after")
 GEMMA = architecture_of(2304, 8, 4, 192, normalization="rmsnorm1p", layer_norms="both", attn_logit_softcapping=50.0)
+GPT_OSS = architecture_of(2880, 64, 8, 64, bias=True, clamped_swiglu=True,
+                          experts=Experts(number=8, per_token=2, ffn_hidden_size=2880))  # fmt: skip
 MIXTURE = architecture_of(3072, 32, 4, 96, experts=Experts(number=8, per_token=2, ffn_hidden_size=768))
 
 
@@ -76,11 +79,13 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
     if a.experts is not None:
         fc1, fc2 = ((torch.empty(a.hidden_size, n * a.experts.ffn_hidden_size).bfloat16(),) * 8 for n in (2, 1))
         matrices = ExpertMatrices(fc1, fc2)
+        if a.bias:
+            matrices = ExpertMatrices(fc1, fc2, (hidden[0].bfloat16(),) * 8, (hidden[0].bfloat16(),) * 8)
         for tokens in (rows, 40 * rows):
             chosen = torch.zeros(tokens, a.experts.per_token, dtype=torch.int64)
             operations.route(torch.empty(tokens, 8), None)
             operations.experts(hidden.bfloat16().repeat(tokens // rows, 1), chosen, chosen.float(), matrices)
-    norms = (torch.empty(a.kv_channels), torch.empty(a.kv_channels)) if a.qk_layernorm else None
+    norms = (torch.empty(a.qk_norm_sizes[0]), torch.empty(a.qk_norm_sizes[1])) if a.qk_layernorm else None
     for batch in batches:
         size = (len(batch.positions), operations.groups * (operations.heads + 2) * a.kv_channels)
         qkv = torch.empty(size, dtype=torch.bfloat16)
@@ -90,7 +95,7 @@ def compute(operations: TorchOperations, rows: int, batches: list[Batch]) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "architectures"),
-    [(80, [MIXTURE]), (90, [LLAMA, BIASED, NORMED_HEADS, GEMMA, MIXTURE]), (100, [LLAMA, MIXTURE])],
+    [(80, [MIXTURE, OLMO]), (90, [LLAMA, BIASED, NORMED_HEADS, GEMMA, MIXTURE]), (100, [LLAMA, GPT_OSS])],
 )
 def test_kernels_compile(
     capability: int, architectures: list[ModelArchitecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +160,7 @@ def test_without_the_kernels_torch_computes(
         for dtype in (torch.float32, torch.bfloat16):
             shape = EngineShape(architecture(), dtype, **size)
             assert choose_operations.choose_operations(shape, torch.device("cuda", 0)) is made[-1]
+        monkeypatch.setattr(choose_operations, "_KNOWN", choose_operations._KNOWN - {"qk_norm_over_heads"})
         unknown = dataclasses.replace(shape, architecture=architecture("olmo2"))
         assert choose_operations.choose_operations(unknown, torch.device("cuda", 0)) is made[-1]
     record, other = caplog.records

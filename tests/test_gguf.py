@@ -51,6 +51,7 @@ CONFIGS: dict[str, Any] = {
     "mixtral": transformers.MixtralConfig,
     "qwen3moe": transformers.Qwen3MoeConfig,
     "glm4moe": transformers.Glm4MoeConfig,
+    "gpt-oss": transformers.GptOssConfig,
 }
 PATTERNS = {  # as in the tokenizer.json files of these models
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -68,8 +69,9 @@ def random_model(kind: str, **config: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     made = CONFIGS[kind](**(SIZES | {"head_dim": 32} | config))
     model = transformers.AutoModelForCausalLM.from_config(made).float().eval()
-    for parameter in (*model.parameters(), *(buffer for name, buffer in model.named_buffers() if "correction" in name)):
-        if parameter.dim() == 1:
+    corrections = ((name, buffer) for name, buffer in model.named_buffers() if "correction" in name)
+    for name, parameter in (*model.named_parameters(), *corrections):
+        if parameter.dim() == 1 or name.endswith("_bias"):
             parameter.data += torch.randn_like(parameter) * 0.3
     return model
 
@@ -82,15 +84,24 @@ def put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     add[type(value)](key, value)
 
 
-def unstacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With gates and ups of experts, which transformers 5 has in one tensor, as llama.cpp has them."""
+def unstacked(state: Mapping[str, torch.Tensor], is_turned: bool = False) -> dict[str, torch.Tensor]:
+    """With gates and ups of experts, which transformers 5 has in one tensor, as llama.cpp has them.
+
+    ``is_turned``: they are transposed, gates and ups interleaved, and have biases (GPT-OSS).
+    """
     found: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        if name.endswith("experts.gate_up_proj"):
-            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
-                found[name.replace("gate_up", part) + ".weight"] = half.contiguous()
+        module, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+        if is_turned and ".mlp.experts." in name and kind == "weight":
+            tensor = tensor.transpose(1, 2)
+        if module.endswith("experts.gate_up_proj"):
+            halves = (tensor[:, ::2], tensor[:, 1::2]) if is_turned else tensor.chunk(2, 1)
+            for part, half in zip(("gate", "up"), halves, strict=True):
+                found[f"{module.replace('gate_up', part)}.{kind}"] = half.contiguous()
+        elif module.endswith("experts.down_proj"):
+            found[f"{module}.{kind}"] = tensor.contiguous()
         else:
-            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = tensor
+            found[f"{name}.weight" if name.endswith(".sinks") else name] = tensor
     return found
 
 
@@ -128,6 +139,9 @@ def write_gguf(
         }  # fmt: skip
         further = {"attn_q.weight": 8, "nextn.eh_proj.weight": 8, "nextn.shared_head_norm.weight": 8}
         tensors = {f"blk.{config.num_hidden_layers}.{name}": np.ones(n, np.float32) for name, n in further.items()}
+    if kind == "gpt-oss":
+        base |= {"attention.sliding_window": config.sliding_window, "rope.scaling.type": "yarn"}
+        base |= {"rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
     kind = "llama" if kind == "mixtral" else kind
     writer = gguf.GGUFWriter(path, kind)
     everything = {f"{kind}.{key}": value for key, value in base.items()} | dict(keys or {})
@@ -136,7 +150,7 @@ def write_gguf(
             put(writer, key, value)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, tensor in unstacked(model.state_dict()).items():
+    for name, tensor in unstacked(model.state_dict(), kind == "gpt-oss").items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values, name = tensor.float().numpy(), name.replace("correction_bias", "correction.bias")
@@ -188,6 +202,12 @@ OF_KINDS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
         "attention_bias": True, "use_qk_norm": True,
     },
+    "gpt-oss": {
+        "num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 30,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False,
+        },
+    },
 }  # fmt: skip
 
 
@@ -196,7 +216,7 @@ def test_gguf_has_the_logits_of_the_model_it_was_made_of(kind: str, tmp_path: Pa
     reference = random_model(kind, tie_word_embeddings=kind not in ("llama", "qwen3"), **OF_KINDS.get(kind, {}))
     source = GGUFCheckpoint(write_gguf(tmp_path / "model.gguf", reference, kind))
     assert_same_logits(source, reference)
-    assert source.architecture.family.replace("_", "") in (kind, f"{kind}text")
+    assert source.architecture.family.replace("_", "") in (kind.replace("-", ""), f"{kind}text")
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}

@@ -611,6 +611,7 @@ def test_a_model_that_cannot_be_is_refused_in_a_line(
         ),
         ("init_gpt.py", "--max-length=0", "init_gpt.py: error: --max-length 0: give at least 1"),
         ("init_gpt.py", "--ffn-hidden-size=0", "init_gpt.py: error: --ffn-hidden-size 0: give at least 1"),
+        ("init_gpt.py", "--family=gpt_oss", "init_gpt.py: error: --family gpt_oss: give --num-experts, too"),
         ("init_gpt.py", "--num-query-groups=-1", "init_gpt.py: error: --num-query-groups -1: give at least 1"),
         ("evaluate_gpt.py", "--seed=-1", "Error: Invalid value for '--seed': -1 is not in the range 0<=x<=2147483647"),
         ("evaluate_gpt.py", "--temperature=inf", "Error: temperature must lie in [1e-20, 1e+20], got inf"),

@@ -72,6 +72,9 @@ def test_tokens_beyond_the_vocabulary_are_an_error(place: int, token: int) -> No
         forward(model, Tokens(ids), mask, MicroBatching(5), lambda outputs, _: outputs, (11,), Scoring())
 
 
+EXPERTS = Experts(number=4, per_token=3, ffn_hidden_size=80)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "whole", "selective"),  # numbers per token and layer, beside those of attention
@@ -80,9 +83,10 @@ def test_tokens_beyond_the_vocabulary_are_an_error(place: int, token: int) -> No
         ({"normalization": "layernorm"}, 4 * 64 + 3 * 96, 4 * 64 + 2 * 96),
         ({"activation": "gelu"}, 4 * 64 + 5 * 96, 2 * 64 + 5 * 96),
         ({"activation": "squared-relu", "gated": False, "normalization": "layernorm1p"}, 4 * 64 + 2 * 96, None),
-        ({"experts": Experts(number=4, per_token=3, ffn_hidden_size=80)}, *([4 * 64 + 3 * (64 + 4 * 80)] * 2)),
+        ({"experts": EXPERTS}, *([4 * 64 + 3 * (64 + 4 * 80)] * 2)),
+        ({"experts": EXPERTS, "bias": True, "clamped_swiglu": True}, *([4 * 64 + 3 * (64 + 4 * 80)] * 2)),
     ],
-    ids=["RMSNorm and SwiGLU", "LayerNorm", "gated GELU", "Nemotron", "experts"],
+    ids=["RMSNorm and SwiGLU", "LayerNorm", "gated GELU", "Nemotron", "experts", "experts with biases"],
 )
 def test_activations_need_the_memory_that_the_documentation_says(
     shape: dict[str, Any], whole: int, selective: int | None, dtype: torch.dtype

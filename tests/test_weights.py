@@ -617,7 +617,7 @@ def test_the_published_config_is_read(tmp_path: Path) -> None:
 def test_mxfp4_files_are_read_as_by_transformers_and_written_in_bf16(tmp_path: Path) -> None:
     mxfp4_folder(tmp_path / "in")
     source = HuggingFaceCheckpoint(tmp_path / "in")
-    assert set(source.dtypes()) == {"BF16"}
+    assert set(source.dtypes()) == {"BF16", "MXFP4"}
     model = build_model(source.architecture, {}, torch.bfloat16, trainable=False)
     import_weights(model, source)
     write_checkpoint(tmp_path / "out", source.architecture, export_weights(model))
@@ -638,6 +638,7 @@ def test_mxfp4_files_are_read_as_by_transformers_and_written_in_bf16(tmp_path: P
         (lambda w: w.pop(f"{STACK}_blocks"), "down_proj_scales is there, but not .*down_proj_blocks"),
         (lambda w: w.update({STACK: torch.zeros(6, 96, 64)}), "down_proj is there twice"),
         (lambda w: w.update({f"{STACK}_scales": torch.zeros(6, 64, 2).byte()}), r"U8 \[6, 64, 2\], which is not MXFP4"),
+        (lambda w: w.update({f"{STACK}_bias": torch.zeros(10**12, 0)}), r"_bias has shape \[1000000000000, 0\]"),
         (lambda w: w.update({f"{STACK}_bias": torch.zeros(6)}), r"down_proj_bias has shape \[6\]"),
         (
             lambda w: w.update({f"{STACK}_bias": torch.zeros(5, 64)}),

@@ -1,4 +1,4 @@
-"""Make a .nemo checkpoint of a randomly initialised Llama-style model, to train from scratch.
+"""Make a .nemo checkpoint of a randomly initialised model, to train from scratch.
 
     python init_gpt.py --tokenizer DIR --output base.nemo --num-layers 4 --hidden-size 128 --num-heads 4
 
@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"error: {error}: start this with the environment's python, .venv/bin/python {__file__}") from None
 
 import argparse
+from typing import Any
 
 from nemo_style_aligner.arguments import HelpFormatter, output_argument, seed_argument
 from nemo_style_aligner.engine.architecture import Experts, ModelArchitecture
@@ -48,6 +49,12 @@ def main() -> None:
     parser.add_argument("--num-experts", type=int, default=None, help="experts in place of each MLP; default: none")
     parser.add_argument("--experts-per-token", type=int, default=2, help="of them, for each token")
     parser.add_argument("--expert-size", type=int, default=None, help="their --ffn-hidden-size; default: that")
+    parser.add_argument(
+        "--family",
+        choices=("llama", "gpt_oss"),
+        default="llama",
+        help="what layers compute: as Llama's do, or GPT-OSS' (with experts; windows of 128 in every other layer)",
+    )
     parser.add_argument("--max-length", type=int, default=256, help="longest sequence in tokens")
     parser.add_argument("--tied-embeddings", action="store_true", help="use the embedding as the output layer")
     parser.add_argument("--seed", type=seed_argument, default=1234, help="random seed of the weights")
@@ -72,6 +79,12 @@ def main() -> None:
                 per_token=args.experts_per_token,
                 ffn_hidden_size=args.expert_size or ffn_hidden_size,
             )
+        features: dict[str, Any] = {"family": "llama" if experts is None else "mixtral"}
+        if args.family == "gpt_oss":
+            if experts is None:
+                parser.error("--family gpt_oss: give --num-experts, too")
+            features = {"family": args.family, "bias": True, "clamped_swiglu": True, "attention_sinks": True}
+            features |= {"sliding_window": 128, "windowed_layers": tuple(range(0, args.num_layers, 2))}
         architecture = ModelArchitecture(
             num_layers=args.num_layers,
             hidden_size=args.hidden_size,
@@ -82,7 +95,7 @@ def main() -> None:
             vocab_size=args.tokenizer.vocab_size,
             max_position_embeddings=args.max_length,
             tied_embeddings=args.tied_embeddings,
-            family="llama" if experts is None else "mixtral",
+            **features,
         )
     except ValueError as error:
         parser.error(str(error))

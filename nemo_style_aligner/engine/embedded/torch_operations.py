@@ -244,20 +244,32 @@ class TorchOperations:
 
         return attention
 
+    def mean_squares(self, turning: torch.Tensor) -> torch.Tensor:
+        """Of each token's queries, and of its keys, over all heads: float32 [2, t].
+
+        Args:
+            turning: queries and keys [t, groups, heads per group + 1, d].
+
+        Collective over the ranks that share the model.
+        """
+        parts = turning.float().split([self.heads, 1], dim=2)
+        # Ranks that share a key head count it once each, above and below.
+        sums = [part.square().sum((1, 2, 3)) / (self.tensor_parallel.size * part[0].numel()) for part in parts]
+        means = torch.stack(sums)
+        self.tensor_parallel.all_reduce(means)
+        return means
+
     def _heads_normed(self, turning: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Norms of queries and keys [t, groups, heads per group + 1, d], float32. Collective if over all heads."""
         a, parts = self.architecture, turning.float().split([self.heads, 1], dim=2)
+        scaled = zip(parts, map(self.scales, norms), strict=True)
         if not a.qk_norm_over_heads:
-            scaled = zip(parts, map(self.scales, norms), strict=True)
             each = [F.rms_norm(part, (a.kv_channels,), weight, a.layernorm_epsilon) for part, weight in scaled]
             return torch.cat(each, dim=2)
-        squares = torch.stack([part.square().sum((1, 2, 3)) for part in parts])
-        self.tensor_parallel.all_reduce(squares)
-        normed = []
-        for part, weight, sums in zip(parts, map(self.scales, norms), squares, strict=True):
-            # Ranks that share a key head count it once each, above and below.
-            mean = sums[:, None, None, None] / (self.tensor_parallel.size * part[0].numel())
-            normed.append(part * (mean + a.layernorm_epsilon).rsqrt() * weight.view(part.shape[1:]))
+        factors = (self.mean_squares(turning) + a.layernorm_epsilon).rsqrt()[..., None, None, None]
+        normed = [
+            part * factor * weight.view(part.shape[1:]) for (part, weight), factor in zip(scaled, factors, strict=True)
+        ]
         return torch.cat(normed, dim=2)
 
     def _seen_decoding(self, batch: Batch, window: int | None) -> _Seen:

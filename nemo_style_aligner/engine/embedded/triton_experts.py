@@ -1,11 +1,12 @@
-"""Experts' MLPs: five Triton kernels, for NVIDIA GPUs.
+"""Experts' MLPs: four Triton kernels, for NVIDIA GPUs.
 
 The first chooses each token's experts. The second sorts the pairs of tokens and experts by expert, on the device, and
-cuts each expert's into blocks. A program of the third and of the fourth, which are one, multiplies a block by some
-columns of its expert's matrix, so that a matrix is read for those alone that have the expert, and for all of them at
-once. The last adds up what a token's experts have computed, in
-the order in which they were chosen. Blocks are so many that every choice has enough, and those left over do nothing:
-shapes depend on the number of tokens alone, as CUDA graphs demand, and no number on who else is in the pass.
+cuts each expert's into blocks. A program of the third, which is called twice, multiplies a block by some columns of its
+expert's matrix: a matrix is read for those alone that have the expert, and for all of them at once. The last adds up
+what a token's experts have computed, in the order in which they were chosen.
+
+Blocks are so many that every choice has enough, and those left over do nothing: shapes depend on the number of tokens
+alone, as CUDA graphs demand, and no number on who else is in the pass.
 
 Import this module where Triton is installed only; `choose_operations` does.
 """
@@ -16,20 +17,27 @@ import torch
 import triton
 import triton.language as tl
 
-from nemo_style_aligner.engine.architecture import Experts
+from nemo_style_aligner.engine.architecture import GATE_LIMIT, GATE_SLOPE, Experts, LayerFeatures
 from nemo_style_aligner.engine.embedded.torch_operations import LOADED_BYTES, ExpertMatrices
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
-"""The numbers by which `activated` knows them."""
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "squared-relu": 2, "gelu-tanh": 3}
+_CLAMPED_SWIGLU = tl.constexpr(4)
+_SLOPE, _LIMIT = tl.constexpr(GATE_SLOPE), tl.constexpr(GATE_LIMIT)
 
 FEW_ROWS, MANY_ROWS = 16, 64
 """Pairs in a block: the least of a product on tensor cores where experts have few each, else more."""
 
-_COLUMNS = 64  # results of a program for each pair
+# Results of a program for each pair, and blocks in flight: few pairs read memory, which takes many programs and loads.
+_COLUMNS, _STAGES = {FEW_ROWS: 32, MANY_ROWS: 64}, {FEW_ROWS: 5, MANY_ROWS: 3}
 _BLOCK = 64  # of the dimension that is summed over: loaded at a time
 _PAIRS = 1024  # read at a time when they are sorted
 _LEAST_BINS = 32  # of a histogram: Triton divides them over a warp
 _ADDED = 1024  # results per program of `add_experts_kernel`
+
+
+def activation_number(features: LayerFeatures) -> int:
+    """The number by which `activated` and `gated` know the activation of MLPs."""
+    return _CLAMPED_SWIGLU.value if features.clamped_swiglu else _ACTIVATIONS[features.activation]
 
 
 class TritonExperts:
@@ -38,13 +46,18 @@ class TritonExperts:
     Each way of cutting pairs into blocks has kernels of its own (`rows`).
     """
 
-    def __init__(self, experts: Experts, activation: str, adds_bias: bool = True) -> None:
-        """``activation``: of gates. ``adds_bias``: the second ones, if there are any, as one of the ranks does."""
+    def __init__(self, experts: Experts, activation: int, adds_bias: bool = True) -> None:
+        """Of a model's experts.
+
+        Args:
+            activation: `activation_number` of their gates.
+            adds_bias: where second matrices have biases, these: one of the ranks that share experts does.
+        """
         self._kind = experts
         self._number = experts.number
         self._per_token = experts.per_token
         self._bins = max(_LEAST_BINS, triton.next_power_of_2(experts.number + 1))
-        self._activation = ACTIVATIONS[activation]
+        self._activation = activation
         self._adds_bias = adds_bias
 
     def rows(self, num_tokens: int) -> int:
@@ -98,20 +111,20 @@ class TritonExperts:
             (active, matrices.fc2, of_fc2, matrices.fc2_bias, of_fc2_bias, products, False),
         ):
             has_bias = bool(biases) and (is_first or self._adds_bias)
-            multiply_by_experts_kernel[num_blocks, triton.cdiv(out.shape[1], _COLUMNS)](
+            multiply_by_experts_kernel[num_blocks, triton.cdiv(out.shape[1], _COLUMNS[rows])](
                 *(source, kind[0], place, biases[0] if has_bias else source, bias_place, order, blocks, out),
                 SIZE=source.shape[1],
                 RESULTS=out.shape[1],
                 PER_TOKEN=self._per_token,
                 UNIT=LOADED_BYTES // x.element_size(),
                 ROWS=rows,
-                COLUMNS=_COLUMNS,
+                COLUMNS=_COLUMNS[rows],
                 BLOCK=_BLOCK,
                 ACTIVATION=self._activation,
                 IS_FIRST=is_first,
                 HAS_BIAS=has_bias,
                 num_warps=4,
-                num_stages=3,
+                num_stages=_STAGES[rows],
                 enable_fp_fusion=True,
             )
         out = torch.empty_like(x)
@@ -127,7 +140,7 @@ class TritonExperts:
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton looks annotations up
-    """One of `ACTIVATIONS`, in float32."""
+    """An activation that is known by its number; in float32."""
     if ACTIVATION == 0:
         active = x * tl.sigmoid(x)
     elif ACTIVATION == 1:
@@ -137,6 +150,17 @@ def activated(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]  # T
     else:
         active = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     return active
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a gate lets through, in float32."""
+    if ACTIVATION == _CLAMPED_SWIGLU:  # what is not a number stays so
+        gate, up = tl.where(gate > _LIMIT, _LIMIT, gate), tl.where(up > _LIMIT, _LIMIT, up)
+        through = gate * tl.sigmoid(gate * _SLOPE) * (tl.where(up < -_LIMIT, -_LIMIT, up) + 1.0)
+    else:
+        through = activated(gate, ACTIVATION) * up
+    return through
 
 
 @triton.jit
@@ -290,7 +314,7 @@ def multiply_by_experts_kernel(  # type: ignore[no-untyped-def]
         if IS_FIRST:
             up += tl.load(own_bias + RESULTS, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if IS_FIRST:
-        product = activated(product, ACTIVATION) * up
+        product = gated(product, up, ACTIVATION)
     write = out + results.to(tl.int64)[:, None] * RESULTS + columns[None, :]
     tl.store(write, product.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 

@@ -22,7 +22,7 @@ from nemo_style_aligner.engine.embedded.torch_operations import (
     Norm,
     TorchOperations,
 )
-from nemo_style_aligner.engine.embedded.triton_experts import ACTIVATIONS, TritonExperts, activated
+from nemo_style_aligner.engine.embedded.triton_experts import TritonExperts, activated, activation_number, gated
 
 _ACTIVE_BLOCK = 1024  # results per program of `activate_kernel`
 
@@ -36,13 +36,13 @@ class TritonOperations(TorchOperations):
         """``num_processors``: of the GPU (streaming multiprocessors)."""
         super().__init__(shape, device)
         a = self.architecture
-        self._activation = ACTIVATIONS[a.activation]
+        self._activation = activation_number(a)
         self._rows = triton.next_power_of_2(self.heads + 1)
         self._width = triton.next_power_of_2(a.kv_channels)
         self._paged = PagedAttention(self.groups, self.heads, a.kv_channels, a.attention_scale, num_processors)
         self._experts: TritonExperts | None = None
         if a.experts is not None:
-            self._experts = TritonExperts(a.experts, a.activation, adds_bias=shape.tensor_parallel.rank == 0)
+            self._experts = TritonExperts(a.experts, self._activation, adds_bias=shape.tensor_parallel.rank == 0)
 
     def add_and_norm(
         self,
@@ -113,8 +113,10 @@ class TritonOperations(TorchOperations):
             cos, sin = self.rotary(layer)
             qkv = qkv.view(len(qkv), self.groups, self.heads + 2, channels)
             query_norm, key_norm = map(self.scales, norms or (self.cos, self.cos))  # not touched where there are none
+            over_heads = self.architecture.qk_norm_over_heads
+            means = self.mean_squares(qkv[:, :, : self.heads + 1]) if over_heads else cos
             rotate_and_store_kernel[len(qkv), self.groups](
-                *(qkv, cos, sin, query_norm, key_norm, batch.positions, batch.places, pages),
+                *(qkv, cos, sin, query_norm, key_norm, means, batch.positions, batch.places, pages),
                 self.architecture.layernorm_epsilon,
                 batch.positions.stride(0),
                 GROUPS=self.groups,
@@ -124,6 +126,7 @@ class TritonOperations(TorchOperations):
                 ROWS=self._rows,
                 WIDTH=self._width,
                 HAS_NORMS=norms is not None,
+                OVER_HEADS=over_heads,
                 ROTATES=layer.rotates,
                 num_warps=_warps(self._rows * self._width),
                 enable_fp_fusion=True,
@@ -213,9 +216,10 @@ def activate_kernel(  # type: ignore[no-untyped-def]
     is_column = columns < SIZE
     row = x + token * (2 * SIZE if IS_GATED else SIZE)
     gate = tl.load(row + columns, mask=is_column, other=0.0).to(tl.float32)
-    active = activated(gate, ACTIVATION)
     if IS_GATED:
-        active *= tl.load(row + SIZE + columns, mask=is_column, other=0.0).to(tl.float32)
+        active = gated(gate, tl.load(row + SIZE + columns, mask=is_column, other=0.0).to(tl.float32), ACTIVATION)
+    else:
+        active = activated(gate, ACTIVATION)
     tl.store(out + token * SIZE + columns, active.to(out.dtype.element_ty), mask=is_column)
 
 
@@ -226,6 +230,7 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     sin,
     query_norm,
     key_norm,
+    means,
     positions,
     places,
     pages,
@@ -238,13 +243,14 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    OVER_HEADS: tl.constexpr,
     ROTATES: tl.constexpr,
 ):
     """Norm, rotate and store one token's heads of one group; token and group are the program's place in the grid.
 
     Query heads and key head are normed and rotated in place; then key and value are stored at their place in ``pages``.
     For i < TURNED channels i and i + TURNED are rotated by one angle; channels from 2 * TURNED on stay as they are, and
-    all do unless ROTATES.
+    all do unless ROTATES. Norms OVER_HEADS have `TorchOperations.mean_squares`, and weights for each head.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads, channels = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -257,14 +263,14 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     other = tl.load(own + heads[:, None] * CHANNELS + other_channels[None, :], mask=is_real, other=0.0).to(tl.float32)
     value = tl.load(own + (HEADS + 1) * CHANNELS + channels, mask=is_channel, other=0.0)
     if HAS_NORMS:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / CHANNELS + epsilon)[:, None]
-        is_query = (heads < HEADS)[:, None]
-        of_query = tl.load(query_norm + channels, mask=is_channel, other=0.0)[None, :]
-        of_key = tl.load(key_norm + channels, mask=is_channel, other=0.0)[None, :]
-        x = x * scale * tl.where(is_query, of_query, of_key)
-        of_query = tl.load(query_norm + other_channels, mask=is_channel, other=0.0)[None, :]
-        of_key = tl.load(key_norm + other_channels, mask=is_channel, other=0.0)[None, :]
-        other = other * scale * tl.where(is_query, of_query, of_key)
+        mean = tl.sum(x * x, 1) / CHANNELS
+        if OVER_HEADS:
+            mean = tl.load(means + (heads == HEADS).to(tl.int32) * tl.num_programs(0) + token)
+        scale = tl.rsqrt(mean + epsilon)[:, None]
+        x *= scale * head_weights(query_norm, key_norm, group, heads, channels, is_real, HEADS, CHANNELS, OVER_HEADS)
+        other *= scale * head_weights(
+            query_norm, key_norm, group, heads, other_channels, is_real, HEADS, CHANNELS, OVER_HEADS
+        )
     if ROTATES:
         angles = tl.load(positions + token * position_stride) * TURNED + channels % TURNED
         cosines = tl.load(cos + angles, mask=is_turned, other=1.0)[None, :]
@@ -277,3 +283,24 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     key_places = place + (heads - HEADS)[:, None] * CHANNELS + channels[None, :]
     tl.store(key_places, turned, mask=is_real & (heads == HEADS)[:, None])
     tl.store(place + GROUPS * CHANNELS + channels, value, mask=is_channel)
+
+
+@triton.jit
+def head_weights(  # type: ignore[no-untyped-def]
+    query_norm,
+    key_norm,
+    group,
+    heads,
+    channels,
+    is_real,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    OVER_HEADS: tl.constexpr,
+):
+    """What norms multiply some channels of a group's heads by: all alike, or by weights of each head's own."""
+    of_head = CHANNELS if OVER_HEADS else 0
+    is_query = (heads < HEADS)[:, None]
+    query_places = query_norm + (group * HEADS + heads)[:, None] * of_head + channels[None, :]
+    of_query = tl.load(query_places, mask=is_real & is_query, other=0.0)
+    of_key = tl.load(key_norm + group * of_head + channels, mask=channels < CHANNELS, other=0.0)
+    return tl.where(is_query, of_query, of_key[None, :])

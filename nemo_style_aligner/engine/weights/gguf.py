@@ -50,15 +50,18 @@ _OF_GLM = {
     "post_attention_norm": "model.layers.{}.post_attention_layernorm",
     **{f"ffn_{part}_shexp": f"model.layers.{{}}.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
-_OWN_NAMES = {"gemma2": _NORMS_OF_GEMMA, "gemma3": _NORMS_OF_GEMMA, "glm4moe": _OF_GLM}
+_OF_GPT_OSS = {"post_attention_norm": "model.layers.{}.post_attention_layernorm"}
+_OWN_NAMES = {"gemma2": _NORMS_OF_GEMMA, "gemma3": _NORMS_OF_GEMMA, "glm4moe": _OF_GLM, "gpt-oss": _OF_GPT_OSS}
 """What some architectures have in place of these, or beside them."""
-_ROUTER_BIAS = "exp_probs_b.bias"  # GLM's; "bias" is part of Hugging Face's name of it
+# What is part of the name on one side alone.
+_ROUTER_BIAS, _SINKS = "exp_probs_b.bias", "attn_sinks.weight"  # GLM's, GPT-OSS'
 
 # GGUF architectures and Hugging Face's families. llama.cpp reorders the rows of q and k of "llama" (which is Mistral's
 # too) for its own form of rotary embedding; the others it leaves as they are. Gemma's norms it stores plus one.
 _ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2")}
-_ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe"}
-_WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe"}  # families of files that have any
+_ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss"}
+# Families of files that have any.
+_WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss"}
 # What llama.cpp knows of Gemma without a key: of how many layers the last has no window, and the number of layers of
 # which models the square of what scores are divided by is not the size of a head but this share of the hidden size.
 _PERIODS, _SHARED_SCALES = {"gemma2": 2, "gemma3": 6}, {"gemma2": 46, "gemma3": 62}
@@ -93,6 +96,7 @@ _USED_BY = {
         "ARCH.expert_group_count", "ARCH.expert_group_used_count", "ARCH.leading_dense_block_count",
         "ARCH.nextn_predict_layers",
     ),
+    "gpt-oss": (*_EXPERTS, "ARCH.attention.sliding_window"),
     "gemma2": ("ARCH.attention.sliding_window", "ARCH.attn_logit_softcapping", "ARCH.final_logit_softcapping"),
     "gemma3": (
         "ARCH.attention.sliding_window", "ARCH.attention.sliding_window_pattern", "ARCH.rope.freq_base_swa",
@@ -219,6 +223,9 @@ class GGUFCheckpoint:
         if self._kind == "glm4moe" and match is not None and name.endswith(_ROUTER_BIAS):
             yield f"model.layers.{match[1]}.mlp.gate.{ROUTER_BIAS}", None
             return
+        if self._kind == "gpt-oss" and match is not None and name.endswith(_SINKS):
+            yield f"model.layers.{match[1]}.self_attn.sinks", None
+            return
         if match is not None and match[2] in _OF_EXPERTS and self._kind in _WITH_EXPERTS:
             for expert in range(min(self._file.tensors[name].shape[0], _MOST_EXPERTS)):
                 yield f"{_OF_EXPERTS[match[2]].format(match[1], expert)}.{match[3]}", expert
@@ -255,6 +262,9 @@ class GGUFCheckpoint:
             size = whole("expert_feed_forward_length", whole("feed_forward_length"))
             experts = Experts(number=whole("expert_count"), per_token=whole("expert_used_count"), ffn_hidden_size=size)
             own = {"experts": experts}
+            if family == "gpt_oss":
+                windowed = tuple(range(0, self._num_layers, 2))
+                own |= {"bias": True, "sliding_window": whole("attention.sliding_window"), "windowed_layers": windowed}
         return ModelArchitecture(
             num_layers=self._num_layers,
             hidden_size=hidden_size,
@@ -338,7 +348,8 @@ class GGUFCheckpoint:
         if kind == "yarn":
             original = self._file.value(f"{self._kind}.rope.scaling.original_context_length", int, 0) or positions
             fast, slow = number("scaling.yarn_beta_fast", 32.0), number("scaling.yarn_beta_slow", 1.0)
-            scaling = RopeScaling("yarn", factor, original, beta_fast=fast, beta_slow=slow)
+            rounds = self._kind != "gpt-oss"  # llama.cpp does in all models, OpenAI's own code does not
+            scaling = RopeScaling("yarn", factor, original, beta_fast=fast, beta_slow=slow, truncate=rounds)
         elif kind == "linear":
             scaling = RopeScaling("linear", factor) if factor != 1 else None
         elif kind != "none":

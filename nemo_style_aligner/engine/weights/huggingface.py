@@ -27,7 +27,7 @@ from nemo_style_aligner.engine.text.tokenizer import (
 from nemo_style_aligner.engine.weights.expert_families import EXPERT_FAMILIES, own_name, stored_name
 from nemo_style_aligner.engine.weights.huggingface_config import FAMILIES, hf_config, hf_family, read_architecture
 from nemo_style_aligner.engine.weights.layout import fused_name, hf_tensors, weight_layout
-from nemo_style_aligner.engine.weights.stacked_experts import ExpertTensor, Stored, apart, is_stack, together
+from nemo_style_aligner.engine.weights.stacked_experts import QUANTIZED, ExpertTensor, Stored, apart, is_stack, together
 from nemo_style_aligner.errors import LFS_POINTER, is_lfs_pointer
 from nemo_style_aligner.guard.file_source import MOST_BESIDE_WEIGHTS
 from nemo_style_aligner.guard.parsing import parse_json, read_json
@@ -39,7 +39,7 @@ INDEX_NAME = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 2 * 2**30
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")  # as transformers looks for them
-_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+_DTYPES = ("F64", "F32", "F16", "BF16", QUANTIZED)  # as safetensors names them
 
 
 # ---- weights in -----------------------------------------------------------------------------------

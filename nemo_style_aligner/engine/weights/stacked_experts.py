@@ -25,6 +25,10 @@ _STEPS = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
 _BLOCK = 32  # numbers with a common factor
+_MOST_EXPERTS = 10_000
+
+QUANTIZED = "MXFP4"
+"""What is read of it is bfloat16."""
 
 
 class Stored(NamedTuple):
@@ -58,7 +62,7 @@ class ExpertTensor(NamedTuple):
         number: of the expert.
         step: which of the rows are its own.
         shape: of the tensor itself.
-        dtype: of its numbers, in safetensors' words.
+        dtype: of the file's numbers, in safetensors' words, or `QUANTIZED`.
     """
 
     stored: tuple[Stored, ...]
@@ -93,7 +97,8 @@ def dequantized(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         bfloat16 [..., 32 n].
     """
     table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
-    numbers = table[torch.stack([blocks & 15, blocks >> 4], -1).int()].flatten(-2)
+    pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], -1)  # by byte
+    numbers = pairs.index_select(0, blocks.flatten().int()).view(*scales.shape, _BLOCK)
     factors = scales.view(torch.float8_e8m0fnu).float()
     return (numbers * factors[..., None]).flatten(-2).to(torch.bfloat16)
 
@@ -124,11 +129,11 @@ def apart(tensors: Mapping[str, Stored]) -> dict[str, ExpertTensor]:
         shape, dtype = stored.shape, stored.dtype
         if kind == "_blocks":
             lies_in = (stored, _scales_of(stored, module, tensors))
-            shape, dtype = (*shape[:2], _BLOCK * shape[2]), "BF16"
+            shape, dtype = (*shape[:2], _BLOCK * shape[2]), QUANTIZED
         elif kind == "":
             shape = (shape[0], *reversed(shape[1:]))
         own = parts["of"].split("_")
-        if len(shape) != (2 if kind == "_bias" else 3) or shape[1] % len(own):
+        if len(shape) != (2 if kind == "_bias" else 3) or shape[1] % len(own) or shape[0] > _MOST_EXPERTS:
             raise ValueError(f"{name} has shape {list(stored.shape)}, which no tensor of experts has")
         of_one = shape[1] // len(own), *shape[2:]
         for number in range(shape[0]):
