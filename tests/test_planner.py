@@ -312,12 +312,14 @@ def test_a_plan_whose_rollouts_are_old_is_named_with_its_price_and_written_only_
     main(wanted)
     said = capsys.readouterr().out
     assert "Recommended: separate\n" in said
-    assert re.search(r"--staleness 1, in_flight=keep: \S+ s per step in place of .* A step learns less", said)
+    assert re.search(r"--staleness 1, in_flight=keep: \S+ s per step in place of .* Older rollouts teach less", said)
     keys = read_plan(file).jobs["actor"].overrides
     assert not keys.get("trainer.ppo.staleness") and "trainer.ppo.in_flight" not in keys
     main([*wanted, "--staleness", "1"])
     said = capsys.readouterr().out
-    assert "Recommended: separate, staleness 1\n" in said and re.search("in_flight=keep: .* A step learns less", said)
+    assert "Recommended: separate, staleness 1\n" in said and re.search(
+        "in_flight=keep: .* Older rollouts teach less", said
+    )
     keys = read_plan(file).jobs["actor"].overrides
     assert keys["trainer.ppo.staleness"] == 1 and keys["trainer.ppo.in_flight"] == "keep"
 

@@ -19,7 +19,7 @@ Examples:
 """
 
 _JOBS = "A critic with ranks of its own: in the actor's job, or in one of its own, on whole nodes, over HTTP."
-_STALENESS = "Steps ahead to try. They cost learning, so that 0 is written if it is among them."
+_STALENESS = "Steps ahead to try. They may cost learning, so that 0 is written if it is among them."
 _LENGTHS = "lognormal:mean=330,sigma=1,max=2048"
 
 _positive, _path = click.IntRange(min=1), click.Path(path_type=Path)

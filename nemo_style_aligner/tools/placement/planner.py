@@ -133,7 +133,7 @@ def recommended(found: Sequence[Prediction]) -> Prediction:
 
 # ---- what is printed ----------------------------------------------------------------------------
 
-_PRICE = "A step learns less, the less the older its rollouts are (docs/performance.md, Learning)"
+_PRICE = "Older rollouts teach less, most from 2 steps on (docs/performance.md, Learning)"
 _PHASES = ("generate", "score", "logprobs", "init_logprobs", "train", "critic_wait", "critic_train_wait", "refit")
 
 

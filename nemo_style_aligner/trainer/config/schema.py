@@ -934,8 +934,9 @@ class ActorLoop(Updates):
     # critic, with a layout of its own. 0: there are none.
     critic_devices: Free[CountFrom0] = 0
     # 0: each step trains on rollouts of its current weights. k: a step's rollouts are generated with the weights from
-    # which the k-th step before it started, while that one and those after it train. This needs rollout_devices, and
-    # costs learning (docs/performance.md, Learning): take the smallest that keeps the ranks busy, which is usually 1.
+    # which the k-th step before it started, while that one and those after it train. This needs rollout_devices. Take
+    # the smallest that keeps the ranks busy, which is usually 1: 2 or more cost learning, less with half the
+    # model.ppo.ratio_eps (docs/performance.md, Learning).
     staleness: CountFrom0 = 0
     # With staleness, what becomes of responses that are under way when weights are replaced. wait: they are finished
     # first, so that a step lasts as long as its longest response. keep: a step takes the first groups to finish, and
