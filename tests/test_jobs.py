@@ -712,14 +712,14 @@ def test_evaluation_asks_and_compares_as_ppo_does(artefacts: Artefacts, monkeypa
             assert cut.response == row.response.split(end)[0] and cut.ended == (row.ended or end in row.response)
         with pytest.raises(ValueError, match="add_bos=True, but the tokenizer has no BOS"):
             responses(add_bos=True)
-        opened = evaluation._open
+        opened = evaluation.open_model
 
         def open_with_bos(path: Path, precision: str) -> BaseModel:
             base = opened(path, precision)
             base.tokenizer.bos_id = 5
             return base
 
-        monkeypatch.setattr(evaluation, "_open", open_with_bos)
+        monkeypatch.setattr(evaluation, "open_model", open_with_bos)
         marked = responses(add_bos=True)
         assert [row.tokens[0] for row in marked] == [5] * 4
         assert [row.prompt for row in marked] == [row.prompt for row in whole]
