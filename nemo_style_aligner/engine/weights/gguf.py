@@ -49,12 +49,14 @@ _NORMS_OF_GEMMA = {
 _OF_GLM = {
     "post_attention_norm": "model.layers.{}.post_attention_layernorm",
     **{f"ffn_{part}_shexp": f"model.layers.{{}}.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    "exp_probs_b.bias": f"model.layers.{{}}.mlp.gate.{ROUTER_BIAS}",
 }
-_OF_GPT_OSS = {"post_attention_norm": "model.layers.{}.post_attention_layernorm"}
+_OF_GPT_OSS = {
+    "post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "attn_sinks.weight": "model.layers.{}.self_attn.sinks",
+}
 _OWN_NAMES = {"gemma2": _NORMS_OF_GEMMA, "gemma3": _NORMS_OF_GEMMA, "glm4moe": _OF_GLM, "gpt-oss": _OF_GPT_OSS}
-"""What some architectures have in place of these, or beside them."""
-# What is part of the name on one side alone.
-_ROUTER_BIAS, _SINKS = "exp_probs_b.bias", "attn_sinks.weight"  # GLM's, GPT-OSS'
+"""What some architectures have in place of these, or beside them; with a dot, whole names on both sides."""
 
 # GGUF architectures and Hugging Face's families. llama.cpp reorders the rows of q and k of "llama" (which is Mistral's
 # too) for its own form of rotary embedding; the others it leaves as they are. Gemma's norms it stores plus one.
@@ -220,11 +222,8 @@ class GGUFCheckpoint:
         """Of the tensors that one of the file is: Hugging Face's name, and which expert's it is, if all have one."""
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
         names = HF_NAMES | _OWN_NAMES.get(self._kind, {})
-        if self._kind == "glm4moe" and match is not None and name.endswith(_ROUTER_BIAS):
-            yield f"model.layers.{match[1]}.mlp.gate.{ROUTER_BIAS}", None
-            return
-        if self._kind == "gpt-oss" and match is not None and name.endswith(_SINKS):
-            yield f"model.layers.{match[1]}.self_attn.sinks", None
+        if match is not None and (whole := names.get(f"{match[2]}.{match[3]}")) is not None:
+            yield whole.format(match[1]), None
             return
         if match is not None and match[2] in _OF_EXPERTS and self._kind in _WITH_EXPERTS:
             for expert in range(min(self._file.tensors[name].shape[0], _MOST_EXPERTS)):

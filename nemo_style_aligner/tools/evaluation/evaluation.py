@@ -94,8 +94,9 @@ class EvaluationSettings:
     precision: str = "bf16"
     seed: int = 1234
 
+    @functools.cached_property
     def sampling(self) -> SamplingParams:
-        """How responses are made. Raises UserError."""
+        """How responses are made; the model's files are asked once. Raises UserError."""
         try:
             return SamplingParams(
                 max_new_tokens=self.max_length or default_max_length(self.model),
@@ -242,7 +243,7 @@ def evaluate_policies(settings: EvaluationSettings, tell: Callable[[Results], No
     """
     s = settings
     if s.prompts is not None:
-        s.sampling()  # refuses what is out of range
+        _ = s.sampling  # refuses what is out of range
     if s.environment is not None:
         check_environment(named_environment(s.environment), "--environment")
     bases = [open_policy(path, s.precision) for path in (s.model, s.against) if path is not None]
@@ -282,7 +283,7 @@ def read_prompts(bases: Sequence[BaseModel], settings: EvaluationSettings) -> li
         DataError: there is none; or right answers are asked for, and a line has none.
         TokenizerError: there is no BOS token, or an end string could never be found.
     """
-    sampling, tokenizer, path = settings.sampling(), bases[0].tokenizer, bases[0].path
+    sampling, tokenizer, path = settings.sampling, bases[0].tokenizer, bases[0].path
     tokenizer.end_strings(sampling.stop_strings)
     positions = _positions(bases)
     room = positions - sampling.max_new_tokens
@@ -343,7 +344,7 @@ def _responses(
 ) -> list[EvaluatedResponse]:
     environment = None if settings.environment is None else (settings.environment, schema.Episodes())
     how = {"samples": settings.samples, "num_slots": settings.num_slots}
-    made = generate(base, model, items, settings.sampling(), environment=environment, **how)
+    made = generate(base, model, items, settings.sampling, environment=environment, **how)
     return [_evaluated(sample, result, base.tokenizer) for sample, result in made]
 
 

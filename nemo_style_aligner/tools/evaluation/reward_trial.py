@@ -80,7 +80,7 @@ def _generated(config: PPOActor, prompts: Sequence[PromptItem], model: Path) -> 
     how = EvaluationSettings(model=model, max_length=config.model.ppo.length_params.max_length, precision="32")
     with single_process(how.seed):
         base = open_policy(model, how.precision)
-        made = generate(base, base.load(trainable=False), prompts, how.sampling(), num_slots=len(prompts))
+        made = generate(base, base.load(trainable=False), prompts, how.sampling, num_slots=len(prompts))
     return [sample for sample, _ in made]
 
 
