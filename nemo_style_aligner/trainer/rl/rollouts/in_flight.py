@@ -14,7 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from nemo_style_aligner.engine.contract import FinishReason, GenerationRequest, GenerationResult, SamplingParams
@@ -279,15 +279,18 @@ class Admissions:
         self._next = 0
         self._steps: dict[int, tuple[int, int]] = {}  # first number and count of the steps that are admitted
 
-    def order(self, step: int, batches: Sequence[tuple[int, Sequence[Prompt]]]) -> Order:
-        """The round of ``step``; ``batches``: seed and prompts of this one, and of those that are admitted ahead."""
+    def has(self, step: int) -> bool:
+        """Whether a step, whose round has not begun, is admitted."""
+        return step in self._steps
+
+    def order(self, step: int, batches: Mapping[int, tuple[int, Sequence[Prompt]]]) -> Order:
+        """The round of ``step``; ``batches``: seed and prompts of steps that are admitted with it, in order."""
         admissions = []
-        for number, (seed, prompts) in enumerate(batches, step):
-            if number not in self._steps:
-                self._steps[number] = self._next, len(prompts)
-                admissions.append(Admission(self._next, seed, prompts))
-                self.prompts.update(enumerate(prompts, self._next))
-                self._next += len(prompts)
+        for number, (seed, prompts) in batches.items():
+            self._steps[number] = self._next, len(prompts)
+            admissions.append(Admission(self._next, seed, prompts))
+            self.prompts.update(enumerate(prompts, self._next))
+            self._next += len(prompts)
         return Order(admissions, *self._steps.pop(step), self.group_size, self._restarts)
 
     @property

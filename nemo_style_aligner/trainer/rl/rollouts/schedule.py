@@ -145,9 +145,10 @@ class GenerationSchedule:
         assert isinstance(generator, RemoteGenerator)  # the config's checks have seen to it
         if self._admissions is None:
             return generator.start(prompts.batch(start), seed(number))
-        batches = []
+        batches = {}
         for admitted in range(number, min(number + self._staleness, last) + 1):
-            batches.append((seed(admitted), prompts.batch(start)))
+            if not self._admissions.has(admitted):
+                batches[admitted] = seed(admitted), prompts.batch(start)
             start = prompts.after(start)
         return generator.go_on(self._admissions.order(number, batches), self._admissions.prompts)
 
